@@ -1,0 +1,48 @@
+# `make demo` on a fresh machine; `make check test` for every change, which is exactly what `.ci/run` calls.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: demo check test test-slow test-wheel bench-stall bench-overhead clean
+
+demo: $(STAMP)
+	$(BIN)/cpsr demo --run-dir runs/demo
+
+# Without an NVIDIA GPU the CPU build of torch: first where pip finds it by itself, then from PyTorch's own index.
+# Plain `torch` would bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	if command -v nvidia-smi >/dev/null; then $(PIP) $(TORCH); else \
+	  $(PIP) "$(TORCH)+cpu" 2>/dev/null \
+	  || $(PIP) --index-url https://download.pytorch.org/whl/cpu $(TORCH) || $(PIP) $(TORCH); fi
+	$(PIP) --constraint constraints.txt setuptools wheel
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	touch $(STAMP)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow"
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+# The tests against the built wheel, in an environment of its own and from another folder.
+test-wheel: $(STAMP)
+	$(BIN)/python -m tests.packaging.wheel_suite
+
+bench-stall: $(STAMP)
+	$(BIN)/cpsr bench stall
+
+bench-overhead: $(STAMP)
+	$(BIN)/cpsr bench overhead
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
