@@ -1,0 +1,26 @@
+"""CPSR: failure recovery for large-model training that restarts near the point of failure."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cpsr.errors import CPSRError
+
+if TYPE_CHECKING:
+    from cpsr.config import CPSRConfig
+    from cpsr.engines.torch import TorchAdapter
+    from cpsr.recovery import CPSRRecovery
+
+__all__ = ["CPSRConfig", "CPSRError", "CPSRRecovery", "TorchAdapter"]
+
+# Loaded at first use, so that `import cpsr` (a service, a script that reads a journal) does not pay for torch.
+_LAZY = {"CPSRConfig": "cpsr.config", "CPSRRecovery": "cpsr.recovery", "TorchAdapter": "cpsr.engines.torch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'cpsr' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

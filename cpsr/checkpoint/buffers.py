@@ -1,0 +1,160 @@
+"""One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cpsr.errors import SaveError
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+__all__ = ["HostBuffer", "Span", "layout_bytes", "plan_spans"]
+
+_ALIGNMENT_BYTES = 64  # a cache line; also a multiple of every element size
+
+
+@dataclass(frozen=True)
+class Span:
+    """One copy: a run of tensors that follow each other in the source as they do in the buffer."""
+
+    offset: int
+    source: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """Byte in the buffer after the last one."""
+        return self.offset + self.source.numel() * self.source.element_size()
+
+    def joins(self, offset: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor, to be placed at that byte of the buffer, continues this span."""
+        return (
+            offset == self.end
+            and tensor.dtype == self.source.dtype
+            and tensor.is_contiguous()
+            and self.source.is_contiguous()
+            and tensor.data_ptr() == self.source.data_ptr() + self.end - self.offset
+            and tensor.untyped_storage().data_ptr() == self.source.untyped_storage().data_ptr()
+        )
+
+    def with_more(self, elements: int) -> "Span":
+        """The span, longer by that many elements of the same storage."""
+        size, start = self.source.numel() + elements, self.source.storage_offset()
+        return Span(self.offset, self.source.as_strided((size,), (1,), start))
+
+
+class HostBuffer:
+    """Touched (so that no page fault is left for the training thread) and, for a GPU, pinned memory for one shard."""
+
+    def __init__(self, template: Shard, *, pinned: bool) -> None:
+        self._template = _template_of(template)
+        self._others = list(template.others)
+        self.offsets, size = _layout(template)
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self._views = {
+            key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
+            for key, tensor in template.tensors()
+        }
+
+    def shard(self, iterations: Mapping[str, int]) -> Shard:
+        """Views of this buffer with the template's names and shapes, each operator at its iteration."""
+        operators = {
+            name: OperatorState(
+                name,
+                ParamSlice(self._views[f"param/{name}"], global_shape, offset),
+                {moment: self._views[f"moment/{moment}/{name}"] for moment in moments},
+                iterations[name],
+            )
+            for name, (global_shape, offset, moments) in self._template.items()
+        }
+        return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
+
+    def shard_at(self, iteration: int) -> Shard:
+        """The same with all operators at one iteration."""
+        return self.shard(dict.fromkeys(self._template, iteration))
+
+    def copy_others(self, shard: Shard) -> None:
+        """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
+        if shard.others.keys() != set(self._others):
+            raise SaveError(f"the buffers outside the optimizer are not those at the start: {sorted(shard.others)}")
+        with torch.no_grad():
+            for name, values in shard.others.items():
+                target = self._views[f"other/{name}"]
+                _require_same(f"other/{name}", target, values)
+                target.copy_(values, non_blocking=True)
+
+    def check(self, key: str, tensor: torch.Tensor) -> None:
+        """Raise SaveError, naming the tensor, where it does not fit the template."""
+        if key not in self._views:
+            raise SaveError(f"{key} was not there when the snapshot buffers were made; is it a new parameter?")
+        _require_same(key, self._views[key], tensor)
+
+    def pairs(self, spans: list[Span]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Target and source of each copy."""
+        for span in spans:
+            source = span.source
+            yield self._view(span.offset, source.numel(), source.dtype).view(source.shape), source
+
+    def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+
+def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
+    """What a shard of views must repeat of its template: global shape, offset and moments by operator."""
+    return {
+        name: (operator.parameter.global_shape, operator.parameter.offset, tuple(operator.moments))
+        for name, operator in shard.operators.items()
+    }
+
+
+def layout_bytes(template: Shard) -> int:
+    """Host memory of one buffer."""
+    return _layout(template)[1]
+
+
+def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
+    """The fewest copies that bring the weights and moments into the buffer.
+
+    ZeRO's flat partitions become one copy each, and not one a parameter.
+
+    Raises:
+        SaveError: a tensor differs from the template; the message names it.
+    """
+    tensors = {key: tensor for key, tensor in shard.tensors() if not key.startswith("other/")}
+    missing = [key for key in buffer.offsets if not key.startswith("other/") and key not in tensors]
+    if missing:
+        raise SaveError(f"{missing[0]} is no longer there; the snapshot buffers were made with it")
+    spans: list[Span] = []
+    for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
+        buffer.check(key, tensors[key])
+        tensor, offset = tensors[key].detach(), buffer.offsets[key]
+        if not tensor.numel():
+            continue
+        if spans and spans[-1].joins(offset, tensor):
+            spans[-1] = spans[-1].with_more(tensor.numel())
+        else:
+            spans.append(Span(offset, tensor))
+    return spans
+
+
+def _layout(template: Shard) -> tuple[dict[str, int], int]:
+    """Byte offset of every tensor, in the order of the source's memory, and the bytes of all."""
+    ordered = sorted(template.tensors(), key=lambda item: (item[1].untyped_storage().data_ptr(), item[1].data_ptr()))
+    offsets: dict[str, int] = {}
+    size = 0
+    last: tuple[int, torch.dtype] | None = None  # where the tensor before ends in the source
+    for key, tensor in ordered:
+        if last != (tensor.data_ptr(), tensor.dtype):
+            size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        offsets[key] = size
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        size += tensor_bytes
+        last = (tensor.data_ptr() + tensor_bytes, tensor.dtype)
+    return offsets, size
+
+
+def _require_same(key: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    if (expected.shape, expected.dtype) != (found.shape, found.dtype):
+        raise SaveError(
+            f"{key} is {tuple(found.shape)} {found.dtype}, the snapshot buffers were made for "
+            f"{tuple(expected.shape)} {expected.dtype}"
+        )

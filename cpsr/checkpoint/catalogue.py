@@ -1,0 +1,145 @@
+"""What is committed in a run's directory, and what was set aside there."""
+
+import datetime
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.checkpoint.files import sync_directory, write_bytes
+from cpsr.checkpoint.manifest import COMMIT, step_iteration
+from cpsr.checkpoint.verify import DamagedFileError, Problem, is_thinned, read_manifest
+
+__all__ = ["Catalogue", "CheckpointInfo", "SetAside", "scan", "set_aside", "set_aside_list"]
+__all__ += ["note_set_aside"]
+
+_RECORD = "SET_ASIDE"
+_KINDS = ("damaged", "abandoned")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One committed checkpoint.
+
+    Attributes:
+        iteration: iteration of the state.
+        directory: where it lies.
+        full: False once it was thinned to the weights; training can restart from full ones only.
+        bytes: tensor bytes on disk, all ranks together.
+        world_size: ranks that wrote it.
+        label: what the state came from (`scalars["origin"]`), None where that was not said.
+        created: time of the commit (UTC).
+        sequence: counts the commits of the run.
+    """
+
+    iteration: int
+    directory: Path
+    full: bool
+    bytes: int
+    world_size: int
+    label: str | None
+    created: datetime.datetime
+    sequence: int
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Committed checkpoints ascending in iteration, and the directories whose commit record does not hold."""
+
+    checkpoints: list[CheckpointInfo]
+    problems: list[Problem]
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A damaged or abandoned checkpoint under its new name, and the newest commit at the time it was moved."""
+
+    directory: Path
+    after_sequence: int | None
+    bytes: int
+
+
+def scan(checkpoints: Path) -> Catalogue:
+    """Read the commit records and manifests (not the tensors) of a run."""
+    found: list[CheckpointInfo] = []
+    problems: list[Problem] = []
+    for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+        iteration = step_iteration(directory.name)
+        if iteration is None or not (directory / COMMIT).exists():
+            continue
+        try:
+            found.append(_info(directory))
+        except DamagedFileError as error:
+            if not (directory / COMMIT).exists():
+                continue  # a retention pass is deleting it at this moment
+            problems.append(Problem(error.file, error.what, iteration))
+    return Catalogue(sorted(found, key=lambda info: info.iteration), problems)
+
+
+def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:
+    """Rename a checkpoint to `<kind>-step-...-<n>`, so that its iteration can be committed again.
+
+    Returns:
+        The new name, None where the checkpoint is no longer there.
+    """
+    if not directory.is_dir():
+        return None
+    try:
+        _write_record(directory, reason, after_sequence, fsync=fsync)
+    except OSError as error:
+        # The record only says when the directory may go; the next retention pass writes it again.
+        _log.warning("%s: cannot note why it is set aside: %s", directory, error)
+    taken = {path.name for path in directory.parent.iterdir()}
+    number = next(n for n in range(len(taken) + 1) if f"{kind}-{directory.name}-{n}" not in taken)
+    target = directory.with_name(f"{kind}-{directory.name}-{number}")
+    directory.rename(target)
+    if fsync:
+        sync_directory(directory.parent)
+    _log.warning("checkpoint %s is set aside as %s: %s", directory, target.name, reason)
+    return target
+
+
+def set_aside_list(checkpoints: Path) -> list[SetAside]:
+    """The directories that were set aside, oldest first."""
+    found = [_read_aside(path) for path in checkpoints.iterdir() if path.is_dir() and _is_set_aside(path.name)]
+    return sorted(found, key=lambda aside: (aside.after_sequence or 0, aside.directory.name))
+
+
+def note_set_aside(directory: Path, after_sequence: int, *, fsync: bool) -> None:
+    """Write the record of a directory whose own could not be written, or is torn."""
+    _write_record(directory, "not recorded", after_sequence, fsync=fsync)
+
+
+def _is_set_aside(name: str) -> bool:
+    kind, _, step = name.partition("-")
+    return kind in _KINDS and step_iteration(step.rpartition("-")[0]) is not None
+
+
+def _read_aside(directory: Path) -> SetAside:
+    try:
+        after = int(json.loads((directory / _RECORD).read_bytes())["after_sequence"])
+    except (OSError, ValueError, KeyError, TypeError):
+        after = None  # said by None, and written anew by the next retention pass
+    return SetAside(directory, after, sum(path.stat().st_size for path in directory.iterdir()))
+
+
+def _write_record(directory: Path, reason: str, after_sequence: int, *, fsync: bool) -> None:
+    content = {"reason": reason, "after_sequence": after_sequence}
+    write_bytes(directory / _RECORD, json.dumps(content).encode("ascii"), fsync=fsync)
+
+
+def _info(directory: Path) -> CheckpointInfo:
+    manifest = read_manifest(directory)
+    thinned = is_thinned(directory, manifest)
+    return CheckpointInfo(
+        iteration=manifest.iteration,
+        directory=directory,
+        full=not thinned,
+        bytes=manifest.history_bytes() if thinned else manifest.state_bytes(),
+        world_size=manifest.world_size,
+        label=manifest.label,
+        created=datetime.datetime.fromtimestamp(manifest.created_unix_seconds, datetime.UTC),
+        sequence=manifest.sequence,
+    )

@@ -1,0 +1,186 @@
+"""How the ranks agree, through files alone, that a checkpoint exists or that it never will.
+
+Every rank writes its shard and then its manifest. Rank 0 waits for all manifests of the same attempt and writes the
+commit record; or it leaves an ABANDONED marker, which a late rank finds. A rank that cannot save leaves a skip marker.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.checkpoint.files import sync_directory, write_bytes
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    Manifest,
+    RankManifest,
+    RankRecord,
+    commit_record,
+    rank_manifest_name,
+)
+from cpsr.errors import SaveError
+
+__all__ = ["ABANDONED", "Attempt", "CommitResult", "abandon", "abandoned_reason", "mark_abandoned", "mark_skipped"]
+__all__ += ["seal", "wait_for_ranks"]
+
+ABANDONED = "ABANDONED"
+_POLL_SECONDS = 0.02  # latency of a commit; one directory listing each is nothing next to the writing
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the parts of one checkpoint must have in common.
+
+    Attributes:
+        run_id: identity of the run.
+        life: counts the starts of the job.
+        attempt: counts the roll-backs within a life, after which the same iterations come again.
+        world_size: number of ranks.
+    """
+
+    run_id: str
+    life: int
+    attempt: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """Whether the checkpoint exists now, why not, and the bytes of all ranks' files together."""
+
+    committed: bool
+    reason: str
+    seconds: float
+    bytes: int = 0
+
+
+def mark_skipped(directory: Path, rank: int, attempt: Attempt, reason: str) -> None:
+    """Tell rank 0 that this rank's shard will not come. Not forced to the disk: it matters to the living only."""
+    _write_marker(directory / _skip_name(rank), attempt, reason)
+
+
+def abandoned_reason(directory: Path, attempt: Attempt) -> str | None:
+    """Why rank 0 gave this attempt up, None while it did not."""
+    return _read_marker(directory / ABANDONED, attempt)
+
+
+def mark_abandoned(directory: Path, attempt: Attempt, reason: str) -> None:
+    """Give the attempt up for all ranks; what is there goes with the next retention pass."""
+    _write_marker(directory / ABANDONED, attempt, reason)
+    _log.warning("checkpoint %s is abandoned: %s", directory, reason)
+
+
+def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
+    """Give the attempt up for all ranks: first the marker that they find, then everything that is there goes."""
+    try:
+        mark_abandoned(directory, attempt, reason)
+    except OSError as error:
+        # On a full disk the removal below still has to happen; late ranks then find their files gone.
+        _log.warning("checkpoint %s is abandoned (%s), but the marker cannot be written: %s", directory, reason, error)
+    for path in list(directory.iterdir()):
+        if path.name != ABANDONED:
+            path.unlink(missing_ok=True)
+
+
+def wait_for_ranks(
+    directory: Path, attempt: Attempt, timeout_seconds: float, cancelled: threading.Event
+) -> dict[int, bytes] | str:
+    """Every rank's manifest (its bytes), or the reason why the checkpoint has to be abandoned."""
+    deadline = time.monotonic() + timeout_seconds
+    found: dict[int, bytes] = {}
+    while True:
+        names = {path.name for path in directory.iterdir()}
+        for rank in range(attempt.world_size):
+            reason = _read_marker(directory / _skip_name(rank), attempt) if _skip_name(rank) in names else None
+            if reason is not None:
+                return f"rank {rank} skipped it: {reason}"
+            if rank not in found and rank_manifest_name(rank) in names:
+                data = (directory / rank_manifest_name(rank)).read_bytes()
+                if _belongs(data, rank, attempt):
+                    found[rank] = data
+        if len(found) == attempt.world_size:
+            return found
+        missing = sorted(set(range(attempt.world_size)) - found.keys())
+        if cancelled.is_set():
+            return f"cancelled while waiting for the shards of ranks {missing}"
+        if time.monotonic() >= deadline:
+            return f"the shards of ranks {missing} did not come within {timeout_seconds:g} s"
+        cancelled.wait(_POLL_SECONDS)
+
+
+def seal(
+    directory: Path, iteration: int, attempt: Attempt, shards: dict[int, bytes], sequence: int, *, fsync: bool
+) -> int:
+    """Write the manifest over all ranks and, last of all, the commit record.
+
+    Returns:
+        Bytes of all ranks' files together.
+
+    Raises:
+        SaveError: a file that a rank's manifest lists is not there in its full size.
+        OSError: the file system refused.
+    """
+    records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
+    for record in records.values():
+        for name, file in record.files.items():
+            path = directory / name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
+    scalars = records[0].scalars
+    label = scalars.get("origin") if isinstance(scalars, dict) else None
+    manifest = Manifest(
+        run_id=attempt.run_id,
+        life=attempt.life,
+        attempt=attempt.attempt,
+        iteration=iteration,
+        world_size=attempt.world_size,
+        sequence=sequence,
+        label=label if isinstance(label, str) else None,
+        created_unix_seconds=time.time(),
+        ranks={
+            rank: RankRecord(
+                sha256=hashlib.sha256(shards[rank]).hexdigest(),
+                files={name: file.bytes for name, file in records[rank].files.items()},
+            )
+            for rank in sorted(records)
+        },
+    ).to_bytes()
+    listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
+    for path in [path for path in directory.iterdir() if path.name not in listed]:
+        path.unlink(missing_ok=True)  # markers and temporary files of an attempt before this one
+    if fsync:  # the ranks forced their files; on some file systems only this makes their names visible after a crash
+        sync_directory(directory)
+    write_bytes(directory / MANIFEST, manifest, fsync=fsync)
+    write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)
+    return sum(file.bytes for record in records.values() for file in record.files.values())
+
+
+def _skip_name(rank: int) -> str:
+    return f"rank-{rank:05d}.skip"
+
+
+def _belongs(data: bytes, rank: int, attempt: Attempt) -> bool:
+    """Whether a manifest is of this attempt, and not what an earlier life or a rolled-back attempt left behind."""
+    record = RankManifest.parse(data)
+    return (record.rank, Attempt(record.run_id, record.life, record.attempt, record.world_size)) == (rank, attempt)
+
+
+def _write_marker(path: Path, attempt: Attempt, reason: str) -> None:
+    content = {"run_id": attempt.run_id, "life": attempt.life, "attempt": attempt.attempt, "reason": reason}
+    write_bytes(path, json.dumps(content).encode("ascii"), fsync=False)
+
+
+def _read_marker(path: Path, attempt: Attempt) -> str | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    if (content["run_id"], content["life"], content["attempt"]) != (attempt.run_id, attempt.life, attempt.attempt):
+        return None
+    return str(content["reason"])

@@ -1,0 +1,131 @@
+"""One rank's part of a committed checkpoint, back into memory: everything is checked before anything is written."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cpsr.checkpoint.manifest import (
+    Manifest,
+    OperatorRecord,
+    RankManifest,
+    TensorRecord,
+    file_name,
+    rank_manifest_name,
+)
+from cpsr.checkpoint.verify import DamagedFileError, check_file, read_rank_manifest
+from cpsr.codec import decode
+from cpsr.errors import RunMismatchError
+from cpsr.state import OperatorState, Shard
+
+__all__ = ["dtype_name", "load_shard", "operator_record", "tensor_record"]
+
+
+def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> Any:
+    """Copy one rank's tensors into the views of `into` and return the scalars.
+
+    Raises:
+        CheckpointCorruptError: a file is damaged; `into` is as it was.
+        RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
+    """
+    record = read_rank_manifest(directory, manifest, rank)
+    _require_same_state(directory, record, into)
+    names = [file_name(rank, kind) for kind in ("params", "moments", "extra")]
+    if sorted(record.files) != sorted(names):
+        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {names}")
+    for name in names:
+        check_file(directory / name, record.files[name])
+    with ExitStack() as stack:
+        saved: dict[str, torch.Tensor] = {}
+        for name in names:
+            saved.update(_open(stack, directory / name))
+        scalars = _scalars(directory / rank_manifest_name(rank), record, saved)
+        pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+    for name, operator in into.operators.items():
+        if operator.iteration != record.operators[name].iteration:
+            into.operators[name] = replace(operator, iteration=record.operators[name].iteration)
+    return scalars
+
+
+def operator_record(operator: OperatorState) -> OperatorRecord:
+    """The description of an operator that its manifest holds."""
+    return OperatorRecord(
+        global_shape=operator.parameter.global_shape,
+        offset=operator.parameter.offset,
+        numel=operator.parameter.numel,
+        dtype=dtype_name(operator.parameter.values.dtype),
+        iteration=operator.iteration,
+        moments={moment: dtype_name(values.dtype) for moment, values in operator.moments.items()},
+    )
+
+
+def tensor_record(tensor: torch.Tensor) -> TensorRecord:
+    """The description of a buffer that its manifest holds."""
+    return TensorRecord(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> None:
+    wanted: dict[str, object] = {
+        f"param/{name}": operator_record(operator).model_copy(update={"iteration": 0})
+        for name, operator in into.operators.items()
+    }
+    wanted |= {f"other/{name}": tensor_record(tensor) for name, tensor in into.others.items()}
+    saved: dict[str, object] = {
+        f"param/{name}": operator.model_copy(update={"iteration": 0}) for name, operator in record.operators.items()
+    }
+    saved |= {f"other/{name}": tensor for name, tensor in record.others.items()}
+    for key in [*wanted, *saved]:
+        if saved.get(key) != wanted.get(key):
+            raise RunMismatchError(
+                f"{directory} is of another model or another split over ranks; the first difference is {key}: saved "
+                f"was {_say(saved.get(key))}, this job has {_say(wanted.get(key))}. Nothing was changed; "
+                "use the model it was saved from, or another run_dir"
+            )
+
+
+def _say(record: object) -> str:
+    if isinstance(record, OperatorRecord):
+        moments = ", ".join(f"{moment} {dtype}" for moment, dtype in sorted(record.moments.items())) or "no moments"
+        return (
+            f"{record.dtype} of shape {record.global_shape}, elements {record.offset} to "
+            f"{record.offset + record.numel}, {moments}"
+        )
+    if isinstance(record, TensorRecord):
+        return f"{record.dtype} of shape {record.shape}"
+    return "nothing of that name"
+
+
+def _open(stack: ExitStack, path: Path) -> dict[str, torch.Tensor]:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except SafetensorError as error:
+        raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
+
+
+def _scalars(path: Path, record: RankManifest, saved: dict[str, torch.Tensor]) -> Any:
+    # Clones, because the file's mapping must not live as long as the scalars.
+    tensors = {key: tensor.clone() for key, tensor in saved.items() if key.startswith("scalars")}
+    try:
+        return decode(record.scalars, tensors)
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+
+
+def _saved_as(directory: Path, key: str, saved: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    source = saved.get(key)
+    if source is None or (source.shape, source.dtype) != (target.shape, target.dtype):
+        found = "nothing" if source is None else f"{source.dtype} of shape {tuple(source.shape)}"
+        raise DamagedFileError(directory, f"its manifest describes {key}, its files hold {found}")
+    return source

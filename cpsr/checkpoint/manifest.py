@@ -1,0 +1,160 @@
+"""The records that make files a checkpoint: one manifest a rank, one for all ranks, and the names on disk."""
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+__all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
+__all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
+__all__ += ["thinned_record"]
+
+MANIFEST = "manifest.json"
+COMMIT = "COMMIT"
+THINNED = "THINNED"
+
+_STEP = re.compile(r"step-(\d{10,})")
+
+# Names are spelled out, so that no manifest, however it came to be, can point out of its own directory.
+FileName = Annotated[str, StringConstraints(pattern=r"^rank-\d{5,}\.(params|moments|extra)\.safetensors$")]
+Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def to_bytes(self) -> bytes:
+        """The record as JSON, mappings in their own order. Not pydantic's JSON, which writes NaN as null."""
+        return json.dumps(self.model_dump(), separators=(",", ":")).encode("ascii")
+
+
+class FileRecord(_Record):
+    """One file: its size and hash."""
+
+    bytes: Count
+    xxh3_128: Xxh3
+
+
+class TensorRecord(_Record):
+    """One buffer or parameter outside the optimizer."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+class OperatorRecord(_Record):
+    """One operator's slice on one rank, as `cpsr.state.OperatorState` describes it."""
+
+    global_shape: tuple[Count, ...]
+    offset: Count
+    numel: Count
+    dtype: str
+    iteration: Count
+    moments: dict[str, str] = Field(description="moment -> dtype")
+
+
+class RankManifest(_Record):
+    """What one rank wrote for one checkpoint."""
+
+    format: Literal[1] = 1
+    run_id: str
+    life: int
+    attempt: int
+    rank: Count
+    world_size: Annotated[int, Field(ge=1)]
+    iteration: Count
+    operators: dict[str, OperatorRecord]
+    others: dict[str, TensorRecord]
+    files: dict[FileName, FileRecord]
+    scalars: Any = Field(description="`cpsr.codec` JSON; its tensors are in the extra file")
+
+    @classmethod
+    def parse(cls, data: bytes) -> "RankManifest":
+        """Read the JSON form; ValueError (which pydantic's error is too) where it is not one."""
+        return cls.model_validate(json.loads(data))
+
+
+class RankRecord(_Record):
+    """One rank's manifest as rank 0 saw it at the commit."""
+
+    sha256: Sha256
+    files: dict[FileName, Count] = Field(description="file -> bytes")
+
+
+class Manifest(_Record):
+    """The whole checkpoint, over all ranks.
+
+    Attributes:
+        sequence: counts the commits of the run; orders them also after a roll-back, without a clock.
+        label: `scalars["origin"]` of rank 0, where it is a string.
+    """
+
+    format: Literal[1] = 1
+    run_id: str
+    life: int
+    attempt: int
+    iteration: Count
+    world_size: Annotated[int, Field(ge=1)]
+    sequence: Count
+    label: str | None
+    created_unix_seconds: float
+    ranks: dict[Count, RankRecord]
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Manifest":
+        """Read the JSON form; ValueError (which pydantic's error is too) where it is not one."""
+        manifest = cls.model_validate(json.loads(data))
+        if sorted(manifest.ranks) != list(range(manifest.world_size)):
+            raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
+        return manifest
+
+    def history_bytes(self) -> int:
+        """Bytes of the files that a thinned checkpoint keeps."""
+        return self.state_bytes() - sum(self._size(name) for name in self.thinned_files())
+
+    def state_bytes(self) -> int:
+        """Bytes of all tensor files of all ranks."""
+        return sum(sum(record.files.values()) for record in self.ranks.values())
+
+    def thinned_files(self) -> list[str]:
+        """Names that thinning removes: all but the weights."""
+        names = (name for record in self.ranks.values() for name in record.files)
+        return sorted(name for name in names if not name.endswith(".params.safetensors"))
+
+    def _size(self, name: str) -> int:
+        return next(record.files[name] for record in self.ranks.values() if name in record.files)
+
+
+def step_name(iteration: int) -> str:
+    """Directory of the checkpoint at an iteration."""
+    return f"step-{iteration:010d}"
+
+
+def step_iteration(name: str) -> int | None:
+    """Iteration of a checkpoint's directory, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def rank_manifest_name(rank: int) -> str:
+    """File of one rank's manifest."""
+    return f"rank-{rank:05d}.json"
+
+
+def file_name(rank: int, kind: Literal["params", "moments", "extra"]) -> str:
+    """File of one kind of one rank's tensors."""
+    return f"rank-{rank:05d}.{kind}.safetensors"
+
+
+def commit_record(manifest: bytes) -> bytes:
+    """Content of COMMIT for the bytes of `manifest.json`."""
+    return (hashlib.sha256(manifest).hexdigest() + "\n").encode("ascii")
+
+
+def thinned_record(manifest: Manifest) -> bytes:
+    """Content of THINNED: the files that were removed. It follows from the manifest, so that it can be checked."""
+    return (json.dumps(manifest.thinned_files(), indent=0) + "\n").encode("ascii")

@@ -1,0 +1,145 @@
+"""The iteration that each rank reached, readable after a SIGKILL and without a system call on the hot path.
+
+A rank's file is 32 bytes, four little-endian unsigned 64-bit words: two slots of (iteration + 1, batches), the slot
+being `iteration % 2`. The first word is 0 while a slot holds nothing, also for the moment in which it is rewritten;
+so whatever the process was doing when it died, at least the iteration before can be read.
+"""
+
+import mmap
+import os
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Progress", "ProgressCounter", "RankProgress", "progress_path", "read_progress"]
+
+_LAYOUT = struct.Struct("<4Q")
+_EMPTY = 0
+
+
+def progress_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's counter lies."""
+    return run_dir / "progress" / f"rank-{rank:05d}"
+
+
+class ProgressCounter:
+    """One rank's counter; what an earlier life published stays readable until the first `publish` or `reset`.
+
+    Survives the process, not the machine: the file is never forced to the disk.
+
+    Args:
+        path: see `progress_path`; created with its directory where it is absent.
+
+    Raises:
+        OSError: the file cannot be created or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if sys.byteorder != "little":
+            raise OSError("the progress counter needs a little-endian machine")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(descriptor, _LAYOUT.size)
+            self._map = mmap.mmap(descriptor, _LAYOUT.size)
+        finally:
+            os.close(descriptor)
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes.cast("Q")  # each assignment is one aligned 8-byte store
+
+    def publish(self, iteration: int, batches: int) -> None:
+        """Note that the update of `iteration` is done and `batches` batches of data were used up to it."""
+        words = self._words
+        slot = (iteration & 1) << 1
+        words[slot] = _EMPTY
+        words[slot + 1] = batches
+        words[slot] = iteration + 1
+
+    def reset(self, iteration: int, batches: int) -> None:
+        """Publish an iteration that may lie before the last one (after a roll-back)."""
+        self._words[((iteration + 1) & 1) << 1] = _EMPTY
+        self.publish(iteration, batches)
+
+    def close(self) -> None:
+        """Unmap the file; it keeps its content."""
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """One rank's slots: iteration -> batches."""
+
+    slots: dict[int, int]
+
+    @property
+    def iteration(self) -> int:
+        """Newest iteration that the rank completed."""
+        return max(self.slots)
+
+    def batches_at(self, iteration: int) -> int | None:
+        """Batches the rank had used at that iteration, None where no slot holds it."""
+        return self.slots.get(iteration)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run came.
+
+    Attributes:
+        ranks: by rank; ranks without a readable counter are absent.
+        missing: rank -> why its counter cannot be read.
+    """
+
+    ranks: dict[int, RankProgress]
+    missing: dict[int, str]
+
+    @property
+    def iteration(self) -> int:
+        """The oldest rank's iteration, over the ranks that can be read: the failure step f."""
+        return min(rank.iteration for rank in self.ranks.values())
+
+    @property
+    def newest(self) -> int:
+        """The newest rank's iteration: at most one more, unless the ranks did not run in step."""
+        return max(rank.iteration for rank in self.ranks.values())
+
+    def batches_at(self, iteration: int) -> list[int | None]:
+        """Batches that each rank had used at that iteration, by rank; None where it cannot be said."""
+        count = len(self.ranks) + len(self.missing)
+        return [self.ranks[rank].batches_at(iteration) if rank in self.ranks else None for rank in range(count)]
+
+
+def read_progress(run_dir: Path, world_size: int) -> Progress | None:
+    """Read every rank's counter; None where no rank published anything.
+
+    Raises:
+        OSError: a file is there and cannot be read.
+    """
+    ranks: dict[int, RankProgress] = {}
+    missing: dict[int, str] = {}
+    for rank in range(world_size):
+        content = _read(progress_path(run_dir, rank))
+        if isinstance(content, str):
+            missing[rank] = content
+        else:
+            ranks[rank] = content
+    return Progress(ranks, missing) if ranks else None
+
+
+def _read(path: Path) -> RankProgress | str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return "is absent"
+    if len(data) != _LAYOUT.size:
+        return f"has {len(data)} bytes, not {_LAYOUT.size}"
+    first, first_batches, second, second_batches = _LAYOUT.unpack(data)
+    slots = {first - 1: first_batches, second - 1: second_batches}
+    slots.pop(_EMPTY - 1, None)
+    wrong = [iteration for iteration in slots if iteration % 2 != (0 if iteration == first - 1 else 1)]
+    if wrong:
+        return f"holds iteration {wrong[0]} in the other's slot; it is damaged"
+    return RankProgress(slots) if slots else "holds nothing yet"

@@ -1,0 +1,108 @@
+"""Whether the host's memory and the disk hold what is asked for, before training starts."""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from cpsr.errors import ResourceError
+
+__all__ = ["available_host_bytes", "check_disk", "check_host_memory"]
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+_log = logging.getLogger(__name__)
+
+
+def check_host_memory(required_bytes: int, local_ranks: int) -> None:
+    """Refuse snapshot buffers that this machine's (or container's) memory does not hold.
+
+    Args:
+        required_bytes: bytes of one rank's buffers.
+        local_ranks: ranks that share this machine.
+
+    Raises:
+        ResourceError: the bytes required, the bytes free and what to change.
+    """
+    needed, available = required_bytes * local_ranks, available_host_bytes()
+    if needed > available:
+        raise ResourceError(
+            f"snapshot buffers need {needed} bytes of host memory ({required_bytes} for each of {local_ranks} ranks "
+            f"here), {available} are available: run fewer ranks on a machine, raise the container's memory limit, or "
+            "split the optimizer state over more ranks (ZeRO)"
+        )
+
+
+def check_disk(run_dir: Path, required_bytes: int) -> None:
+    """Refuse a run whose checkpoints the disk does not hold.
+
+    Args:
+        run_dir: directory of the run; need not exist yet.
+        required_bytes: bytes that all ranks' checkpoints will take.
+
+    Raises:
+        ResourceError: the bytes required, the bytes free and what to change.
+    """
+    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if required_bytes > free:
+        raise ResourceError(
+            f"checkpoints need {required_bytes} bytes on the disk of {run_dir}, {free} are free: make room, choose "
+            "another run_dir, checkpoint less often (checkpoint.interval_iterations), lower "
+            "checkpoint.history_span_iterations, or set checkpoint.disk_limit_bytes"
+        )
+
+
+def available_host_bytes(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
+    """Memory that can still be taken: the machine's, or what the tightest control group around us leaves."""
+    return min([psutil.virtual_memory().available, *_cgroup_headrooms(cgroup_root, own_cgroup)])
+
+
+def _cgroup_headrooms(root: Path, own: Path) -> Iterator[int]:
+    for path, limit_file, usage_file in _cgroups(root, own):
+        limit, usage = _read_bytes(path / limit_file), _read_bytes(path / usage_file)
+        if limit is not None and usage is not None:
+            yield max(0, limit - usage + _reclaimable(path / "memory.stat"))
+
+
+def _cgroups(root: Path, own: Path) -> Iterator[tuple[Path, str, str]]:
+    """Our group and those around it, up to the mount, for version 2 and version 1 (`memory` controller)."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        _log.debug("no control groups to respect: %s", error)
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            mount, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            mount, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inner = mount / group.lstrip("/")
+        # In a container the mount already is our group, and the path inside it does not exist.
+        for path in {mount, inner, *inner.parents}:
+            if path == mount or mount in path.parents:
+                yield (path, *names)
+
+
+def _read_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None  # the group does not limit memory, or is not mounted here
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _reclaimable(path: Path) -> int:
+    """File cache that the kernel drops before it refuses memory."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))

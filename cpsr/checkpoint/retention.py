@@ -1,0 +1,154 @@
+"""Which checkpoints stay whole, which keep their weights for the predictor, and which go.
+
+Nothing is removed but after a later checkpoint was committed (and was read back when it was written).
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, note_set_aside, scan, set_aside_list
+from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
+from cpsr.checkpoint.manifest import COMMIT, THINNED, step_iteration, thinned_record
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.config import CheckpointConfig
+
+__all__ = ["RetentionPlan", "plan_retention", "remove_uncommitted", "retain"]
+
+_COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside goes once that many later ones exist
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RetentionPlan:
+    """Iterations to thin and to delete, each ascending."""
+
+    thin: list[int]
+    delete: list[int]
+
+
+def plan_retention(
+    checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig, thinned_bytes: dict[int, int], other_bytes: int = 0
+) -> RetentionPlan:
+    """Decide about committed checkpoints.
+
+    Args:
+        checkpoints: ascending in iteration.
+        config: spans, counts and the cap on the disk.
+        thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
+        other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
+    """
+    if not checkpoints:
+        return RetentionPlan([], [])
+    newest = checkpoints[-1].iteration
+    recent = {info.iteration for info in checkpoints[-config.history_min_checkpoints :]}
+    whole = {info.iteration for info in checkpoints if info.full}
+    keep_whole = set(sorted(whole)[-config.full_checkpoints :])
+    kept = [
+        info
+        for info in checkpoints
+        if info.iteration in keep_whole | recent or newest - info.iteration <= config.history_span_iterations
+    ]
+    sizes = {
+        info.iteration: info.bytes if info.iteration in keep_whole else thinned_bytes[info.iteration] for info in kept
+    }
+    # Over the cap the oldest history goes first, then older whole ones, never the newest whole one.
+    for iteration in [*sorted(set(sizes) - keep_whole), *sorted(keep_whole)[:-1]]:
+        if config.disk_limit_bytes is None or sum(sizes.values()) + other_bytes <= config.disk_limit_bytes:
+            break
+        del sizes[iteration]
+    return RetentionPlan(
+        thin=sorted((whole - keep_whole) & sizes.keys()),
+        delete=sorted({info.iteration for info in checkpoints} - sizes.keys()),
+    )
+
+
+def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool) -> RetentionPlan:
+    """Apply the rules to a run's directory, after a commit; also removes what earlier passes left half done.
+
+    Raises:
+        OSError: the file system refused; what is still there is still valid.
+    """
+    catalogue = scan(checkpoints)
+    if not catalogue.checkpoints:
+        return RetentionPlan([], [])
+    asides = _remove_asides(checkpoints, catalogue, fsync=fsync)
+    newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
+    remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
+    remaining = {info.iteration: read_manifest(info.directory).history_bytes() for info in catalogue.checkpoints}
+    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides))
+    directories = {info.iteration: info.directory for info in catalogue.checkpoints}
+    for iteration in plan.thin:
+        _thin(directories[iteration], fsync=fsync)
+    for iteration in plan.delete:
+        remove_tree(directories[iteration], first=COMMIT, fsync=fsync)
+        _log.debug("checkpoint %s was deleted: outside the history that is kept", directories[iteration])
+    for info in catalogue.checkpoints:
+        if not info.full and info.iteration not in plan.delete:
+            _unlink_thinned(info.directory)
+    _warn_over_limit(config, remaining, catalogue, plan)
+    return plan
+
+
+def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: int = -1, fsync: bool) -> None:
+    """Remove saves that never were committed, at iterations from `after` to `before` (exclusive), and temporary files.
+
+    Once a later step was committed, every rank's writer is past the earlier ones: nobody writes there any more.
+    """
+    for directory in sorted(checkpoints.iterdir()):
+        iteration = step_iteration(directory.name)
+        if iteration is None or iteration <= after or (before is not None and iteration >= before):
+            continue
+        if not (directory / COMMIT).exists():
+            remove_tree(directory, first=COMMIT, fsync=fsync)
+            _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
+            continue
+        for path in [path for path in directory.iterdir() if is_temporary(path)]:
+            path.unlink(missing_ok=True)
+            _log.warning("%s was removed: left by a process that was killed", path)
+
+
+def _thin(directory: Path, *, fsync: bool) -> None:
+    write_bytes(directory / THINNED, thinned_record(read_manifest(directory)), fsync=fsync)
+    _unlink_thinned(directory)
+    if fsync:
+        sync_directory(directory)
+    _log.debug("checkpoint %s was thinned to its weights", directory)
+
+
+def _unlink_thinned(directory: Path) -> None:
+    for name in read_manifest(directory).thinned_files():
+        (directory / name).unlink(missing_ok=True)
+
+
+def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> list[SetAside]:
+    """Remove what was set aside long enough ago; returns what stays."""
+    kept: list[SetAside] = []
+    newest = max(info.sequence for info in catalogue.checkpoints)
+    for aside in set_aside_list(checkpoints):
+        if aside.after_sequence is None:
+            note_set_aside(aside.directory, newest, fsync=fsync)
+            kept.append(aside)
+            continue
+        later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
+        if later < _COMMITS_BEFORE_REMOVAL:
+            kept.append(aside)
+            continue
+        remove_tree(aside.directory, first=COMMIT, fsync=fsync)
+        _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
+    return kept
+
+
+def _warn_over_limit(
+    config: CheckpointConfig, remaining: dict[int, int], catalogue: Catalogue, plan: RetentionPlan
+) -> None:
+    kept = [info for info in catalogue.checkpoints if info.iteration not in plan.delete]
+    total = sum(remaining[info.iteration] if info.iteration in plan.thin else info.bytes for info in kept)
+    if config.disk_limit_bytes is not None and total > config.disk_limit_bytes:
+        _log.warning(
+            "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
+            total,
+            config.disk_limit_bytes,
+        )

@@ -1,0 +1,265 @@
+"""Device to host: the training state is copied into a preallocated buffer while the next forward runs."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from cpsr.checkpoint.buffers import HostBuffer, Span, layout_bytes, plan_spans
+from cpsr.codec import decode, encode
+from cpsr.errors import SaveError
+from cpsr.state import Shard
+
+__all__ = ["Snapshot", "SnapshotPool"]
+
+_Source = tuple[int, int, torch.dtype]
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One rank's state at one iteration, in host memory.
+
+    Attributes:
+        iteration: iteration at which it was taken.
+        shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
+        scalars: plain data, a copy of its own.
+        stall_seconds: how long the training thread was blocked by this snapshot so far.
+        copy_seconds: how long the asynchronous copy itself took.
+    """
+
+    iteration: int
+    shard: Shard
+    scalars: Any = None
+    stall_seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+class SnapshotPool:
+    """The triple buffer: the snapshot being taken, the one being persisted, and the recovery buffer.
+
+    `begin` and `finish` belong to the training thread; everything else may be called from any thread.
+
+    Args:
+        template: the shard whose keys, shapes and dtypes every snapshot has.
+        buffers: number of host buffers; with three of them one slow write skips no checkpoint yet.
+    """
+
+    def __init__(self, template: Shard, buffers: int = 3) -> None:
+        self._device = next((tensor.device for _, tensor in template.tensors() if tensor.is_cuda), None)
+        self._buffers = [HostBuffer(template, pinned=self._device is not None) for _ in range(buffers)]
+        self._stream: torch.cuda.Stream | None = None
+        if self._device is not None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
+        self._held: dict[int, Snapshot] = {}  # index of a buffer that is in use -> its snapshot
+        self._placeholder = Shard({})  # the views of a snapshot are made by the thread that copies it
+        self._lock = threading.Lock()
+        self._running: tuple[Snapshot, Future[float] | _DeviceCopy] | None = None
+        self._recovery: Snapshot | None = None
+        self._pins = 0
+        self._planned: tuple[list[_Source], list[Span]] = ([], [])  # the spans of the shard seen last
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-snapshot")
+
+    @staticmethod
+    def required_bytes(template: Shard, buffers: int = 3) -> int:
+        """Host memory that a pool of this template takes."""
+        return layout_bytes(template) * buffers
+
+    @property
+    def recovery(self) -> Snapshot | None:
+        """The newest durable or restored state, None while there is none."""
+        return self._recovery
+
+    def begin(self, shard: Shard, iteration: int, scalars: Any) -> Snapshot | None:
+        """Start to copy the state; weights and moments must not change before `finish`.
+
+        Args:
+            shard: the engine's views, with the template's keys, shapes and dtypes.
+            iteration: iteration that the state belongs to.
+            scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
+
+        Returns:
+            The snapshot, not complete yet; None when every buffer is in use: this checkpoint is to be skipped.
+
+        Raises:
+            SaveError: the shard differs from the template, or the snapshot before was not finished.
+            UnsupportedEngineError: the scalars hold an object that is not plain data.
+        """
+        started = time.perf_counter()
+        if self._running is not None:
+            raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
+        copied = decode(*encode(scalars))
+        held = self._take(iteration)
+        if held is None:
+            return None
+        buffer, snapshot = held
+        try:
+            snapshot.scalars = copied
+            buffer.copy_others(shard)
+            self._running = (snapshot, self._start(buffer, snapshot, shard))
+        except BaseException:
+            self._free(snapshot)
+            raise
+        snapshot.stall_seconds = time.perf_counter() - started
+        return snapshot
+
+    def finish(self) -> Snapshot | None:
+        """Wait for the running copy; call it before the optimizer changes the state.
+
+        Returns:
+            The complete snapshot, None when none was running.
+
+        Raises:
+            SaveError: the copy failed; the buffer is free again and training can go on.
+        """
+        if self._running is None:
+            return None
+        started = time.perf_counter()
+        snapshot, copy = self._running
+        self._running = None
+        try:
+            snapshot.copy_seconds = copy.result()
+        except Exception as error:
+            self._free(snapshot)
+            raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
+        snapshot.stall_seconds += time.perf_counter() - started
+        return snapshot
+
+    def acquire(self, iteration: int) -> Snapshot | None:
+        """An empty snapshot to load a checkpoint into, None when every buffer is in use."""
+        held = self._take(iteration)
+        if held is None:
+            return None
+        held[1].shard = held[0].shard_at(iteration)
+        return held[1]
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Make this the recovery buffer and free the one before; while pinned the new one is freed instead."""
+        with self._lock:
+            self._index(snapshot)
+            if self._pins and snapshot is not self._recovery:
+                del self._held[self._index(snapshot)]
+                return
+            if self._recovery is not None and self._recovery is not snapshot:
+                del self._held[self._index(self._recovery)]
+            self._recovery = snapshot
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Free the snapshot's buffer.
+
+        Raises:
+            ValueError: it is not in use (released twice), its copy is still running, or it is the pinned recovery.
+        """
+        with self._lock:
+            if self._running is not None and self._running[0] is snapshot:
+                raise ValueError(f"finish() the snapshot of iteration {snapshot.iteration} before releasing it")
+            if snapshot is self._recovery:
+                if self._pins:
+                    raise ValueError(f"the recovery buffer (iteration {snapshot.iteration}) is pinned")
+                self._recovery = None
+            del self._held[self._index(snapshot)]
+
+    def pin(self) -> None:
+        """Hold the recovery buffer as it is until `unpin`; calls nest."""
+        with self._lock:
+            self._pins += 1
+
+    def unpin(self) -> None:
+        """Undo one `pin`; ValueError without one."""
+        with self._lock:
+            if not self._pins:
+                raise ValueError("unpin() without pin()")
+            self._pins -= 1
+
+    def close(self) -> None:
+        """Wait for a running copy and end the worker thread."""
+        self._worker.shutdown(wait=True)
+
+    def _take(self, iteration: int) -> tuple[HostBuffer, Snapshot] | None:
+        with self._lock:
+            for index, buffer in enumerate(self._buffers):
+                if index not in self._held:
+                    self._held[index] = Snapshot(iteration, self._placeholder)
+                    return buffer, self._held[index]
+        return None
+
+    def _free(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            del self._held[self._index(snapshot)]
+
+    def _index(self, snapshot: Snapshot) -> int:
+        for index, held in self._held.items():
+            if held is snapshot:
+                return index
+        raise ValueError(f"the snapshot of iteration {snapshot.iteration} holds no buffer of this pool")
+
+    def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> "Future[float] | _DeviceCopy":
+        if self._stream is None:
+            return self._worker.submit(self._copy_on_host, buffer, snapshot, shard)
+        copy = _DeviceCopy(self._stream, shard)
+        self._complete(buffer, snapshot, shard, copy.enqueue)
+        return copy
+
+    def _copy_on_host(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> float:
+        started = time.perf_counter()
+        self._complete(buffer, snapshot, shard, _copy)
+        return time.perf_counter() - started
+
+    def _complete(
+        self,
+        buffer: HostBuffer,
+        snapshot: Snapshot,
+        shard: Shard,
+        copy: Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], None],
+    ) -> None:
+        sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
+        if sources != self._planned[0]:
+            self._planned = (sources, plan_spans(buffer, shard))
+        copy(buffer.pairs(self._planned[1]))
+        snapshot.shard = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
+
+
+def _copy(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy on the host, with this thread alone.
+
+    Torch's own copy would start a second team of threads, and the one that trains would wait at its barriers for those
+    of its threads that were displaced.
+    """
+    with torch.no_grad():
+        for target, source in pairs:
+            if source.is_contiguous():
+                numpy.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
+            else:
+                target.copy_(source)
+
+
+class _DeviceCopy:
+    """Copies on a stream of their own, after everything that the current stream was given so far."""
+
+    def __init__(self, stream: torch.cuda.Stream, shard: Shard) -> None:
+        self._stream = stream
+        self._shard = shard  # keeps the sources alive until the copy is through
+        self._start = _event()
+        self._end = _event()
+
+    def enqueue(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            self._start.record(self._stream)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self._end.record(self._stream)
+
+    def result(self) -> float:
+        """Wait; the seconds that the copy took on the device."""
+        self._end.synchronize()
+        milliseconds: float = self._start.elapsed_time(self._end)
+        return milliseconds / 1000.0
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's stub has no types

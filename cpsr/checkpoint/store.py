@@ -1,0 +1,325 @@
+"""The committed checkpoints of one run, as one rank writes and reads them.
+
+::
+
+    <run_dir>/checkpoints/step-0000000100/
+        rank-00000.params.safetensors    weights
+        rank-00000.moments.safetensors   the optimizer's tensors
+        rank-00000.extra.safetensors     buffers, and the tensors among the scalars
+        rank-00000.json                  what this rank wrote, with sizes and hashes
+        manifest.json                    the SHA-256 of every rank's manifest
+        COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
+        THINNED                          only in old checkpoints: the files that were removed again
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint import retention
+from cpsr.checkpoint.catalogue import CheckpointInfo, scan, set_aside, set_aside_list
+from cpsr.checkpoint.commit import (
+    Attempt,
+    CommitResult,
+    abandon,
+    abandoned_reason,
+    mark_abandoned,
+    mark_skipped,
+    seal,
+    wait_for_ranks,
+)
+from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.loading import load_shard, operator_record, tensor_record
+from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.verify import Problem, is_thinned, read_manifest, verify_checkpoint, verify_run
+from cpsr.codec import encode
+from cpsr.config import CheckpointConfig
+from cpsr.errors import CheckpointError, RunMismatchError, SaveError
+from cpsr.state import Shard
+
+__all__ = ["CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "WrittenShard", "verify_run"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What one rank wrote for one checkpoint, and how long that took."""
+
+    bytes: int
+    seconds: float
+
+
+class CheckpointStore:
+    """The `checkpoints` directory of a run.
+
+    Args:
+        run_dir: directory of the run, on storage that every rank shares.
+        rank: this process.
+        world_size: number of ranks.
+        run_id: identity of the run, the same in every life.
+        life: counts the starts of the job; shards of different lives never form one checkpoint.
+        fsync: force every file to the disk before the commit record.
+
+    Attributes:
+        directory: `<run_dir>/checkpoints`.
+        attempt: to be increased on every rank when the job rolls back within its life and will pass the same
+            iterations again (with the writers drained), so that shards of the two passes never form one checkpoint.
+    """
+
+    def __init__(
+        self, run_dir: Path, rank: int, world_size: int, run_id: str, life: int, *, fsync: bool = True
+    ) -> None:
+        self.directory = run_dir / "checkpoints"
+        self.attempt = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._run_id = run_id
+        self._life = life
+        self._fsync = fsync
+        self._reported: set[Problem] = set()
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._rank
+
+    def prepare(self) -> list[Problem]:
+        """Clean up after the lives before; by rank 0 alone, before any rank writes.
+
+        Removes saves that never were committed, and sets aside checkpoints whose commit record does not hold.
+
+        Returns:
+            What was wrong with those that were set aside.
+        """
+        make_directory(self.directory, fsync=self._fsync)
+        problems = self.problems()
+        for problem in problems:
+            self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
+        retention.remove_uncommitted(self.directory, fsync=self._fsync)
+        return problems
+
+    def write(self, snapshot: Snapshot) -> WrittenShard:
+        """Write this rank's part; it counts once rank 0 committed the step.
+
+        Raises:
+            SaveError: the step is committed already, was abandoned by rank 0, or what was read back differs.
+            OSError: the file system refused. In every case nothing of this rank's part is left.
+        """
+        started = time.perf_counter()
+        directory, attempt = self._step(snapshot.iteration), self._same_attempt()
+        make_directory(directory, fsync=self._fsync)
+        if (directory / COMMIT).exists():
+            raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
+        try:
+            self._remove_own(directory)
+            written = self._write_files(directory, snapshot, attempt)
+            self._refuse_abandoned(directory, attempt)
+        except (OSError, SaveError) as error:
+            self._remove_own(directory)
+            # Rank 0 removes what is there when it gives up, so that its reason hides behind other errors.
+            self._refuse_abandoned(directory, attempt, error)
+            raise
+        return WrittenShard(written, time.perf_counter() - started)
+
+    def skip(self, iteration: int, reason: str) -> None:
+        """Say that this rank's part will not come, so that rank 0 abandons the step at once.
+
+        Cheap enough for the training thread: one small file that is not forced to the disk.
+
+        Raises:
+            OSError: the file system refused; rank 0 will find out by its timeout.
+        """
+        directory = self._step(iteration)
+        if (directory / COMMIT).exists():
+            _log.warning("%s is committed already; nothing to skip", directory)
+            return
+        make_directory(directory, fsync=False)
+        if self._rank == 0:
+            mark_abandoned(directory, self._same_attempt(), f"rank 0 skipped it: {reason}")
+        else:
+            mark_skipped(directory, self._rank, self._same_attempt(), reason)
+
+    def commit(self, iteration: int, timeout_seconds: float, cancelled: threading.Event) -> CommitResult:
+        """Wait for every rank's part and write the commit record; rank 0 alone.
+
+        Args:
+            iteration: the step, of which this rank's part is written.
+            timeout_seconds: how long the other ranks may take.
+            cancelled: ends the waiting at once.
+
+        Returns:
+            `committed=False` with the reason where the step was abandoned: a rank skipped it, or did not come.
+
+        Raises:
+            SaveError: the step was complete, or was being waited for, and the file system or a rank's manifest
+                made it impossible to commit; it is abandoned.
+        """
+        started = time.perf_counter()
+        directory, attempt = self._step(iteration), self._same_attempt()
+        try:
+            shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
+            if isinstance(shards, str):
+                abandon(directory, attempt, shards)
+                return CommitResult(False, shards, time.perf_counter() - started)
+            total = seal(directory, iteration, attempt, shards, self._newest_sequence() + 1, fsync=self._fsync)
+        except (OSError, ValueError, SaveError) as error:
+            self._abandon_uncommitted(directory, attempt, str(error))
+            raise SaveError(f"{directory} could not be committed: {error}") from error
+        return CommitResult(True, "", time.perf_counter() - started, total)
+
+    def catalogue(self) -> list[CheckpointInfo]:
+        """Committed checkpoints, ascending in iteration; those whose commit record does not hold are left out."""
+        catalogue = scan(self.directory)
+        for problem in set(catalogue.problems) - self._reported:
+            _log.warning("checkpoint is skipped: %s %s", problem.file, problem.what)
+            self._reported.add(problem)
+        return catalogue.checkpoints
+
+    def remains(self) -> list[str]:
+        """Names of directories that show that this run has committed checkpoints before, restorable or not."""
+        known = [info.directory.name for info in self.catalogue()]
+        return known + [aside.directory.name for aside in set_aside_list(self.directory)]
+
+    def problems(self) -> list[Problem]:
+        """Directories whose commit record does not hold; the tensors are not read (see `verify`)."""
+        return scan(self.directory).problems
+
+    def load(self, iteration: int, into: Shard) -> Any:
+        """Copy this rank's part of a committed checkpoint into the views of `into`.
+
+        Returns:
+            The scalars that were saved with it.
+
+        Raises:
+            CheckpointCorruptError: a file is damaged (the message names it).
+            RunMismatchError: it is of another run, world size or model (the message names the first difference).
+            CheckpointError: there is none at that iteration, or it was thinned. In every case `into` is as it was.
+        """
+        directory = self._step(iteration)
+        if not (directory / COMMIT).exists():
+            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
+        manifest = read_manifest(directory)
+        if manifest.world_size != self._world_size:
+            raise RunMismatchError(
+                f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
+                f"start it with {manifest.world_size} ranks"
+            )
+        if manifest.run_id != self._run_id:
+            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self._run_id!r}")
+        if is_thinned(directory, manifest):
+            raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
+        return load_shard(directory, manifest, self._rank, into)
+
+    def verify(self, iteration: int) -> list[Problem]:
+        """Everything that is wrong with one committed checkpoint; reads all bytes of all ranks."""
+        return verify_checkpoint(self._step(iteration))
+
+    def quarantine(self, iteration: int, reason: str) -> Path | None:
+        """Set a damaged checkpoint aside as `damaged-step-...`, so that its step can be committed again.
+
+        Returns:
+            Its new directory, None where it is no longer there (another rank did it).
+        """
+        return self._set_aside(iteration, "damaged", reason)
+
+    def abandon_after(self, iteration: int, reason: str) -> list[Path]:
+        """Set every committed checkpoint newer than `iteration` aside as `abandoned-step-...`; rank 0 alone acts.
+
+        For use after a roll-back, or after the user loaded an older state, while no rank is writing (writers
+        drained, then a barrier). Nothing committed is deleted; uncommitted saves of newer steps are.
+        """
+        if self._rank != 0:
+            return []
+        newer = [info.iteration for info in self.catalogue() if info.iteration > iteration]
+        moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
+        retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
+        return [path for path in moved if path is not None]
+
+    def retain(self, config: CheckpointConfig) -> retention.RetentionPlan:
+        """Thin and delete old checkpoints; by rank 0 alone, after a commit.
+
+        Raises:
+            OSError: the file system refused; what is still there is valid.
+        """
+        return retention.retain(self.directory, config, fsync=self._fsync)
+
+    def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
+        shard = snapshot.shard
+        data, scalar_tensors = encode(snapshot.scalars, prefix="scalars")
+        tensors = dict(shard.tensors())
+        parts: dict[str, dict[str, torch.Tensor]] = {
+            file_name(self._rank, "params"): _of_kind(tensors, "param/"),
+            file_name(self._rank, "moments"): _of_kind(tensors, "moment/"),
+            file_name(self._rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
+        }
+        files: dict[str, FileRecord] = {}
+        for name, part in parts.items():
+            self._refuse_abandoned(directory, attempt)
+            digest = write_tensors(directory / name, part, fsync=self._fsync)
+            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+        if self._fsync:
+            sync_directory(directory)
+        record = RankManifest(
+            run_id=attempt.run_id,
+            life=attempt.life,
+            attempt=attempt.attempt,
+            rank=self._rank,
+            world_size=self._world_size,
+            iteration=snapshot.iteration,
+            operators={name: operator_record(operator) for name, operator in shard.operators.items()},
+            others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
+            files=files,
+            scalars=data,
+        )
+        write_bytes(directory / rank_manifest_name(self._rank), record.to_bytes(), fsync=self._fsync)
+        return sum(file.bytes for file in files.values())
+
+    def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
+        reason = abandoned_reason(directory, attempt)
+        if reason is not None:
+            self._remove_own(directory)
+            raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
+
+    def _abandon_uncommitted(self, directory: Path, attempt: Attempt, reason: str) -> None:
+        # The commit record may be in place and only its fsync have failed: without it the step is not durable.
+        (directory / COMMIT).unlink(missing_ok=True)
+        if directory.is_dir():
+            abandon(directory, attempt, reason)
+
+    def _remove_own(self, directory: Path) -> None:
+        """Remove this rank's files of an uncommitted step, its manifest first."""
+        (directory / rank_manifest_name(self._rank)).unlink(missing_ok=True)
+        prefixes = (f"rank-{self._rank:05d}.", f".rank-{self._rank:05d}.")
+        for path in list(directory.iterdir()) if directory.is_dir() else []:
+            if path.name.startswith(prefixes):
+                path.unlink(missing_ok=True)
+
+    def _set_aside(self, iteration: int, kind: str, reason: str) -> Path | None:
+        return set_aside(self._step(iteration), kind, reason, self._newest_sequence(), fsync=self._fsync)
+
+    def _newest_sequence(self) -> int:
+        """Largest commit count in the directory, of checkpoints that were set aside too."""
+        known = [info.sequence for info in scan(self.directory).checkpoints]
+        known += [aside.after_sequence or 0 for aside in set_aside_list(self.directory)]
+        return max(known, default=0)
+
+    def _same_attempt(self) -> Attempt:
+        return Attempt(self._run_id, self._life, self.attempt, self._world_size)
+
+    def _step(self, iteration: int) -> Path:
+        return self.directory / step_name(iteration)
+
+    def _iterations(self) -> str:
+        full = [info.iteration for info in self.catalogue() if info.full]
+        return f"full ones at {full}" if full else "none"
+
+
+def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key: tensor.contiguous() for key, tensor in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,218 @@
+"""The background thread that makes snapshots durable; whatever goes wrong there becomes an outcome, never a crash."""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CheckpointConfig
+from cpsr.errors import SaveError
+
+__all__ = ["CheckpointWriter", "SaveOutcome"]
+
+_CANCEL_SECONDS = 2.0  # a cancelled commit ends within its polling interval, the rest is removing a few files
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Skip:
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """What became of one checkpoint on this rank.
+
+    Attributes:
+        iteration: the checkpoint.
+        status: `committed` (rank 0), `written` (other ranks: rank 0 has yet to commit it), `skipped` (abandoned in
+            good order: another rank skipped it or did not come, or the writer was closed), `failed`.
+        reason: what happened, where it is not plain success.
+        bytes: bytes of all ranks' files where it is committed, else what this rank wrote.
+        write_seconds: time for writing, forcing to the disk and reading back.
+        commit_seconds: time rank 0 waited for the others and committed.
+        stall_seconds: how long the training thread was blocked by the snapshot.
+    """
+
+    iteration: int
+    status: Literal["committed", "written", "skipped", "failed"]
+    reason: str
+    bytes: int
+    write_seconds: float
+    commit_seconds: float
+    stall_seconds: float
+
+
+class CheckpointWriter:
+    """Persists snapshots in the order they come, and gives their buffers back to the pool.
+
+    Args:
+        store: where this rank writes.
+        pool: where the snapshots come from; a persisted one becomes its recovery buffer.
+        config: timeout and retention.
+    """
+
+    def __init__(self, store: CheckpointStore, pool: SnapshotPool, config: CheckpointConfig) -> None:
+        self._store = store
+        self._pool = pool
+        self._config = config
+        self._queue: queue.SimpleQueue[Snapshot | _Skip | None] = queue.SimpleQueue()
+        self._outcomes: deque[SaveOutcome] = deque()
+        self._pending = 0  # submitted and not yet through
+        self._idle = threading.Condition()
+        self._closing = False
+        self._cancelled = threading.Event()
+        # A daemon: an interpreter that leaves without close() must not hang on a disk that does not answer.
+        self._thread = threading.Thread(target=self._run, name="cpsr-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is being persisted or waits for it."""
+        return self._pending > 0
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Hand over a finished snapshot; returns at once."""
+        with self._idle:
+            if not self._closing:
+                self._pending += 1
+                self._queue.put(snapshot)
+                return
+        self._drop(snapshot)
+
+    def skip(self, iteration: int, reason: str) -> None:
+        """Note that this rank has no snapshot for a checkpoint that is due, and tell rank 0; returns at once.
+
+        The marker takes its turn behind the saves that were submitted before: no file system call is made here.
+        """
+        with self._idle:
+            if not self._closing:
+                self._pending += 1
+                self._queue.put(_Skip(iteration, reason))
+                return
+        self._outcomes.append(SaveOutcome(iteration, "skipped", reason, 0, 0.0, 0.0, 0.0))
+
+    def outcomes(self) -> list[SaveOutcome]:
+        """What happened since the last call, oldest first."""
+        drained: list[SaveOutcome] = []
+        while self._outcomes:
+            drained.append(self._outcomes.popleft())
+        return drained
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is under way; False when the time is out."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._pending, timeout_seconds)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Finish what was submitted; after that time cancel a commit that waits, and drop what was not begun.
+
+        Returns:
+            False where the thread is still in the file system: what it writes is not committed and does no harm.
+        """
+        with self._idle:
+            self._closing = True
+        self._queue.put(None)
+        self._thread.join(timeout_seconds)
+        self._cancelled.set()
+        self._thread.join(_CANCEL_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("the checkpoint writer did not end within %.1f s; its last save is lost", timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Skip):
+                self._say_skipped(item)
+            elif self._cancelled.is_set():
+                self._drop(item)
+            else:
+                self._persist(item)
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def _say_skipped(self, skip: _Skip) -> None:
+        reason = skip.reason + self._mark_skipped(skip.iteration, skip.reason)
+        self._outcomes.append(SaveOutcome(skip.iteration, "skipped", reason, 0, 0.0, 0.0, 0.0))
+
+    def _persist(self, snapshot: Snapshot) -> None:
+        try:
+            outcome = self._write_and_commit(snapshot)
+        except Exception as error:  # noqa: BLE001 - it must reach the training thread, as an outcome, whatever it is
+            outcome = self._failed(snapshot, error)
+        if outcome.status in ("committed", "written"):
+            self._pool.keep(snapshot)
+        else:
+            self._pool.release(snapshot)
+        self._outcomes.append(outcome)
+
+    def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
+        written = self._store.write(snapshot)
+        outcome = _outcome(snapshot, "written", bytes_=written.bytes, write_seconds=written.seconds)
+        if self._store.rank != 0:
+            return outcome
+        started = time.perf_counter()
+        result = self._store.commit(snapshot.iteration, self._config.save_timeout_seconds, self._cancelled)
+        status: Literal["committed", "skipped"] = "committed" if result.committed else "skipped"
+        reason = self._retain() if result.committed else result.reason
+        return _outcome(
+            snapshot,
+            status,
+            reason,
+            bytes_=result.bytes or written.bytes,
+            write_seconds=written.seconds,
+            commit_seconds=time.perf_counter() - started,
+        )
+
+    def _retain(self) -> str:
+        """Old checkpoints go; a failure here costs disk space and takes nothing from the one just committed."""
+        try:
+            self._store.retain(self._config)
+        except OSError as error:
+            _log.warning("old checkpoints could not be thinned or deleted: %s", error)
+            return f"committed, but old checkpoints could not be thinned or deleted: {error}"
+        return ""
+
+    def _failed(self, snapshot: Snapshot, error: Exception) -> SaveOutcome:
+        if isinstance(error, OSError | SaveError):
+            reason = str(error)
+        else:
+            reason = f"unexpected {type(error).__name__}: {error}"
+            _log.error("checkpoint %d failed, training goes on", snapshot.iteration, exc_info=error)
+        reason += self._mark_skipped(snapshot.iteration, reason)
+        return _outcome(snapshot, "failed", reason)
+
+    def _mark_skipped(self, iteration: int, reason: str) -> str:
+        """Leave the skip marker; returns what went wrong with that."""
+        try:
+            self._store.skip(iteration, reason)
+        except Exception as error:  # noqa: BLE001 - the thread must outlive this and tell it
+            _log.warning("checkpoint %d: the skip marker failed too: %s", iteration, error)
+            return f"; the skip marker failed too ({error}), so rank 0 waits until its timeout"
+        return ""
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._pool.release(snapshot)
+        self._outcomes.append(_outcome(snapshot, "skipped", "the writer was closed before its turn"))
+
+
+def _outcome(
+    snapshot: Snapshot,
+    status: Literal["committed", "written", "skipped", "failed"],
+    reason: str = "",
+    *,
+    bytes_: int = 0,
+    write_seconds: float = 0.0,
+    commit_seconds: float = 0.0,
+) -> SaveOutcome:
+    return SaveOutcome(
+        snapshot.iteration, status, reason, bytes_, write_seconds, commit_seconds, snapshot.stall_seconds
+    )

@@ -1,0 +1,224 @@
+"""The `cpsr` command: demo, serve, inspect, verify, bench.
+
+Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
+Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from cpsr.errors import ConfigError, CPSRError, RunMismatchError
+
+if TYPE_CHECKING:
+    from cpsr.journal import CheckpointRow, LifeRow, RecoveryRow
+
+__all__ = ["app", "main"]
+
+FAILED = 2
+RUN_FILES = ("run.json", "journal.db", "checkpoints")  # any of them shows that a directory is a run's
+TABLE_ROWS_MAX = 20  # newest checkpoints in a table; --json has all
+
+
+class _Commands(TyperGroup):
+    """Prints our own exceptions as one line; anything else is a defect and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CPSRError as error:
+            typer.echo(f"cpsr: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(FAILED) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Failure recovery for large-model training that restarts near the point of failure.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+bench = typer.Typer(help="Measure what checkpoints and failures cost.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/demo"),
+    iterations: Annotated[int | None, typer.Option(min=1, help="Length of the run; by default the demo's own.")] = None,
+) -> None:
+    """Train a small model, kill a rank in mid-run, and show how it comes back."""
+    from cpsr.demo.main import run_demo
+
+    if iterations is None:
+        run_demo(run_dir)
+    else:
+        run_demo(run_dir, iterations=iterations)
+
+
+@app.command()
+def serve(
+    run_dir: Annotated[Path, typer.Option(help="Run directory; it may still be absent.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8712,
+    allow_remote: Annotated[bool, typer.Option(help="Accept a host that other machines can reach.")] = False,
+) -> None:
+    """Answer GET /plan and GET /healthz about a run until SIGTERM or Ctrl-C."""
+    from cpsr.service.app import bind
+    from cpsr.service.app import serve as run_service
+
+    listener = bind(host, port, allow_remote=allow_remote)
+    address = f"[{host}]" if ":" in host else host
+    typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/plan")
+    run_service(run_dir, listener)
+
+
+@app.command()
+def inspect(
+    directory: RunDirectory,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Show a run's lives, checkpoints and recoveries."""
+    from cpsr.journal import JournalReader, json_ready
+
+    with JournalReader(directory / "journal.db") as reader:
+        rows: dict[str, list[Any]] = {
+            "lives": reader.lives(),
+            "checkpoints": reader.checkpoints(),
+            "failures": reader.failures(),
+            "recoveries": reader.recoveries(),
+            "plans": [plan for plan in [reader.latest_plan()] if plan],
+        }
+    if as_json:
+        # NaN has no number in JSON; a reader that gets its name cannot take it for one.
+        typer.echo(json.dumps({name: [json_ready(dataclasses.asdict(row)) for row in rows[name]] for name in rows}))
+        return
+    console = Console()
+    for table in (_lives_table(rows["lives"]), _checkpoints_table(rows["checkpoints"])):
+        console.print(table)
+    console.print(_recoveries_table(rows["recoveries"]) if rows["recoveries"] else "No recovery so far.")
+
+
+@app.command()
+def verify(directory: RunDirectory) -> None:
+    """Check every committed file of a run; exit status 1 and a line per file where one is damaged."""
+    if not any((directory / name).exists() for name in RUN_FILES):
+        raise RunMismatchError(
+            f"{directory} is no run directory: it holds none of {', '.join(RUN_FILES)}; name the one that the "
+            "training was given as run_dir"
+        )
+    from cpsr.checkpoint.verify import verify_run
+
+    problems = verify_run(directory)
+    for problem in problems:
+        where = "" if problem.iteration is None else f" (iteration {problem.iteration})"
+        typer.echo(f"{problem.file}: {problem.what}{where}")
+    if problems:
+        typer.echo(f"{directory}: {len(problems)} damaged files; recovery skips their checkpoints", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{directory}: every committed checkpoint is whole")
+
+
+@bench.command()
+def stall(
+    json_path: JsonPath = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Checkpoints per method and size.")] = 30,
+    workdir: Workdir = None,
+) -> None:
+    """Extra time of the training thread per checkpoint, beside torch DCP, torch.save and a memcpy."""
+    from cpsr.benchmarks.stall.run import main as run_stall
+
+    run_stall(json_path=json_path, pairs=pairs, workdir=workdir)
+
+
+@bench.command()
+def overhead(
+    json_path: JsonPath = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Blocks with and without the wrapper, per run.")] = 30,
+    workdir: Workdir = None,
+) -> None:
+    """Extra time of steps without a checkpoint."""
+    from cpsr.benchmarks.overhead.run import main as run_overhead
+
+    run_overhead(json_path=json_path, pairs=pairs, workdir=workdir)
+
+
+@bench.command()
+def recovery(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A subset of about 5 minutes on two cores; the default.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole grid: hours; interrupt it and go on at will.")
+    ] = False,
+    points: Annotated[int | None, typer.Option(min=1, help="Failure points in each cell and seed.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Training runs of each workload.")] = None,
+    workloads: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
+    infeasible: Annotated[bool, typer.Option("--infeasible", help="Also an interval beyond what can work.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """What a failure costs: the lag that stays after coming back, by every method, on paired data."""
+    from cpsr.benchmarks.recovery.grid import selection
+    from cpsr.benchmarks.recovery.run import CACHE
+    from cpsr.benchmarks.recovery.run import main as run_recovery
+
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
+    chosen = selection(full, points, seeds, workloads, methods, infeasible)
+    run_recovery(chosen, CACHE if cache is None else cache, json_path)
+
+
+def _lives_table(lives: "list[LifeRow]") -> Table:
+    table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
+    for life in lives:
+        killed = life.ending == "running" and life.life < lives[-1].life
+        seconds = None if life.ended_unix_seconds is None else life.ended_unix_seconds - life.started_unix_seconds
+        table.add_row(
+            str(life.life),
+            life.mode,
+            "scratch" if life.restored_iteration is None else str(life.restored_iteration),
+            "killed" if killed else life.ending,
+            _number(seconds),
+            f"{life.pid} on {life.host}",
+        )
+    return table
+
+
+def _checkpoints_table(checkpoints: "list[CheckpointRow]") -> Table:
+    shown = checkpoints[-TABLE_ROWS_MAX:]
+    title = (
+        "Checkpoints" if len(shown) == len(checkpoints) else f"Newest {len(shown)} of {len(checkpoints)} checkpoints"
+    )
+    table = Table("iteration", "status", "bytes", "origin", "stall s", "reason", title=title)
+    for row in shown:
+        bytes_ = "-" if row.bytes is None else f"{row.bytes:,}"
+        table.add_row(str(row.iteration), row.status, bytes_, row.origin, _number(row.stall_seconds), row.reason)
+    return table
+
+
+def _recoveries_table(recoveries: "list[RecoveryRow]") -> Table:
+    table = Table("failed at", "checkpoint", "restored at", "method", "outcome", "reason", title="Recoveries")
+    for row in recoveries:
+        iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
+        table.add_row(*("-" if at is None else str(at) for at in iterations), row.method, row.outcome, row.reason)
+    return table
+
+
+def _number(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
+
+
+def main() -> None:
+    """Entry point of the `cpsr` script."""
+    app()

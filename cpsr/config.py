@@ -1,0 +1,189 @@
+"""Every tunable of CPSR, with its unit, default and effect.
+
+A configuration is a YAML file, a mapping, or the `"cpsr"` block of the DeepSpeed JSON. Unknown keys are refused by
+name, with the nearest valid one.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cpsr.errors import ConfigError
+
+__all__ = ["CPSRConfig", "CheckpointConfig", "GuardConfig", "JournalConfig", "PlannerConfig", "PredictorConfig"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class CheckpointConfig(_Section):
+    """When and how the training state is saved."""
+
+    interval_iterations: int | None = Field(
+        default=None, ge=1, description="Iterations between checkpoints; null lets the planner decide."
+    )
+    final: bool = Field(default=True, description="Commit the last state at a clean end of the run.")
+    fsync: bool = Field(
+        default=True,
+        description="Force every file to the disk before the commit record; false survives a process, not a machine.",
+    )
+    save_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="Rank 0 abandons a checkpoint whose other shards are not in after this time."
+    )
+    exit_grace_seconds: float = Field(
+        default=10.0, ge=0, description="How long an exit after an error waits for a save that is under way."
+    )
+    history_span_iterations: int = Field(
+        default=400, ge=0, description="Weights of checkpoints this far back are kept for the predictor."
+    )
+    history_min_checkpoints: int = Field(
+        default=4, ge=2, description="Checkpoints kept for the predictor even where they span more."
+    )
+    full_checkpoints: int = Field(
+        default=2, ge=2, description="Newest checkpoints that keep the moments: training can restart there."
+    )
+    disk_limit_bytes: int | None = Field(
+        default=None, ge=1, description="Cap on all checkpoints of the run together; null is what the disk holds."
+    )
+
+
+class PlannerConfig(_Section):
+    """How the interval is chosen while `checkpoint.interval_iterations` is null (Young's rule)."""
+
+    mtbf_hours: float = Field(default=12.0, gt=0, description="Mean time between failures of the whole job.")
+    interval_min_iterations: int = Field(default=10, ge=1, description="Never checkpoint more often than this.")
+    interval_max_iterations: int = Field(default=500, ge=1, description="Never checkpoint less often than this.")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> "PlannerConfig":
+        if self.interval_min_iterations > self.interval_max_iterations:
+            raise ValueError("interval_min_iterations is larger than interval_max_iterations")
+        return self
+
+
+class PredictorConfig(_Section):
+    """How the state at the failure is predicted; null leaves a choice to the prior."""
+
+    window_iterations: int | None = Field(default=None, ge=2, description="Span of history the line is fitted over.")
+    gain: float | None = Field(default=None, ge=0, le=5, description="Factor on the fitted displacement.")
+    base: Literal["checkpoint", "line"] | None = Field(
+        default=None, description="Start from the checkpoint's weights or from the fitted line's value there."
+    )
+    chunk_elements: int = Field(
+        default=1 << 20, ge=1024, description="Elements predicted at a time: bounds the predictor's memory."
+    )
+
+
+class GuardConfig(_Section):
+    """When a predicted state is refused or given up."""
+
+    loss_tolerance_nats: float = Field(
+        default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
+    )
+    displacement_limit: float = Field(
+        default=3.0, gt=0, description="Largest step per tensor, in multiples of the history's own pace over that time."
+    )
+    watch_iterations: int = Field(
+        default=60, ge=0, description="Iterations after a predicted restart that are watched for divergence; 0 is off."
+    )
+    watch_tolerance_nats: float = Field(
+        default=0.5, gt=0, description="Excess of the training loss over its level before the failure that rolls back."
+    )
+    probe_batches: int = Field(
+        default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
+    )
+
+
+class JournalConfig(_Section):
+    """What the run's journal records, and how often it is written."""
+
+    flush_iterations: int = Field(
+        default=20, ge=1, description="Losses stay on the device and are written this often, without a sync."
+    )
+
+
+class CPSRConfig(_Section):
+    """The whole configuration.
+
+    >>> CPSRConfig.load({"run_dir": "runs/gpt", "checkpoint": {"interval_iterations": 50}}).mode
+    'auto'
+    """
+
+    run_dir: Path = Field(strict=False, description="Directory of this run; on storage that every rank shares.")
+    mode: Literal["auto", "predict", "exact"] = Field(
+        default="auto",
+        description="auto: the cheapest feasible source; predict: restart near the failure; exact: recompute from c.",
+    )
+    stop_check_iterations: int = Field(
+        default=1, ge=1, description="How often ranks agree on leaving together after SIGTERM (asynchronous, 16 bytes)."
+    )
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    planner: PlannerConfig = PlannerConfig()
+    predictor: PredictorConfig = PredictorConfig()
+    guard: GuardConfig = GuardConfig()
+    journal: JournalConfig = JournalConfig()
+
+    @classmethod
+    def load(cls, source: "CPSRConfig | Mapping[str, Any] | str | Path") -> "CPSRConfig":
+        """Read a configuration from a YAML or JSON file, or from a mapping.
+
+        A file or mapping with a top-level `cpsr` key (the DeepSpeed JSON) is read from that block.
+
+        Raises:
+            ConfigError: the file is absent or not readable, a key is unknown or a value does not fit; the message
+                names the key and, for an unknown one, the nearest valid key.
+        """
+        if isinstance(source, CPSRConfig):
+            return source
+        where, data = ("configuration", source) if isinstance(source, Mapping) else _read_file(Path(source))
+        if "cpsr" in data:
+            data = data["cpsr"]
+            where += ", block 'cpsr'"
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
+        try:
+            return cls.model_validate(dict(data))
+        except ValidationError as error:
+            raise ConfigError(f"{where}: " + "; ".join(_explain(cls, error))) from error
+
+
+def _read_file(path: Path) -> tuple[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    try:
+        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
+    return str(path), {} if data is None else data
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key '{key}'{_nearest(model, problem['loc'])}"
+        elif problem["type"] == "missing":
+            yield f"the key '{key}' is required"
+        else:
+            yield f"'{key}' = {problem.get('input')!r}: {problem['msg']}"
+
+
+def _nearest(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    # A low cutoff, so that a key with the wrong unit (`interval_seconds`) still finds its neighbour.
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1, cutoff=0.3)
+    prefix = ".".join([*map(str, location[:-1]), ""])
+    if close:
+        return f"; did you mean '{prefix}{close[0]}'?"
+    return f"; valid keys: {', '.join(sorted(model.model_fields))}"

@@ -1,0 +1,122 @@
+"""The training job of the demo: one rank of a DeepSpeed run, started by torchrun.
+
+Everything CPSR needs is the `with` line and the loader; the loop is the user's.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from cpsr.demo.corpus import Windows, read_corpus
+from cpsr.demo.model import GPT, GPTConfig
+from cpsr.recovery import CPSRRecovery
+
+BATCH = 4  # windows per rank and step
+PEAK_LEARNING_RATE = 1e-3
+WARM_UP_ITERATIONS = 50
+VALIDATION_CHUNKS = 8  # each rank evaluates half; the standard error of the lag is taken over these
+CHUNK_WINDOWS = 12
+COARSE_ITERATIONS = 25  # how often the validation loss is taken, far from the failure
+FINE_ITERATIONS = 5  # and near it
+FINE_SPAN_ITERATIONS = 200
+
+
+def main() -> None:
+    """Train `--iterations` steps in `--run-dir`, resuming whatever is there."""
+    arguments = _parse()
+    engine = _engine(arguments.iterations)
+    train, held_out = read_corpus()
+    windows = Windows(train, GPTConfig().context)
+    loader = DataLoader(windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=0), drop_last=True)
+    chunks = _validation_chunks(held_out)
+
+    with CPSRRecovery(engine, arguments.run_dir / "cpsr.yaml") as recovery:
+        (arguments.run_dir / f"pid-{engine.global_rank}").write_text(str(os.getpid()))
+        if recovery.restored.predicted:
+            _validate(engine, chunks, recovery.iteration, arguments.run_dir)
+        for batch in recovery.resume(loader, repeat=True):
+            engine.backward(engine(batch))
+            engine.step()
+            _note_first_step(recovery, arguments.run_dir)
+            if _is_due(recovery.iteration, arguments.failure_iteration):
+                _validate(engine, chunks, recovery.iteration, arguments.run_dir)
+            if recovery.iteration >= arguments.iterations:
+                break
+
+
+def _note_first_step(recovery: CPSRRecovery, run_dir: Path) -> None:
+    path = run_dir / "resumed.json"
+    if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
+        path.write_text(json.dumps({"first_step_unix_seconds": time.time()}))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--failure-iteration", type=int, required=True, help="validate more often after this one")
+    return parser.parse_args()
+
+
+def _engine(iterations: int) -> Any:
+    # Without this, DeepSpeed compiles a shared-memory collective for 70 s, and leaves its memory behind when killed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def schedule(step: int) -> float:
+        warm_up = min(1.0, (step + 1) / WARM_UP_ITERATIONS)
+        return warm_up * 0.5 * (1 + math.cos(math.pi * min(1.0, step / iterations)))
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+        },
+    )
+    return engine
+
+
+def _validation_chunks(text: torch.Tensor) -> list[torch.Tensor]:
+    windows = Windows(text, GPTConfig().context)
+    stride = len(windows) // (VALIDATION_CHUNKS * CHUNK_WINDOWS)
+    items = torch.stack([windows[index * stride] for index in range(VALIDATION_CHUNKS * CHUNK_WINDOWS)])
+    return list(torch.split(items, CHUNK_WINDOWS))
+
+
+def _is_due(iteration: int, failure_iteration: int) -> bool:
+    """Every 25 iterations, every 5 behind the failure, and at the failure itself, where the recovered run resumes."""
+    near = failure_iteration <= iteration <= failure_iteration + FINE_SPAN_ITERATIONS
+    return iteration == failure_iteration or iteration % (FINE_ITERATIONS if near else COARSE_ITERATIONS) == 0
+
+
+@torch.no_grad()
+def _validate(engine: Any, chunks: list[torch.Tensor], iteration: int, run_dir: Path) -> None:
+    """Append the mean loss of every chunk to validation.jsonl; the ranks share the chunks."""
+    losses = torch.zeros(len(chunks))
+    for index in range(engine.global_rank, len(chunks), engine.world_size):
+        losses[index] = engine.module.losses(chunks[index]).mean()
+    torch.distributed.all_reduce(losses)
+    if engine.global_rank == 0:
+        with (run_dir / "validation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": iteration, "losses": losses.tolist()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

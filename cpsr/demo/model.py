@@ -1,0 +1,74 @@
+"""A small byte-level GPT that returns its loss."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["GPT", "GPTConfig"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of the model; the default has 0.84 million parameters."""
+
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    context: int = 128
+    vocabulary: int = 256
+
+
+class _Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm_attention = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.project = nn.Linear(config.width, config.width)
+        self.norm_mlp = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        mixed: torch.Tensor = x + self.mlp(self.norm_mlp(x))
+        return mixed
+
+
+class GPT(nn.Module):
+    """A pre-norm GPT over bytes; `forward(windows)` is the mean cross-entropy in nats a byte."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.apply(_initialise)
+
+    def forward(self, windows: torch.Tensor) -> torch.Tensor:
+        """Loss of int64 windows of shape `(batch, context + 1)`: a scalar."""
+        return self.losses(windows).mean()
+
+    def losses(self, windows: torch.Tensor) -> torch.Tensor:
+        """Loss of each window: shape `(batch,)`."""
+        inputs, targets = windows[:, :-1], windows[:, 1:]
+        x = self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.norm(x) @ self.token.weight.T
+        losses: torch.Tensor = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return losses.mean(1)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,161 @@
+"""What the demo measured, read back from the journals and the validation losses of its two runs."""
+
+import dataclasses
+import json
+import platform
+import statistics
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from cpsr.demo.launch import Kill
+from cpsr.errors import CPSRError
+from cpsr.fitter.curve import LossCurve
+from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
+from cpsr.journal import JournalReader, RecoveryRow
+
+__all__ = ["DemoResult", "failure_iteration", "measure"]
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One demo.
+
+    Attributes:
+        kill: what was done to the job.
+        failure_iteration: f.
+        checkpoint_iteration: c, the last checkpoint before it.
+        recovery: how it came back, from its journal.
+        lag: persistent lag of the recovered run behind the paired fault-free one.
+        transient: the loss gap at injection and how long it lasted.
+        restart_seconds: from the kill to the first finished step of the new processes.
+        stalls_seconds: training thread blocked by each checkpoint of the killed run.
+        checkpoints: iterations of its committed checkpoints.
+        fault_free, recovered: validation losses of the two runs.
+    """
+
+    kill: Kill
+    failure_iteration: int
+    checkpoint_iteration: int
+    recovery: RecoveryRow
+    lag: Lag
+    transient: Transient
+    restart_seconds: float
+    stalls_seconds: list[float]
+    checkpoints: list[int]
+    fault_free: LossCurve
+    recovered: LossCurve
+    date: str
+    machine: str
+
+    @property
+    def lost_iterations(self) -> int:
+        """What recomputing from the last checkpoint would have cost."""
+        return self.failure_iteration - self.checkpoint_iteration
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table: what, and how much."""
+        recovery, stalls = self.recovery, sorted(1000 * stall for stall in self.stalls_seconds)
+        gone = self.transient.iterations
+        return [
+            ("killed", f"rank {self.kill.rank}, SIGKILL from outside"),
+            ("failure step f", str(self.failure_iteration)),
+            ("last checkpoint c", str(self.checkpoint_iteration)),
+            ("restored", f"iteration {recovery.restored_iteration} on every rank, {recovery.sources[0].source}"),
+            ("how", recovery.reason),
+            ("outcome of the watch", recovery.outcome),
+            ("recomputing would cost", f"{self.lost_iterations} iterations"),
+            ("measured lag", f"{self.lag.iterations:+.1f} +- {self.lag.standard_error:.1f} iterations"),
+            ("loss gap behind the failure", f"{self.lag.gap_nats:+.4f} +- {self.lag.gap_standard_error:.4f} nats"),
+            (
+                "transient",
+                f"{self.transient.gap_nats:+.4f} nats at injection, "
+                + ("not gone within the run" if gone is None else f"gone after {gone} iterations"),
+            ),
+            ("load, predict, inject", " + ".join(f"{1000 * part:.0f}" for part in self._parts()) + " ms"),
+            ("from the kill to the first new step", f"{self.restart_seconds:.1f} s (processes start anew)"),
+            (
+                "stall per checkpoint",
+                f"{statistics.median(stalls):.1f} ms median, {stalls[-1]:.1f} ms at most, of {len(stalls)}",
+            ),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the curves, as plain data."""
+        return {
+            "date": self.date,
+            "machine": self.machine,
+            "kill": dataclasses.asdict(self.kill),
+            "recovery": dataclasses.asdict(self.recovery),
+            "lost_iterations": self.lost_iterations,
+            "lag": dataclasses.asdict(self.lag),
+            "transient": dataclasses.asdict(self.transient),
+            "restart_seconds": self.restart_seconds,
+            "stalls_seconds": self.stalls_seconds,
+        }
+
+    def _parts(self) -> tuple[float, float, float]:
+        recovery = self.recovery
+        return recovery.load_seconds or 0.0, recovery.predict_seconds or 0.0, recovery.inject_seconds or 0.0
+
+
+def failure_iteration(killed: Path) -> int:
+    """The step at which the killed run failed, from its journal.
+
+    Raises:
+        CPSRError: the run did not recover by prediction, so that there is nothing to compare.
+    """
+    return _predicted(killed)[0]
+
+
+def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
+    """Compare the two runs.
+
+    Raises:
+        CPSRError: the killed run did not recover by prediction, so that there is nothing to measure.
+        ValueError: the loss is too flat, or was taken too seldom, for a lag in iterations.
+    """
+    f, c, recovery = _predicted(killed)
+    reference, recovered = _curve(fault_free), _curve(killed)
+    with JournalReader(killed / "journal.db") as journal:
+        committed = [row for row in journal.checkpoints() if row.status == "committed"]
+    first_step = json.loads((killed / "resumed.json").read_text())["first_step_unix_seconds"]
+    return DemoResult(
+        kill=kill,
+        failure_iteration=f,
+        checkpoint_iteration=c,
+        recovery=recovery,
+        lag=persistent_lag(recovered, reference, f),
+        transient=transient(recovered.between(f, numpy.inf), reference, f),
+        restart_seconds=first_step - kill.time,
+        stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
+        checkpoints=[row.iteration for row in committed],
+        fault_free=reference,
+        recovered=recovered,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        machine=f"{torch.get_num_threads()} threads visible to torch, {platform.machine()}, torch {torch.__version__}",
+    )
+
+
+def _predicted(run_dir: Path) -> tuple[int, int, RecoveryRow]:
+    """Failure step, checkpoint and the record of a predicted recovery."""
+    with JournalReader(run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    if recovery is None or recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
+        raise CPSRError(f"the journal of {run_dir} records no failure that was recovered from")
+    if recovery.method in ("scratch", "exact"):
+        raise CPSRError(f"the run {run_dir} was not recovered by prediction: {recovery.reason}")
+    return recovery.failure_iteration, recovery.checkpoint_iteration, recovery
+
+
+def _curve(run_dir: Path) -> LossCurve:
+    losses: dict[int, list[float]] = {}
+    for line in (run_dir / "validation.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        losses[row["iteration"]] = row["losses"]  # what was evaluated again after the restart replaces what was lost
+    iterations = sorted(losses)
+    return LossCurve(numpy.array(iterations), numpy.array([losses[iteration] for iteration in iterations]))

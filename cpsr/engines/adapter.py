@@ -1,0 +1,105 @@
+"""The one interface through which CPSR sees a training engine.
+
+`DeepSpeedAdapter` and `TorchAdapter` implement it; `tests/engines/test_conformance.py` holds both to the same rules.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from cpsr.state import Shard
+
+__all__ = ["EngineAdapter", "StepObserver"]
+
+
+class StepObserver(Protocol):
+    """What an adapter calls while the user's unchanged loop runs; always on the training thread."""
+
+    def before_update(self) -> None:
+        """The optimizer is about to change the state (also called when it will then skip an overflow)."""
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        """One step is complete and every counter of the engine is settled.
+
+        Args:
+            iteration: optimizer steps so far, skipped ones included.
+            applied: False when the step was skipped (fp16 overflow).
+        """
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is about to be called for training with these inputs (references, not copies)."""
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """One micro-batch's training loss: a detached, unscaled scalar that stays on its device."""
+
+    def before_external_load(self) -> None:
+        """The user's own `load_checkpoint` is about to overwrite the state."""
+
+    def after_external_load(self, iteration: int) -> None:
+        """The user's own `load_checkpoint` left the engine at `iteration`."""
+
+
+class EngineAdapter(Protocol):
+    """Read, write and watch the training state of one rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+
+    @property
+    def micro_batches_per_iteration(self) -> int:
+        """Batches of the data loader that one optimizer step consumes on this rank."""
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether `evaluate` can give a loss; known after the first training forward at the latest."""
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of what is trained, as plain data.
+
+        Keys: `engine`, `zero_stage` (int or None), `precision` (`fp32`, `bf16`, `fp16`), `optimizer` (class name),
+        `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice}).
+        """
+
+    def shard(self) -> Shard:
+        """Views of this rank's state; creates the optimizer's lazily created state where it is still absent.
+
+        Raises:
+            UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
+        """
+
+    def push_down(self) -> None:
+        """Derive everything that depends on the master weights after the views of `shard()` were written."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Exact small state as plain data: counters, optimizer step counts, schedule, loss scale."""
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Put back what `scalars()` returned, learning rates in the parameter groups included."""
+
+    def learning_rate(self) -> float:
+        """Mean learning rate over the parameter groups: what the next update will use."""
+
+    def skip_ahead(self, iterations: int) -> list[float]:
+        """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.
+
+        Returns:
+            The learning rate (`learning_rate()`) each of the skipped updates would have used, in order.
+        """
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks; the engine's own methods keep their signatures and results."""
+
+    def detach(self) -> None:
+        """Remove every hook that `attach` installed."""
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients; training mode and every random state are as before on exit."""
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Loss of one recorded forward input inside `evaluation()`: a detached scalar, no side effects on training."""

@@ -1,0 +1,261 @@
+"""DeepSpeed engines: ZeRO 0 to 3 in fp32, bf16 and fp16, and pipelines at ZeRO 0 and 1."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+
+from cpsr.engines import optimizer_state
+from cpsr.engines.adapter import StepObserver
+from cpsr.engines.deepspeed_loop import DeepSpeedLoop
+from cpsr.engines.deepspeed_masters import (
+    MasterSlice,
+    master_slices,
+    masters,
+    owned_frozen,
+    push_down,
+    settle_after_forward,
+    torch_optimizer,
+)
+from cpsr.engines.deepspeed_support import require_supported
+from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
+from cpsr.engines.schedule import Schedule
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+__all__ = ["DeepSpeedAdapter"]
+
+# DeepSpeed's names for the running values of its two kinds of dynamic loss scaler; the rest is configuration.
+_LOSS_SCALE_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class DeepSpeedAdapter:
+    """One rank of a `DeepSpeedEngine` or `PipelineEngine`.
+
+    The loop stays as it is: `engine(batch)`, `engine.backward(loss)`, `engine.step()`, or `engine.train_batch()`.
+    `push_down` and, under ZeRO-3, `evaluate` are collective: all ranks must call them together. A learning-rate
+    scheduler must have been given to `deepspeed.initialize`; one stepped by hand is not seen.
+
+    Pipelines: the loss observed is the result of `train_batch` (the mean over the step, known on every rank), forward
+    inputs are not observed (they exist on the first stage only) and `can_evaluate` is False.
+
+    Args:
+        engine: the first element of what `deepspeed.initialize` returned.
+
+    Raises:
+        UnsupportedEngineError: a feature or an optimizer that keeps state out of sight; the message names it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        require_supported(engine)
+        masters(engine.optimizer)
+        self.rank: int = deepspeed.comm.get_rank()
+        self.world_size: int = deepspeed.comm.get_world_size()
+        self.device: torch.device = torch.device(engine.device)
+        self._engine = engine
+        self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
+        self._schedule = Schedule(engine.lr_scheduler)
+        self._names = parameter_names(engine.module)
+        self._loop = DeepSpeedLoop(engine, self._pipeline)
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps so far, skipped ones included: the engine's `global_steps`."""
+        return int(self._engine.global_steps)
+
+    @property
+    def micro_batches_per_iteration(self) -> int:
+        """Gradient accumulation steps; each takes one batch from the loader."""
+        return int(self._engine.gradient_accumulation_steps())
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether a training forward gave a loss; never for a pipeline, whose loss exists on its last stage only."""
+        return self._loop.gives_loss and not self._pipeline
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
+        engine = self._engine
+        tensors = {
+            self._name(piece): tensor_identity(piece.master, piece.global_shape, piece.offset, piece.numel)
+            for piece in master_slices(engine.optimizer)
+        }
+        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        return {
+            "engine": type(engine).__name__,
+            "zero_stage": int(engine.zero_optimization_stage()),
+            "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
+            "optimizer": type(torch_optimizer(engine)).__name__,
+            "tensors": tensors,
+        }
+
+    def shard(self) -> Shard:
+        """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
+        iteration = self.iteration
+        state = self._flat_moments()
+        operators = {}
+        for piece in master_slices(self._engine.optimizer):
+            name, owned = self._name(piece), slice(piece.start, piece.start + piece.numel)
+            values = optimizer_state.flat_view(piece.master, name)[owned]
+            moments = {key: flat[owned] for key, flat in state[id(piece.master)].items()}
+            operators[name] = OperatorState(
+                name, ParamSlice(values, piece.global_shape, piece.offset), moments, iteration
+            )
+        return Shard(operators, self._others())
+
+    def _flat_moments(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Flat optimizer tensors of each master, by the master's id."""
+        optimizer = torch_optimizer(self._engine)
+        found = {}
+        for group, master in masters(self._engine.optimizer):
+            moments = optimizer_state.moments(optimizer, optimizer.param_groups[group], master)
+            found[id(master)] = {key: optimizer_state.flat_view(value, key) for key, value in moments.items()}
+        return found
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        trained = {id(parameter) for parameter in self._trained_parameters()}
+        others = {}
+        for parameter, name in parameters_outside(self._engine.module, self._names, trained):
+            others[name] = owned_frozen(self._engine.optimizer, parameter)
+        return others | named_buffers(self._engine.module)
+
+    def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
+        optimizer = self._engine.optimizer
+        for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
+            if hasattr(optimizer, attribute):
+                groups = getattr(optimizer, attribute)
+                return (parameter for group in groups for parameter in group)
+        return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def _name(self, piece: MasterSlice) -> str:
+        name = self._names.get(id(piece.parameter))
+        if name is None:
+            raise UnsupportedEngineError(
+                f"the optimizer updates a parameter of shape {piece.global_shape} that is not in the engine's module; "
+                "make it a parameter of the module"
+            )
+        return name
+
+    def push_down(self) -> None:
+        """Copy the masters into the module's parameters; collective under ZeRO."""
+        push_down(self._engine.optimizer)
+
+    def scalars(self) -> dict[str, Any]:
+        """Counters, loss scale, optimizer step counts, parameter groups and schedule, as plain data."""
+        engine, optimizer = self._engine, torch_optimizer(self._engine)
+        self._flat_moments()
+        return {
+            "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "loss_scale": {
+                name: getattr(scaler, name)
+                for scaler in self._loss_scalers()
+                for name in _LOSS_SCALE_VALUES
+                if hasattr(scaler, name)
+            },
+            "optimizer_steps": optimizer_state.step_scalars(optimizer, self._masters()),
+            "param_groups": optimizer_state.hyperparameters(optimizer),
+            "schedule": self._schedule.state(),
+        }
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
+        engine, optimizer = self._engine, torch_optimizer(self._engine)
+        self._flat_moments()
+        optimizer_state.load_step_scalars(optimizer, self._masters(), scalars["optimizer_steps"])
+        rates = [group["lr"] for group in scalars["param_groups"]]
+        self._schedule.load(scalars["schedule"], rates)
+        optimizer_state.load_hyperparameters(optimizer, scalars["param_groups"])
+        for name in _COUNTERS:
+            setattr(engine, name, scalars["counters"][name])
+        for scaler in self._loss_scalers():
+            for name, value in scalars["loss_scale"].items():
+                setattr(scaler, name, value)
+        self._loop.forget_step()
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [master for _, master in masters(self._engine.optimizer)]
+
+    def _loss_scalers(self) -> list[Any]:
+        """The one object with the running loss scale, none where the precision needs none."""
+        names = ("loss_scaler", "loss_scale_config")
+        return [getattr(self._engine.optimizer, name) for name in names if hasattr(self._engine.optimizer, name)]
+
+    def learning_rate(self) -> float:
+        """Mean learning rate over the parameter groups."""
+        return optimizer_state.learning_rate(torch_optimizer(self._engine))
+
+    def skip_ahead(self, iterations: int) -> list[float]:
+        """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
+        engine = self._engine
+        self._flat_moments()
+        rates = []
+        for _ in range(iterations):
+            rates.append(self.learning_rate())
+            self._schedule.advance()
+            if hasattr(engine.optimizer, "_update_scale"):
+                engine.optimizer._update_scale(False)
+        optimizer_state.advance_steps(torch_optimizer(engine), self._masters(), iterations)
+        engine.global_steps += iterations
+        engine.global_samples += iterations * engine.train_batch_size()
+        if not self._pipeline:  # pipelines leave this counter at zero
+            engine.micro_steps += iterations * self.micro_batches_per_iteration
+        return rates
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks on this engine instance.
+
+        Raises:
+            RuntimeError: an observer is attached already.
+        """
+        self._loop.attach(observer)
+
+    def detach(self) -> None:
+        """Remove the hooks; without any it does nothing."""
+        self._loop.detach()
+
+    @contextmanager
+    def _quiet_engine(self) -> Iterator[None]:
+        """Keep DeepSpeed's throughput and forward timers out of an evaluation."""
+        engine = self._engine
+        forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
+        engine.engine_timers.forward_timers = []
+        try:
+            yield
+        finally:
+            engine.engine_timers.forward_timers = forward_timers
+            vars(engine.tput_timer).clear()
+            vars(engine.tput_timer).update(throughput)
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""
+        return self._evaluation()
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        with preserved_training_state(self._engine.module), self._quiet_engine():
+            try:
+                yield
+            finally:
+                settle_after_forward(self._engine.optimizer)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Loss of one forward input inside `evaluation()`; collective under ZeRO-3.
+
+        The module is called, not the engine: `engine.forward` clears what it knows of the last backward.
+
+        Raises:
+            UnsupportedEngineError: a pipeline, or the module gave no loss.
+        """
+        if self._pipeline:
+            raise UnsupportedEngineError("a pipeline's loss exists on its last stage only: CPSR cannot evaluate it")
+        loss = loss_of(self._engine.module(*args, **kwargs))
+        if loss is None:
+            raise UnsupportedEngineError(
+                f"{type(self._engine.module).__name__} returned no loss in evaluation mode; return a scalar tensor or "
+                "an object with .loss"
+            )
+        return loss.detach()

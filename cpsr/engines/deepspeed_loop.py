@@ -1,0 +1,124 @@
+"""How a user's loop over a DeepSpeed engine is watched."""
+
+from typing import Any
+
+import torch
+
+from cpsr.engines.adapter import StepObserver
+from cpsr.engines.evaluation import loss_of
+from cpsr.engines.hooks import Hooks
+
+__all__ = ["DeepSpeedLoop"]
+
+
+class DeepSpeedLoop:
+    """The hooks on one engine instance.
+
+    Order within a step: `on_forward` and `on_loss` per micro-batch, `before_update` inside `engine.step` (or
+    `train_batch`), `after_step` when that call is about to return and every counter is settled.
+
+    Args:
+        engine: a `DeepSpeedEngine` or `PipelineEngine`.
+        pipeline: whether it is the latter.
+
+    Attributes:
+        gives_loss: whether the last training forward returned a loss.
+    """
+
+    def __init__(self, engine: Any, pipeline: bool) -> None:
+        self._engine = engine
+        self._pipeline = pipeline
+        self._hooks = Hooks()
+        self._observer: StepObserver | None = None
+        self.gives_loss = False
+        self.forget_step()
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks on this engine instance.
+
+        Raises:
+            RuntimeError: an observer is attached already.
+        """
+        if self._hooks.installed:
+            raise RuntimeError("this adapter already has an observer; detach it first")
+        self._observer = observer
+        engine, hooks = self._engine, self._hooks
+        hooks.wrap(engine, "_take_model_step", self._around_update)
+        hooks.wrap(engine, "load_checkpoint", self._around_load)
+        if self._pipeline:
+            hooks.wrap(engine, "train_batch", self._around_train_batch)
+            return
+        hooks.wrap(engine, "backward", self._around_backward)
+        hooks.wrap(engine, "step", self._around_step)
+        # Prepended: the inputs as the user gave them, before DeepSpeed casts them.
+        hooks.add(engine.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+        hooks.add(engine.module.register_forward_hook(self._after_forward))
+
+    def detach(self) -> None:
+        """Remove the hooks; without any it does nothing."""
+        self._hooks.remove()
+        self._observer = None
+        self.forget_step()
+
+    def _watching(self) -> StepObserver:
+        assert self._observer is not None  # hooks are installed only while there is one
+        return self._observer
+
+    def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._watching().before_update()
+        return original(*args, **kwargs)
+
+    def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self._engine.global_steps
+        result = original(*args, **kwargs)
+        if self._engine.global_steps != before:
+            self._complete_step()
+        return result
+
+    def _around_train_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self._engine.global_steps
+        result = original(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self._watching().on_loss(result.detach())
+        if self._engine.global_steps != before:
+            self._complete_step()
+        return result
+
+    def _complete_step(self) -> None:
+        losses = [] if self._backward_seen else self._forward_losses
+        self.forget_step()
+        for loss in losses:
+            self._watching().on_loss(loss)
+        # Last, and nothing after it: the observer may roll the whole engine back, or leave the process.
+        self._watching().after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
+
+    def forget_step(self) -> None:
+        """Drop what was seen of the step in progress."""
+        self._backward_seen = False
+        self._forward_losses: list[torch.Tensor] = []
+
+    def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(loss, *args, **kwargs)
+        self._backward_seen = True
+        self._watching().on_loss(loss.detach())
+        return result
+
+    def _around_load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._watching().before_external_load()
+        result = original(*args, **kwargs)
+        if result[0] is None:  # DeepSpeed found no checkpoint, and has changed nothing
+            return result
+        self.forget_step()
+        self._watching().after_external_load(self._engine.global_steps)
+        return result
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._watching().on_forward(args, kwargs)
+
+    def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            loss = loss_of(output)
+            self.gives_loss = loss is not None
+            if loss is not None and not self._backward_seen:
+                self._forward_losses.append(loss.detach())  # for loops that call loss.backward() themselves

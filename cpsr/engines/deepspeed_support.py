@@ -1,0 +1,49 @@
+"""Which DeepSpeed features CPSR refuses, each by its name in the configuration."""
+
+from typing import Any
+
+from cpsr.errors import UnsupportedEngineError
+
+__all__ = ["require_supported"]
+
+
+def require_supported(engine: Any) -> None:
+    """Check that everything an engine trains with can be seen.
+
+    Raises:
+        UnsupportedEngineError: a feature keeps state out of sight, or changes what a step is; the message names it.
+    """
+    if not hasattr(engine.optimizer, "param_groups"):
+        raise UnsupportedEngineError(
+            f"the engine trains nothing: its optimizer is {type(engine.optimizer).__name__}; pass an optimizer to "
+            "deepspeed.initialize"
+        )
+    found = [name for name, used in _unsupported(engine) if used]
+    if found:
+        raise UnsupportedEngineError(
+            f"DeepSpeed configuration uses {', '.join(found)}, whose state CPSR cannot see or has not been tested to "
+            "restore bit for bit; remove it from the configuration"
+        )
+
+
+def _unsupported(engine: Any) -> list[tuple[str, bool]]:
+    zero = engine._config.zero_config
+    return [
+        ("zero_optimization.offload_optimizer", _offloads(zero.offload_optimizer)),
+        ("zero_optimization.offload_param", _offloads(zero.offload_param)),
+        ("zero_optimization.zenflow", bool(engine.zenflow)),
+        ("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
+        ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
+        ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
+        ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
+        ("MoE layers (their experts differ between ranks under one name)", bool(engine.has_moe_layers)),
+        ("torch_autocast", bool(engine.torch_autocast_enabled())),
+        ("bf16.bf16_optimizer_states", bool(engine.bf16_optimizer_states())),
+        ("compile.deepcompile", bool(engine.is_deepcompile_enabled())),
+        ("managed_gradient_accumulation=false", not engine.managed_gradient_accumulation()),
+        ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
+    ]
+
+
+def _offloads(offload: Any) -> bool:
+    return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"

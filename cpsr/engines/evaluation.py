@@ -1,0 +1,59 @@
+"""Calling a module for its loss without a trace in the training state."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+__all__ = ["loss_of", "preserved_training_state"]
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in what a module returned, None if there is none.
+
+    Recognised: a scalar tensor; an object with `.loss`; a dict with `loss`; a tuple or list that starts with one.
+    """
+    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        output = output[0] if output else None
+    if isinstance(output, dict):
+        output = output.get("loss")
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "loss", None)
+    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output
+    return None
+
+
+@contextmanager
+def preserved_training_state(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes, buffers and random states are as before on exit.
+
+    Modes are kept per submodule, since a user may hold some of them in evaluation mode while training.
+    """
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    buffers = [
+        (submodule, name, buffer, buffer._version, buffer.detach().clone())
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
+        if buffer is not None
+    ]
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    # Of the device in use only, and only if there is one: reading another's state would start a context on it.
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
+    devices = [torch.cuda.current_device()] if in_use else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        module.eval()
+        try:
+            yield
+        finally:
+            for submodule, training in modes:
+                submodule.training = training
+            for submodule, name, buffer, version, copy in buffers:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+                submodule._buffers[name] = buffer
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)

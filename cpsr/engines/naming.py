@@ -1,0 +1,62 @@
+"""Names and identities of a module's tensors, the same on every start."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cpsr.errors import UnsupportedEngineError
+
+__all__ = ["named_buffers", "parameter_names", "parameters_outside", "tensor_identity"]
+
+_COMPILED = "_orig_mod."  # torch.compile puts this into every name
+
+
+def parameter_names(module: torch.nn.Module) -> dict[int, str]:
+    """Name of every parameter by its id; a tied parameter has the first of its names."""
+    return {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
+
+
+def parameters_outside(
+    module: torch.nn.Module, names: dict[int, str], trained: set[int]
+) -> Iterator[tuple[torch.nn.Parameter, str]]:
+    """Parameters that the optimizer does not move, with their names."""
+    for parameter in module.parameters():
+        if id(parameter) not in trained:
+            yield parameter, names[id(parameter)]
+
+
+def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every buffer by name, non-persistent ones included: they may carry training state all the same.
+
+    Raises:
+        UnsupportedEngineError: a buffer whose elements share memory, so that it cannot be written back.
+    """
+    buffers = {}
+    for name, buffer in module.named_buffers():
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise UnsupportedEngineError(
+                f"buffer {name} of shape {tuple(buffer.shape)} is an expanded view and cannot be written back; "
+                "register a contiguous copy"
+            )
+        buffers[name.replace(_COMPILED, "")] = buffer.detach()
+    return buffers
+
+
+def tensor_identity(
+    tensor: torch.Tensor, global_shape: tuple[int, ...], offset: int = 0, numel: int | None = None
+) -> dict[str, Any]:
+    """One entry of `EngineAdapter.describe()["tensors"]`.
+
+    A tensor that is not contiguous also has `stride`: its flat view is in memory order, which another layout
+    would misread.
+    """
+    identity: dict[str, Any] = {
+        "shape": list(global_shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "offset": offset,
+        "numel": tensor.numel() if numel is None else numel,
+    }
+    if not tensor.is_contiguous():
+        identity["stride"] = list(tensor.stride())
+    return identity

@@ -1,0 +1,217 @@
+"""Plain torch training: any module with one optimizer, alone or wrapped in DistributedDataParallel."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from cpsr.engines import optimizer_state
+from cpsr.engines.adapter import StepObserver
+from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
+from cpsr.engines.schedule import Schedule
+from cpsr.engines.torch_loop import TorchLoop
+from cpsr.engines.torch_support import require_supported, unwrapped
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+__all__ = ["TorchAdapter"]
+
+_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+class TorchAdapter:
+    """A module and its optimizer; the master weights are the parameters themselves, in their own dtype.
+
+    The end of a step is the last of these calls in the loop, so they must come in this order, once a step::
+
+        loss = module(batch)                    # forward and backward as you like, also several micro-batches
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)                  # or optimizer.step()
+        scaler.update()                         # only with grad_scaler=
+        scheduler.step()                        # only with scheduler=, every step, also when the scaler skipped it
+
+    A scheduler that is stepped once an epoch must not be given here; register it as user state instead.
+
+    Args:
+        module: the module, or a `DistributedDataParallel` around it. Call it, not the module inside.
+        optimizer: Adam, AdamW or SGD over parameters of the module.
+        scheduler: learning-rate scheduler that the loop steps after every optimizer step.
+        grad_scaler: `torch.amp.GradScaler` that the loop uses.
+        micro_batches_per_iteration: batches of the data loader per optimizer step.
+
+    Raises:
+        UnsupportedEngineError: FSDP, parameters that overlap in memory, parameters outside the module, or an
+            optimizer whose state is not per tensor; the message names it.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        micro_batches_per_iteration: int = 1,
+    ) -> None:
+        if micro_batches_per_iteration < 1:
+            raise ValueError(f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}")
+        self._called = module
+        self._module = unwrapped(module)
+        self._optimizer = optimizer
+        self._schedule = Schedule(scheduler)
+        self._scaler = grad_scaler
+        self._micro_batches = micro_batches_per_iteration
+        self._names = parameter_names(self._module)
+        require_supported(self._module, optimizer, self._names)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank: int = torch.distributed.get_rank() if distributed else 0
+        self.world_size: int = torch.distributed.get_world_size() if distributed else 1
+        self.device: torch.device = self._masters()[0].device
+        self._loop = TorchLoop(module, optimizer, scheduler, grad_scaler)
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps so far; with a gradient scaler the skipped ones count too."""
+        return self._loop.iteration
+
+    @property
+    def micro_batches_per_iteration(self) -> int:
+        """As given to the constructor."""
+        return self._micro_batches
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether the last training forward returned a loss."""
+        return self._loop.gives_loss
+
+    def describe(self) -> dict[str, Any]:
+        """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
+        tensors = {self._names[id(p)]: tensor_identity(p, tuple(p.shape)) for p in self._masters()}
+        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        return {
+            "engine": "torch",
+            "zero_stage": None,
+            "precision": _PRECISIONS.get(self._masters()[0].dtype, "fp32"),
+            "optimizer": type(self._optimizer).__name__,
+            "tensors": tensors,
+        }
+
+    def shard(self) -> Shard:
+        """Views of the whole parameters and moments; take them anew after the optimizer loaded a state dict."""
+        operators = {}
+        for group, parameter in self._grouped():
+            name = self._names[id(parameter)]
+            moments = {
+                key: optimizer_state.flat_view(value, f"{key} of {name}")
+                for key, value in optimizer_state.moments(self._optimizer, group, parameter).items()
+            }
+            values = optimizer_state.flat_view(parameter, name)
+            piece = ParamSlice(values, tuple(parameter.shape))
+            operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
+        return Shard(operators, self._others())
+
+    def _grouped(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [parameter for _, parameter in self._grouped()]
+
+    def _create_state(self) -> None:
+        for group, parameter in self._grouped():
+            optimizer_state.moments(self._optimizer, group, parameter)
+
+    def _others(self) -> dict[str, torch.Tensor]:
+        trained = {id(parameter) for parameter in self._masters()}
+        outside = parameters_outside(self._module, self._names, trained)
+        return {name: parameter.detach() for parameter, name in outside} | named_buffers(self._module)
+
+    def push_down(self) -> None:
+        """Nothing depends on the masters: they are the parameters."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Iteration, optimizer step counts, parameter groups, schedule and gradient scaler, as plain data."""
+        self._create_state()
+        return {
+            "iteration": self._loop.iteration,
+            "optimizer_steps": optimizer_state.step_scalars(self._optimizer, self._masters()),
+            "param_groups": optimizer_state.hyperparameters(self._optimizer),
+            "schedule": self._schedule.state(),
+            "grad_scaler": self._scaler.state_dict() if self._scaler is not None else None,
+        }
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None:
+        """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.
+
+        Raises:
+            UnsupportedEngineError: a gradient scaler then and none now, or the other way round.
+        """
+        if (scalars["grad_scaler"] is None) != (self._scaler is None):
+            raise UnsupportedEngineError(
+                "the saved run and this one do not both have a grad_scaler; give TorchAdapter the same parts"
+            )
+        self._create_state()
+        optimizer_state.load_step_scalars(self._optimizer, self._masters(), scalars["optimizer_steps"])
+        self._schedule.load(scalars["schedule"], [group["lr"] for group in scalars["param_groups"]])
+        optimizer_state.load_hyperparameters(self._optimizer, scalars["param_groups"])
+        if self._scaler is not None and scalars["grad_scaler"]:
+            self._scaler.load_state_dict(scalars["grad_scaler"])
+        self._loop.iteration = int(scalars["iteration"])
+        self._loop.forget_step()
+
+    def learning_rate(self) -> float:
+        """Mean learning rate over the parameter groups."""
+        return optimizer_state.learning_rate(self._optimizer)
+
+    def skip_ahead(self, iterations: int) -> list[float]:
+        """Advance iteration, step counts, schedule and gradient scaler as `iterations` applied steps would have."""
+        self._create_state()
+        rates = []
+        for _ in range(iterations):
+            rates.append(self.learning_rate())
+            self._schedule.advance()
+        optimizer_state.advance_steps(self._optimizer, self._masters(), iterations)
+        self._advance_scaler(iterations)
+        self._loop.iteration += iterations
+        return rates
+
+    def _advance_scaler(self, iterations: int) -> None:
+        state = self._scaler.state_dict() if self._scaler is not None else {}
+        if self._scaler is None or not state:  # a disabled scaler has no state
+            return
+        growths, tracker = divmod(state["_growth_tracker"] + iterations, state["growth_interval"])
+        state["scale"] *= state["growth_factor"] ** growths
+        state["_growth_tracker"] = tracker
+        self._scaler.load_state_dict(state)
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks.
+
+        Raises:
+            RuntimeError: an observer is attached already.
+        """
+        self._loop.attach(observer)
+
+    def detach(self) -> None:
+        """Remove the hooks; without any it does nothing. A step that is not complete by then is not reported."""
+        self._loop.detach()
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients; modes, buffers and random states are as before on exit."""
+        return preserved_training_state(self._called)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Loss of one forward input inside `evaluation()`; of the module inside DDP, so that no rank waits.
+
+        Raises:
+            UnsupportedEngineError: the module gave no loss.
+        """
+        loss = loss_of(self._module(*args, **kwargs))
+        if loss is None:
+            raise UnsupportedEngineError(
+                f"{type(self._module).__name__} returned no loss in evaluation mode; return a scalar tensor or an "
+                "object with .loss"
+            )
+        return loss.detach()

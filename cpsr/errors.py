@@ -1,0 +1,76 @@
+"""The exceptions that CPSR raises on purpose, in one tree.
+
+::
+
+    CPSRError
+    ├── ConfigError              a key or a value in the configuration is not usable
+    ├── UnsupportedEngineError   state that CPSR cannot see into (an optimizer, an offload, a wrapper)
+    ├── ResourceError            host memory or disk do not hold what the configuration asks for
+    ├── RunMismatchError         the run directory belongs to another model or another world size
+    ├── CheckpointError
+    │   ├── CheckpointCorruptError   a committed file is torn, missing or altered
+    │   └── SaveError                a save failed or was skipped; training goes on
+    ├── RecoveryError            no source of state can be restored
+    └── JournalError             the journal cannot be read or has a newer schema
+        └── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
+
+Every message says what happened, where, what was kept, and what to do.
+"""
+
+__all__ = [
+    "CPSRError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "ConfigError",
+    "JournalDamagedError",
+    "JournalError",
+    "RecoveryError",
+    "ResourceError",
+    "RunMismatchError",
+    "SaveError",
+    "UnsupportedEngineError",
+]
+
+
+class CPSRError(Exception):
+    """Base of every exception that CPSR raises on purpose."""
+
+
+class ConfigError(CPSRError):
+    """A key or a value of the configuration is not usable; the message names the key."""
+
+
+class UnsupportedEngineError(CPSRError):
+    """The engine keeps state where CPSR cannot see it, so that a snapshot would be incomplete."""
+
+
+class ResourceError(CPSRError):
+    """Host memory or disk space is short; the message gives the bytes required and the bytes free."""
+
+
+class RunMismatchError(CPSRError):
+    """The run directory holds a run of another model or world size; nothing in it was touched."""
+
+
+class CheckpointError(CPSRError):
+    """Base of everything that can be wrong with a checkpoint."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A file of a committed checkpoint is torn, missing or altered; the message names the file."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; the previous ones are untouched and training goes on."""
+
+
+class RecoveryError(CPSRError):
+    """The run has committed state but none of it could be restored; the message lists what was tried."""
+
+
+class JournalError(CPSRError):
+    """The journal cannot be read, or was written by a newer version."""
+
+
+class JournalDamagedError(JournalError):
+    """The journal's file is torn or altered; checkpoints are kept apart from it and are not affected."""

@@ -1,0 +1,119 @@
+"""The ranks of one job talking among themselves, beside the training group and without pickle."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Group", "Votes"]
+
+
+class Group:
+    """A gloo group of all ranks, or of this process alone where torch.distributed is not initialised.
+
+    Every method is a collective: all ranks call it, on the training thread, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own: nothing here can be confused with, or wait behind, the training's collectives.
+            self._group = dist.new_group(backend="gloo")
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def close(self) -> None:
+        """Leave the group; the training group is untouched."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """Reduce a CPU tensor over the ranks, in place.
+
+        Args:
+            values: any CPU tensor; the same shape on every rank.
+            how: `sum`, `min` or `max`.
+        """
+        if self._group is not None:
+            operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+            dist.all_reduce(values, operation, group=self._group)
+        return values
+
+    def all(self, agreed: bool) -> bool:
+        """Whether every rank says yes."""
+        return bool(self.reduce(torch.tensor([int(agreed)]), "min").item())
+
+    def sum(self, value: float) -> float:
+        """The sum over the ranks, in float64."""
+        return float(self.reduce(torch.tensor([value], dtype=torch.float64)).item())
+
+    def mean(self, value: float) -> float:
+        """The mean over the ranks, in float64."""
+        return self.sum(value) / self.size
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank; what the others pass is ignored."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = data.numel()
+        self.reduce(sizes)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+    def votes(self) -> "Votes":
+        """A running vote of the ranks; see `Votes`."""
+        return Votes(self._group)
+
+
+class Votes:
+    """A vote that costs no waiting: what is said at one step boundary is agreed at the next.
+
+    The reduction of 16 bytes runs beside the following step. Every rank gets the same answer at the same step, so
+    that all leave together, and change the checkpoint interval together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._ballot = torch.zeros(2, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def exchange(self, stop: bool, interval_iterations: int) -> tuple[bool, int]:
+        """Say something now, and learn what was agreed from the previous call.
+
+        Args:
+            stop: this rank was asked to leave.
+            interval_iterations: proposed interval; the largest one wins; 0 proposes nothing.
+
+        Returns:
+            Whether any rank asked to stop, and the agreed interval (0: no change), as of the previous call.
+        """
+        if self._group is None:
+            return stop, interval_iterations
+        if self._work is not None:
+            self._work.wait()
+        agreed = bool(self._ballot[0]), int(self._ballot[1])
+        self._ballot[0], self._ballot[1] = int(stop), interval_iterations
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def finish(self) -> None:
+        """Wait for the last vote, so that no collective is under way when the group closes."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

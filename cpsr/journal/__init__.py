@@ -1,0 +1,33 @@
+"""The run's journal: what happened, when and why, in one SQLite file that survives every kill."""
+
+from cpsr.journal.events import EventFile
+from cpsr.journal.reader import JournalReader
+from cpsr.journal.rows import (
+    CheckpointRow,
+    EventRow,
+    FailureRow,
+    LifeRow,
+    PlanRow,
+    RecoveryRow,
+    RecoverySource,
+    StepRow,
+    json_ready,
+)
+from cpsr.journal.schema import SCHEMA_VERSION
+from cpsr.journal.writer import Journal
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "CheckpointRow",
+    "EventFile",
+    "EventRow",
+    "FailureRow",
+    "Journal",
+    "JournalReader",
+    "LifeRow",
+    "PlanRow",
+    "RecoveryRow",
+    "RecoverySource",
+    "StepRow",
+    "json_ready",
+]

@@ -1,0 +1,269 @@
+"""What the journal records: one frozen dataclass a table, and its way into SQLite and back.
+
+Every field is a column of the same name; `docs/journal.md` describes them. Times of day are seconds since 1970 (UTC).
+"""
+
+import dataclasses
+import json
+import math
+import operator
+import time
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+__all__ = [
+    "CheckpointRow",
+    "EventRow",
+    "FailureRow",
+    "LifeRow",
+    "PlanRow",
+    "RecoveryRow",
+    "RecoverySource",
+    "SQLValue",
+    "StepRow",
+    "columns",
+    "encode_json",
+    "from_sql",
+    "json_ready",
+    "to_sql",
+]
+
+Row = TypeVar("Row")
+SQLValue = int | float | str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LifeRow:
+    """One process lifetime of the run, from start to its end or kill.
+
+    `ending` stays `running` where the process was killed; a later life then follows. `restored_iteration` is None for
+    a life that started from scratch.
+    """
+
+    life: int
+    mode: str
+    pid: int
+    host: str
+    started_unix_seconds: float = dataclasses.field(default_factory=time.time)
+    ended_unix_seconds: float | None = None
+    ending: Literal["running", "clean", "sigterm", "error"] = "running"
+    restored_iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepRow:
+    """One optimizer step; `loss` is None where the library could not see it, NaN where it was NaN."""
+
+    life: int
+    iteration: int
+    loss: float | None
+    learning_rate: float | None
+    seconds: float
+    applied: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRow:
+    """One checkpoint that was due: committed, skipped or failed.
+
+    `bytes` and the seconds are None for what did not happen. `origin` is `predicted` where the state, or any state
+    that it was trained from, was predicted.
+    """
+
+    life: int
+    iteration: int
+    status: Literal["committed", "skipped", "failed"]
+    reason: str = ""
+    bytes: int | None = None
+    stall_seconds: float | None = None
+    write_seconds: float | None = None
+    commit_seconds: float | None = None
+    origin: Literal["trained", "predicted"] = "trained"
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FailureRow:
+    """A failure at iteration f with the last checkpoint at c (None: there was none); `life` is the one that failed."""
+
+    life: int
+    iteration: int
+    checkpoint_iteration: int | None
+    description: str
+    detected_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecoverySource:
+    """Where one rank's state came from, and the iteration it was taken at there."""
+
+    rank: int
+    source: str
+    iteration: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryRow:
+    """How a life, or a roll-back inside one, began: from scratch, exactly, or from a predicted state.
+
+    `method` is `scratch`, `exact`, or else a predicted state; `restored_iteration` is where training goes on;
+    `failure_iteration` is None where the run had not failed. `feasible` lists the methods that could have been taken,
+    `expected_lag_iterations` is what the recovery was expected to cost, `guard` holds what the guard measured. Where
+    `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` took the place of the predicted.
+    """
+
+    id: str
+    life: int
+    failure_iteration: int | None
+    checkpoint_iteration: int | None
+    restored_iteration: int
+    method: str
+    requested_mode: str
+    feasible: Sequence[str] = ()
+    expected_lag_iterations: float | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    load_seconds: float | None = None
+    predict_seconds: float | None = None
+    inject_seconds: float | None = None
+    guard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    outcome: Literal["kept", "vetoed", "rolled_back", "watching"] = "kept"
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+    sources: tuple[RecoverySource, ...] = dataclasses.field(default=(), metadata={"column": False})
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the state came from a predictor, whatever became of it."""
+        return self.method not in ("scratch", "exact")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """The checkpoint interval that holds from an iteration on, and why."""
+
+    life: int
+    from_iteration: int
+    interval_iterations: int
+    origin: Literal["fixed", "young"]
+    explanation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EventRow:
+    """Anything else that a person reading the run's history should see; `kind` is a word to filter by."""
+
+    life: int
+    rank: int
+    kind: str
+    message: str
+    iteration: int | None = None
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+def columns(row_type: type[Any]) -> tuple[str, ...]:
+    """Names of the row's columns, in field order."""
+    return tuple(name for name, _, _ in _layout(row_type))
+
+
+def to_sql(row: Any) -> tuple[SQLValue, ...]:
+    """The row's column values as SQLite takes them.
+
+    Raises:
+        TypeError: a value is not of its field's type; the message names the field. (SQLite itself would store a numpy
+            integer as a blob.)
+        ValueError: a structured field holds something that JSON cannot express.
+    """
+    values = []
+    for name, kind, optional in _layout(type(row)):
+        try:
+            values.append(_value_to_sql(getattr(row, name), kind, optional))
+        except TypeError as error:
+            raise TypeError(f"{type(row).__name__}.{name}: {error}") from error
+    return tuple(values)
+
+
+def _value_to_sql(value: Any, kind: type, optional: bool) -> SQLValue:
+    if value is None and optional:
+        return None
+    if kind is float:
+        number = float(value)
+        # SQLite turns NaN into NULL, which would read back as "unknown".
+        return "nan" if math.isnan(number) else number
+    if kind is int:
+        return operator.index(value)
+    if kind is bool:
+        return int(bool(value))
+    if kind is str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected a string, found {type(value).__name__}")
+        return value
+    return encode_json(value)
+
+
+def encode_json(value: Any) -> str:
+    """A structured value as the JSON text that its column holds."""
+    return json.dumps(dict(value) if isinstance(value, Mapping) else list(value), sort_keys=True)
+
+
+def from_sql(row_type: type[Row], values: Sequence[SQLValue], **more: Any) -> Row:
+    """Build a row from its column values in the order of `columns`.
+
+    Raises:
+        TypeError, ValueError: a value is not of its column's type: the file is damaged.
+    """
+    fields = {
+        name: None if value is None else _value_from_sql(value, kind)
+        for (name, kind, _), value in zip(_layout(row_type), values, strict=True)
+    }
+    return row_type(**fields, **more)
+
+
+def _value_from_sql(value: int | float | str, kind: type) -> Any:
+    if kind in (float, bool):
+        return kind(value)
+    if kind is dict or kind is tuple:
+        return kind(json.loads(str(value)))
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def json_ready(value: Any) -> Any:
+    """A copy in which NaN and infinities are their names, since JSON has no numbers for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value
+
+
+_layouts: dict[type[Any], tuple[tuple[str, type, bool], ...]] = {}
+
+
+def _layout(row_type: type[Any]) -> tuple[tuple[str, type, bool], ...]:
+    """Name, kind (int, float, bool, str, or dict and tuple for JSON) and nullability of each column."""
+    if row_type not in _layouts:
+        _layouts[row_type] = _find_layout(row_type)
+    return _layouts[row_type]
+
+
+def _find_layout(row_type: type[Any]) -> tuple[tuple[str, type, bool], ...]:
+    hints = typing.get_type_hints(row_type)
+    fields = [field.name for field in dataclasses.fields(row_type) if field.metadata.get("column", True)]
+    return tuple((name, *_kind(hints[name])) for name in fields)
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        return _kind(hint)[0], True
+    if typing.get_origin(hint) is Literal:
+        return str, False
+    if hint in (int, float, bool, str):
+        return hint, False
+    return (dict if issubclass(typing.get_origin(hint), Mapping) else tuple), False

@@ -1,0 +1,197 @@
+"""The journal's tables, its version, and how SQLite is set up for the file system that it lies on."""
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cpsr.errors import JournalDamagedError, JournalError
+from cpsr.journal.rows import (
+    CheckpointRow,
+    EventRow,
+    FailureRow,
+    LifeRow,
+    PlanRow,
+    RecoveryRow,
+    RecoverySource,
+    StepRow,
+    columns,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "TABLES",
+    "check_identity",
+    "filesystem_of",
+    "insert_sql",
+    "is_network",
+    "prepare",
+    "select_sql",
+    "unreadable",
+]
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
+
+TABLES: dict[type[Any], str] = {
+    LifeRow: "lives",
+    StepRow: "steps",
+    CheckpointRow: "checkpoints",
+    FailureRow: "failures",
+    RecoveryRow: "recoveries",
+    RecoverySource: "recovery_sources",
+    PlanRow: "plans",
+    EventRow: "events",
+}
+
+# An INTEGER PRIMARY KEY that no dataclass has keeps the order in which rows were recorded: after a restart or a
+# roll-back the same iteration is stepped and checkpointed again, and both rows stay.
+_STATEMENTS = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE lives (
+    life INTEGER PRIMARY KEY CHECK (life >= 0), mode TEXT NOT NULL, pid INTEGER NOT NULL, host TEXT NOT NULL,
+    started_unix_seconds REAL NOT NULL, ended_unix_seconds REAL,
+    ending TEXT NOT NULL CHECK (ending IN ('running', 'clean', 'sigterm', 'error')), restored_iteration INTEGER);
+CREATE TABLE steps (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0), loss REAL,
+    learning_rate REAL, seconds REAL NOT NULL, applied INTEGER NOT NULL);
+CREATE INDEX steps_by_iteration ON steps (iteration);
+CREATE TABLE checkpoints (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    status TEXT NOT NULL CHECK (status IN ('committed', 'skipped', 'failed')), reason TEXT NOT NULL, bytes INTEGER,
+    stall_seconds REAL, write_seconds REAL, commit_seconds REAL,
+    origin TEXT NOT NULL CHECK (origin IN ('trained', 'predicted')), created_unix_seconds REAL NOT NULL);
+CREATE INDEX checkpoints_by_iteration ON checkpoints (iteration);
+CREATE TABLE failures (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    checkpoint_iteration INTEGER, description TEXT NOT NULL, detected_unix_seconds REAL NOT NULL);
+CREATE TABLE recoveries (
+    row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, failure_iteration INTEGER,
+    checkpoint_iteration INTEGER, restored_iteration INTEGER NOT NULL,
+    method TEXT NOT NULL, requested_mode TEXT NOT NULL,
+    feasible TEXT NOT NULL, expected_lag_iterations REAL, settings TEXT NOT NULL, reason TEXT NOT NULL,
+    load_seconds REAL, predict_seconds REAL, inject_seconds REAL, guard TEXT NOT NULL,
+    outcome TEXT NOT NULL CHECK (outcome IN ('kept', 'vetoed', 'rolled_back', 'watching')),
+    created_unix_seconds REAL NOT NULL);
+CREATE TABLE recovery_sources (
+    recovery_id TEXT NOT NULL, rank INTEGER NOT NULL, source TEXT NOT NULL, iteration INTEGER NOT NULL,
+    PRIMARY KEY (recovery_id, rank, source)) WITHOUT ROWID;
+CREATE TABLE plans (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, from_iteration INTEGER NOT NULL,
+    interval_iterations INTEGER NOT NULL CHECK (interval_iterations >= 1),
+    origin TEXT NOT NULL CHECK (origin IN ('fixed', 'young')), explanation TEXT NOT NULL,
+    created_unix_seconds REAL NOT NULL);
+CREATE TABLE events (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
+    iteration INTEGER, created_unix_seconds REAL NOT NULL);
+"""
+
+# File systems whose memory maps other hosts do not see, as WAL's index would need. Everything under FUSE is taken for
+# one of them: the rollback journal is merely slower, WAL would corrupt.
+# fmt: off
+_NETWORK_FILESYSTEMS = frozenset([
+    "9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs3", "nfs4",
+    "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+])
+# fmt: on
+
+
+def insert_sql(row_type: type[Any], more: tuple[str, ...] = ()) -> str:
+    """The INSERT for one row of a table; `more` names columns that the dataclass lacks, after its own."""
+    names = columns(row_type) + more
+    # Table and column names are this package's own, never input.
+    return f"INSERT INTO {TABLES[row_type]} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"  # noqa: S608
+
+
+def select_sql(row_type: type[Any]) -> str:
+    """The SELECT of a table's columns in field order; the caller adds its clauses."""
+    return f"SELECT {', '.join(columns(row_type))} FROM {TABLES[row_type]}"  # noqa: S608
+
+
+def is_network(filesystem: str) -> bool:
+    """Whether a file system of this type may be shared with other hosts, so that SQLite's WAL is unsafe on it."""
+    return filesystem in _NETWORK_FILESYSTEMS or filesystem.startswith("fuse")
+
+
+def filesystem_of(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -> str:
+    """Type of the file system that holds `path` (`ext4`, `nfs4`, ...), or `unknown`.
+
+    Args:
+        path: need not exist.
+        mounts: mount point and type of every file system in mount order; by default those of this machine.
+    """
+    if mounts is None:
+        mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
+    target = path.resolve()
+    holding = [(mount, kind) for mount, kind in mounts if target.is_relative_to(mount)]
+    # The longest mount point holds the path; where two share it, the later one hides the earlier.
+    return max(enumerate(holding), key=lambda item: (len(item[1][0]), item[0]))[1][1] if holding else "unknown"
+
+
+def prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Set up a writing connection: journal mode, tables of a new file, identity of an existing one.
+
+    Raises:
+        JournalError: the file is no journal, or has a newer schema; it is left as it was.
+    """
+    if connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
+        check_identity(connection, path)
+    filesystem = filesystem_of(path)
+    wanted = "delete" if is_network(filesystem) else "wal"
+    (mode,) = connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()
+    # NORMAL survives the death of the process at any point; after a power cut WAL may lack the last rows, never more.
+    connection.execute(f"PRAGMA synchronous={'NORMAL' if mode == 'wal' else 'FULL'}")
+    connection.execute("BEGIN IMMEDIATE")
+    if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+        for statement in _STATEMENTS.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        connection.execute("INSERT INTO meta VALUES ('created_unix_seconds', ?)", (repr(time.time()),))
+    facts = {"filesystem": filesystem, "journal_mode": mode}
+    connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
+    connection.execute("COMMIT")
+
+
+def check_identity(connection: sqlite3.Connection, path: Path) -> None:
+    """Make sure that the file is a journal that this version can read.
+
+    Raises:
+        JournalError: it belongs to another program, is empty, or was written by a newer version.
+    """
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+        what = "is an SQLite file of another program, not a CPSR journal" if tables else "is empty, not a journal yet"
+        raise JournalError(f"{path} {what}; nothing in it was changed; name the journal.db of a run directory")
+    if version > SCHEMA_VERSION:
+        raise JournalError(
+            f"{path} has schema {version}, this version of cpsr reads up to {SCHEMA_VERSION}; nothing in it was "
+            "changed; use the cpsr version that wrote it, or a newer one"
+        )
+
+
+def unreadable(path: Path, error: sqlite3.Error) -> JournalError:
+    """Say what an SQLite error means for a person who has the journal `path` before them."""
+    name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        meaning = "is locked by another process; nothing was changed; try again, or end the process that holds it"
+    elif name.startswith("SQLITE_NOTADB"):
+        meaning = "is not a CPSR journal (no SQLite file); nothing was changed; name a run directory's journal.db"
+    elif name.startswith("SQLITE_CORRUPT"):
+        meaning = (
+            "is damaged or truncated; checkpoints are kept apart from it and are not affected; move it (and its -wal) "
+            "away, and the run starts a new one"
+        )
+    elif name.startswith("SQLITE_CANTOPEN"):
+        meaning = (
+            "cannot be opened; nothing was changed; where its directory is read-only, copy the file to a writable one"
+        )
+    else:
+        meaning = "cannot be used; nothing was changed"
+    kind = JournalDamagedError if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")) else JournalError
+    return kind(f"the journal {path} {meaning} ({name}: {error})")

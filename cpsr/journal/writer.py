@@ -1,0 +1,340 @@
+"""The journal's one writer: a queue, a background thread and a connection, on global rank 0."""
+
+import collections
+import logging
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cpsr.errors import JournalError
+from cpsr.journal.events import import_events
+from cpsr.journal.rows import (
+    CheckpointRow,
+    EventRow,
+    FailureRow,
+    LifeRow,
+    PlanRow,
+    RecoveryRow,
+    RecoverySource,
+    SQLValue,
+    StepRow,
+    encode_json,
+    to_sql,
+)
+from cpsr.journal.schema import insert_sql, prepare, unreadable
+
+__all__ = ["Journal"]
+
+log = logging.getLogger(__name__)
+
+# What waits while the file cannot be written (full disk, another process holds it). Beyond it the oldest step rows go
+# first, since they have a queue of their own; at the default flush of 20 iterations this is 100,000 steps, about 20 MB.
+STEP_WRITES_MAX = 5_000
+RECORD_WRITES_MAX = 5_000
+RETRY_SECONDS = 1.0  # between attempts to write; a full disk or a lock rarely clears sooner
+BUSY_SECONDS = 5.0  # how long SQLite itself waits for another process's lock
+START_SECONDS = 10.0  # how long a life waits for its row before it goes on without
+CLOSE_SECONDS = 10.0  # how long an exit waits for the last rows
+
+# A row that fails with one of these fails every time; everything else may pass at the next attempt.
+_ROW_ERRORS = (
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    sqlite3.DataError,
+    JournalError,
+    OSError,
+    OverflowError,
+    ValueError,
+)
+
+
+Outcome = Literal["kept", "vetoed", "rolled_back", "watching"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    kind: str
+    rows: int
+    apply: Callable[[sqlite3.Connection], object]
+
+
+class Journal:
+    """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
+
+    Recording never blocks and never raises for a disk's sake: rows wait in a bounded queue and are tried again. A
+    failure is logged once per kind, counted in `failure_counts`, and told once by `failures()`; rows that the bound
+    pushed out are counted in `dropped_rows` and in an event once the file can be written again.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, next_life: int) -> None:
+        self.path = path
+        self._connection = connection
+        self._next_life = next_life
+        self._life: int | None = None
+        self._changed = threading.Condition()
+        self._records: collections.deque[_Write] = collections.deque()
+        self._steps: collections.deque[_Write] = collections.deque()
+        self._batch: list[_Write] = []  # taken by the thread, not committed yet
+        self._closing = self._abandoned = self._stopped = False
+        self._failures: list[str] = []
+        self._failure_counts: collections.Counter[str] = collections.Counter()
+        self._dropped_rows = self._dropped_rows_recorded = 0
+        self._thread = threading.Thread(target=self._run, name="cpsr-journal", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, path: Path) -> "Journal":
+        """Open the journal, or create it and its directory.
+
+        Raises:
+            JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is left as it was.
+        """
+        connection = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Handed over to the thread, which is the only user from then on.
+            connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            prepare(connection, path)
+            (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM lives").fetchone()
+            return cls(path, connection, last + 1)
+        except (sqlite3.Error, OSError, JournalError) as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, sqlite3.Error):
+                raise unreadable(path, error) from error
+            if isinstance(error, OSError):
+                raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
+            raise
+
+    def start_life(self, mode: str) -> int:
+        """Begin a life of the run and return its number, counted from 0; waits until its row is written.
+
+        Where the file cannot be written the number is still right and the row is tried again like any other.
+        """
+        life, self._next_life = self._next_life, self._next_life + 1
+        self._life = life
+        self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
+        self.flush(START_SECONDS)
+        return life
+
+    def end_life(self, ending: Literal["clean", "sigterm", "error"]) -> None:
+        """Write down how the current life ended."""
+        values = (time.time(), ending, self._life)
+        statement = "UPDATE lives SET ended_unix_seconds = ?, ending = ? WHERE life = ?"
+        self._enqueue(_Write("end_life", 1, lambda connection: connection.execute(statement, values)))
+
+    def record_steps(self, rows: Sequence[StepRow]) -> None:
+        """Record steps; a step that is done again after a recovery keeps its earlier row."""
+        values = self._convert("StepRow", rows)
+        statement = insert_sql(StepRow)
+        self._enqueue(_Write("StepRow", len(values), lambda connection: connection.executemany(statement, values)))
+
+    def record_checkpoint(self, row: CheckpointRow) -> None:
+        """Record a checkpoint that was committed, skipped or failed."""
+        self._record(row)
+
+    def record_failure(self, row: FailureRow) -> None:
+        """Record a failure of an earlier life."""
+        self._record(row)
+
+    def record_plan(self, row: PlanRow) -> None:
+        """Record the interval that holds from now on."""
+        self._record(row)
+
+    def record_event(self, row: EventRow) -> None:
+        """Record anything else worth a line."""
+        self._record(row)
+
+    def record_recovery(self, row: RecoveryRow) -> None:
+        """Record a restoration and its sources; the life's `restored_iteration` follows it."""
+        recoveries, sources = self._convert("RecoveryRow", [row]), self._convert("RecoverySource", row.sources)
+
+        def apply(connection: sqlite3.Connection) -> None:
+            connection.executemany(insert_sql(RecoveryRow), recoveries)
+            connection.executemany(insert_sql(RecoverySource, ("recovery_id",)), [(*s, row.id) for s in sources])
+            if row.method != "scratch":
+                connection.execute(
+                    "UPDATE lives SET restored_iteration = ? WHERE life = ?", (row.restored_iteration, row.life)
+                )
+
+        if recoveries:
+            self._enqueue(_Write("RecoveryRow", 1, apply))
+
+    def update_recovery(self, recovery_id: str, outcome: Outcome, guard: Mapping[str, Any]) -> None:
+        """Replace the outcome and the guard's measurements of a recorded recovery."""
+        try:
+            values = (outcome, encode_json(guard), recovery_id)
+        except (TypeError, ValueError) as error:
+            self._reject("update_recovery", 1, error)
+            return
+
+        def apply(connection: sqlite3.Connection) -> None:
+            if connection.execute("UPDATE recoveries SET outcome = ?, guard = ? WHERE id = ?", values).rowcount != 1:
+                raise JournalError(f"there is no recovery {recovery_id!r} to update")
+
+        self._enqueue(_Write("update_recovery", 1, apply))
+
+    def import_events(self, directory: Path) -> None:
+        """Take over what the other ranks' event files in `directory` gained; every line exactly once."""
+        life = self._life if self._life is not None else self._next_life
+        self._enqueue(_Write("event files", 0, lambda connection: import_events(connection, directory, life)))
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until everything recorded so far is committed or rejected; False when the time was too short."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle() or self._stopped, timeout_seconds) and self._idle()
+
+    def failures(self) -> list[str]:
+        """What went wrong since the last call, one message per kind of failure; for the training thread to surface."""
+        with self._changed:
+            failures, self._failures = self._failures, []
+            return failures
+
+    @property
+    def failure_counts(self) -> dict[str, int]:
+        """How often each kind of failure occurred since the journal was opened."""
+        with self._changed:
+            return dict(self._failure_counts)
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that never reached the file."""
+        with self._changed:
+            return self._dropped_rows
+
+    def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
+        """Write what waits and close the file; what does not get written in time is counted and logged."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_seconds)
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+            lost_rows = sum(write.rows for write in (*self._batch, *self._records, *self._steps))
+        if lost_rows:
+            with self._changed:
+                self._dropped_rows += lost_rows
+            self._note(
+                "close", f"closed with {lost_rows} rows unwritten after {timeout_seconds} seconds; they are lost"
+            )
+
+    def _idle(self) -> bool:
+        return not (self._records or self._steps or self._batch)
+
+    def _record(self, row: Any) -> None:
+        kind = type(row).__name__
+        values = self._convert(kind, [row])
+        statement = insert_sql(type(row))
+        self._enqueue(_Write(kind, len(values), lambda connection: connection.executemany(statement, values)))
+
+    def _convert(self, kind: str, rows: Sequence[Any]) -> list[tuple[SQLValue, ...]]:
+        """Freeze rows on the caller's thread, which may go on changing what they refer to."""
+        values = []
+        for row in rows:
+            try:
+                values.append(to_sql(row))
+            except (TypeError, ValueError) as error:
+                self._reject(kind, 1, error)
+        return values
+
+    def _enqueue(self, write: _Write) -> None:
+        steps = write.kind == "StepRow"
+        queue, limit = (self._steps, STEP_WRITES_MAX) if steps else (self._records, RECORD_WRITES_MAX)
+        with self._changed:
+            accepted = not (self._closing or self._stopped)
+            pushed_out = [queue.popleft()] if accepted and len(queue) >= limit else []
+            if accepted:
+                queue.append(write)
+                self._changed.notify_all()
+        for lost in pushed_out:
+            self._drop(lost.kind, lost.rows, f"more than {limit} writes wait for the file; the oldest rows are dropped")
+        if not accepted:
+            self._drop(write.kind, write.rows, "the row was recorded after the journal had closed and is lost")
+
+    def _reject(self, kind: str, rows: int, error: BaseException) -> None:
+        self._drop(kind, rows, f"the row cannot be stored and is dropped: {error}")
+
+    def _drop(self, kind: str, rows: int, message: str) -> None:
+        with self._changed:
+            self._dropped_rows += rows
+        self._note(f"{kind} dropped", f"{kind}: {message}")
+
+    def _note(self, kind: str, message: str) -> None:
+        with self._changed:
+            self._failure_counts[kind] += 1
+            first = self._failure_counts[kind] == 1
+            if first:
+                self._failures.append(f"journal {self.path}: {message}")
+        if first:
+            log.error("journal %s: %s (further failures of this kind are only counted)", self.path, message)
+
+    def _run(self) -> None:
+        try:
+            while self._take_batch():
+                while not self._commit_batch():
+                    with self._changed:
+                        if self._changed.wait_for(lambda: self._abandoned, RETRY_SECONDS):
+                            return
+        except Exception as error:
+            # A defect of this file: training goes on without a journal, and everyone who asks is told.
+            log.exception("the journal's thread stopped; nothing more is recorded in this life")
+            self._note("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
+        finally:
+            self._connection.close()
+            with self._changed:
+                self._stopped = True
+                self._changed.notify_all()
+
+    def _take_batch(self) -> bool:
+        """Wait for work and take all of it; False once the journal is closed and everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._records or self._steps or self._closing)
+            self._batch = [*self._records, *self._steps]
+            self._records.clear()
+            self._steps.clear()
+            return bool(self._batch)
+
+    def _commit_batch(self) -> bool:
+        connection = self._connection
+        dropped_rows = self.dropped_rows
+        rejected: list[tuple[_Write, BaseException]] = []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for write in self._batch:
+                connection.execute("SAVEPOINT one_write")
+                try:
+                    write.apply(connection)
+                except _ROW_ERRORS as error:
+                    connection.execute("ROLLBACK TO one_write")
+                    rejected.append((write, error))
+                connection.execute("RELEASE one_write")
+            if dropped_rows > self._dropped_rows_recorded:
+                self._record_drops(dropped_rows)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            # Some errors (a full disk) have already rolled back by themselves.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            self._note(name, f"cannot write ({name}: {error}); rows wait and are tried again, training goes on")
+            return False
+        self._dropped_rows_recorded = dropped_rows
+        for write, row_error in rejected:
+            self._reject(write.kind, write.rows, row_error)
+        with self._changed:
+            self._batch = []
+            self._changed.notify_all()
+        return True
+
+    def _record_drops(self, dropped_rows: int) -> None:
+        message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"
+        event = EventRow(life=self._life or 0, rank=0, kind="journal_rows_dropped", message=message)
+        self._connection.execute(insert_sql(EventRow), to_sql(event))

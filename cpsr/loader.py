@@ -1,0 +1,254 @@
+"""The user's data loader, positioned after the last trained batch.
+
+The order of a pass over a shuffled loader is decided by random states at its start: those of the loader's and the
+sampler's own generators, else the global ones of torch, NumPy and Python. They are captured at the start of every pass
+and put back before a pass is continued, so that the sampler deals the same batches again; batches already trained are
+skipped in the sampler, without loading them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from cpsr.errors import RecoveryError
+from cpsr.scalars import DataPosition, capture_host_rng, restore_host_rng
+
+__all__ = ["ResumableLoader", "is_repeating"]
+
+
+class ResumableLoader(Iterator[Any]):
+    """Iterates over a loader from a position on, and can be moved to another one.
+
+    Args:
+        loader: a `torch.utils.data.DataLoader`, or any iterable that deals the same batches in every process. A
+            one-shot iterator works, but cannot be moved back.
+        position: where to begin.
+        until_epoch: passes over the data, counted from the start of the run, after which the iteration ends; None
+            repeats for ever.
+        sets_epoch: whether to call `set_epoch` of the samplers at every pass; where the user's own loop over passes
+            does that, it must not be done here.
+        on_positioned: called whenever the loader was moved to a saved position, before the next batch is fetched: the
+            random states of training are put back here, since positioning draws from them.
+        on_batch: called with every batch before it is dealt.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        position: DataPosition,
+        *,
+        until_epoch: int | None,
+        sets_epoch: bool = True,
+        on_positioned: Callable[[], None] = lambda: None,
+        on_batch: Callable[[Any], None] = lambda batch: None,
+    ) -> None:
+        given = loader
+        if is_repeating(loader):
+            repeating: Any = loader
+            loader = repeating.loader
+        self.loader = given
+        self._loader = loader
+        self._length = _length(loader)
+        self._generators = _generators(loader)
+        self._on_positioned = on_positioned
+        self._on_batch = on_batch
+        self._iterator: Iterator[Any] | None = None
+        self.position = self._normalised(position)
+        self._moved = position.states is not None
+        self._until_epoch = until_epoch
+        self._sets_epoch = sets_epoch
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether the loader can be started again from its beginning in this process."""
+        return not isinstance(self._loader, Iterator) or hasattr(self._loader, "__len__")
+
+    def seek(self, position: DataPosition) -> None:
+        """Continue from `position`: the next batch is the one after it.
+
+        Raises:
+            RecoveryError: the loader is a one-shot iterator, which cannot be started again.
+        """
+        if not self.can_seek:
+            raise RecoveryError(
+                f"the data iterator cannot go back to batch {position.batches}: it is a one-shot iterator; "
+                "give resume() the DataLoader itself"
+            )
+        self._iterator = None
+        self._moved = position.states is not None
+        self.position = self._normalised(position)
+
+    def __iter__(self) -> "ResumableLoader":
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
+                raise StopIteration
+            if self._iterator is None:
+                self._iterator = self._open()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._end_pass()
+                continue
+            position = self.position
+            self.position = replace(position, batches=position.batches + 1, batch=position.batch + 1)
+            self._on_batch(batch)
+            return batch
+
+    def _normalised(self, position: DataPosition) -> DataPosition:
+        """A position at the end of a pass becomes the start of the next one."""
+        return replace(position, batches_per_epoch=self._length).advanced(0)
+
+    def _end_pass(self) -> None:
+        if self.position.batch == 0:
+            raise RecoveryError(
+                f"the data loader gave no batch in pass {self.position.epoch}: it is empty or already used up"
+            )
+        self._iterator = None
+        self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
+
+    def _open(self) -> Iterator[Any]:
+        position = self.position
+        moved, self._moved = self._moved, False
+        if moved and position.states is not None:
+            self._put_back(position.states)
+            if position.states_epoch == position.epoch:
+                iterator = self._pass(position.epoch, skip=position.batch)
+                self._on_positioned()
+                return iterator
+            for epoch in range(position.states_epoch, position.epoch):
+                self._walk(epoch)
+            self._on_positioned()
+        self.position = replace(position, states=self._capture(), states_epoch=position.epoch)
+        return self._pass(position.epoch, skip=position.batch if moved else 0)
+
+    def _pass(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._set_epoch(epoch)
+        if skip == 0:
+            return iter(self._loader)
+        if _is_plain(self._loader):
+            return _skipped(self._loader, skip)
+        iterator = iter(self._loader)
+        next(islice(iterator, skip - 1, skip), None)
+        return iterator
+
+    def _walk(self, epoch: int) -> None:
+        """Deal one whole pass without loading it, so that the generators stand where they stood after it."""
+        self._set_epoch(epoch)
+        if not _is_plain(self._loader):
+            for _ in self._loader:
+                pass
+            return
+        # The first draw is the base seed of the loader's workers, as in DataLoader's own iterator.
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        for _ in _index_sampler(self._loader):
+            pass
+
+    def _set_epoch(self, epoch: int) -> None:
+        if not self._sets_epoch:
+            return
+        for sampler in _samplers(self._loader):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def _capture(self) -> dict[str, Any]:
+        return {"host": capture_host_rng(), "generators": [item.get_state() for item in self._generators]}
+
+    def _put_back(self, states: dict[str, Any]) -> None:
+        if len(states["generators"]) != len(self._generators):
+            raise RecoveryError(
+                f"the data loader has {len(self._generators)} random generators, the saved position "
+                f"{len(states['generators'])}: shuffle with the same sampler and generator as the run did"
+            )
+        restore_host_rng(states["host"])
+        for generator, state in zip(self._generators, states["generators"], strict=True):
+            generator.set_state(state)
+
+
+def is_repeating(loader: Any) -> bool:
+    """Whether this is DeepSpeed's RepeatingLoader: it hides the end of a pass, and passes are counted here."""
+    return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # its len() is only a guess
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """A map-style DataLoader whose iteration is torch's own, so that its sampler decides all."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def _index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _samplers(loader: Iterable[Any]) -> list[Any]:
+    if not isinstance(loader, DataLoader):
+        return [loader]
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
+
+
+def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
+    found: list[torch.Generator] = []
+    for holder in (loader, *_samplers(loader)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+class _Skipping:
+    """A sampler without its first items; they are dealt, so that its generators advance, and dropped."""
+
+    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+        self._rest: Iterator[Any] | None = None
+
+    def deal(self) -> Iterator[Any]:
+        """Deal and drop the skipped items, once; the sampler draws its random numbers here."""
+        if self._rest is None:
+            self._rest = iter(self._sampler)
+            next(islice(self._rest, self._skip - 1, self._skip), None)
+        return self._rest
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.deal()  # a generator: torch's loader draws its base seed before it asks the sampler
+
+
+def _skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
+    """Iterate over a plain loader without its first `skip` batches, every random draw in the loader's own order."""
+    skipping: Any = _Skipping(_index_sampler(loader), skip)
+    sampling: dict[str, Any] = (
+        {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
+    )
+    iterator = iter(
+        DataLoader(
+            loader.dataset,
+            **sampling,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+        )
+    )
+    skipping.deal()
+    return iterator

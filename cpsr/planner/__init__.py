@@ -1,0 +1,1 @@
+"""When to take checkpoints."""

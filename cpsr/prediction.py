@@ -1,0 +1,179 @@
+"""Take an engine that stands at its last checkpoint to the step of the failure, by prediction and under guard."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import GuardConfig
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.group import Group
+from cpsr.predictor.displacement import Displacements, measure, shorten
+from cpsr.predictor.guard import Guard
+from cpsr.predictor.protocol import Forecast, StatePredictor, Target
+from cpsr.probes import Probes
+from cpsr.scalars import Scalars
+
+__all__ = ["Prediction", "StatePrediction"]
+
+NO_PROBES = (
+    "there are no probe batches on some rank: where the module does not return its loss, give loss_fn, and on "
+    "pipelines probe_batches with it"
+)
+SHORTENED_NAMES = 8  # names of shortened operators that the journal lists; their number is always given
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What came of an attempt to predict.
+
+    Attributes:
+        accepted: the engine holds the predicted state; False: its weights may be anything and must be restored.
+        reason: one sentence for people.
+        forecast: how the predictor meant to form the state.
+        target: where it was to be.
+        guard: the guard's numbers, for the journal.
+        predict_seconds: reading the history, forming the weights and writing them into the engine's master weights.
+        inject_seconds: pushing them down and evaluating the probes.
+    """
+
+    accepted: bool
+    reason: str
+    forecast: Forecast
+    target: Target
+    guard: dict[str, Any]
+    predict_seconds: float = 0.0
+    inject_seconds: float = 0.0
+
+
+class StatePrediction:
+    """Predicts on all ranks together; every method is a collective.
+
+    Args:
+        adapter: the engine, exactly at the checkpoint.
+        group: the ranks.
+        store: the run's checkpoints: the history.
+        predictor: forms the forecast.
+        probes: what the loss veto evaluates.
+        config: the guard's limits.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        group: Group,
+        store: CheckpointStore,
+        predictor: StatePredictor,
+        probes: Probes,
+        config: GuardConfig,
+    ) -> None:
+        self._adapter = adapter
+        self._group = group
+        self._store = store
+        self._predictor = predictor
+        self._probes = probes
+        self._config = config
+        self._guard = Guard(config.loss_tolerance_nats, config.displacement_limit)
+
+    def attempt(self, scalars: Scalars, failure_iteration: int, only_if_cheaper: bool) -> Prediction:
+        """Predict the state at the failure, write it into the engine and judge it.
+
+        Args:
+            scalars: the checkpoint's small state.
+            failure_iteration: f.
+            only_if_cheaper: refuse where the expected lag is not below recomputing.
+
+        Returns:
+            Where it is not accepted, the engine's counters and perhaps its weights have been changed.
+        """
+        started = time.perf_counter()
+        ahead = failure_iteration - scalars.iteration
+        history = self._history(scalars)
+        try:
+            loss_checkpoint = self._probe_loss(scalars)
+            rates = self._adapter.skip_ahead(ahead)
+            target = Target(
+                failure_iteration,
+                scalars.cumulative_learning_rate + sum(rates),
+                max([scalars.peak_learning_rate, *rates]),
+            )
+            forecast = self._predictor.forecast(history, target)
+            refusal = _refusal(forecast, ahead, only_if_cheaper)
+            if not self._group.all(refusal is None):
+                return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
+            limited, guard = self._limit(history, forecast, target)
+            if not guard["finite"]["accepted"]:
+                return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
+            self._write(history, limited)
+        finally:
+            history.close()
+        predicted = time.perf_counter()
+        self._adapter.push_down()
+        accepted, reason = self._judge(scalars, loss_checkpoint, guard)
+        seconds = predicted - started, time.perf_counter() - predicted
+        return Prediction(accepted, f"{forecast.reason}; {reason}", forecast, target, guard, *seconds)
+
+    def _history(self, scalars: Scalars) -> DiskHistory:
+        """The checkpoints that every rank can read and that led to this state."""
+        history = DiskHistory(self._store.directory, self._group.rank, before=scalars.iteration + 1)
+        readable = self._group.gather([entry.iteration for entry in history.entries])
+        common = set(readable[0]).intersection(*readable[1:])
+        history.keep({iteration for iteration in common if iteration >= scalars.history_start})
+        return history
+
+    def _limit(self, history: DiskHistory, forecast: Forecast, target: Target) -> tuple[Forecast, dict[str, Any]]:
+        names = sorted({name for part in self._group.gather(list(history.operators)) for name in part})
+        moved = measure(history, forecast, target, self._predictor.predict(history, forecast), names)
+        for sums in (moved.predicted_squared, moved.history_squared, moved.not_finite):
+            self._group.reduce(sums)
+        finite = self._guard.finite(moved)
+        scales = self._scales(moved)
+        shortened = sorted(name for name, scale in scales.items() if scale < 1.0)
+        guard = {
+            "finite": {"accepted": finite.accepted, "reason": finite.reason, **finite.numbers},
+            "shortened": len(shortened),
+            "shortened_names": shortened[:SHORTENED_NAMES],
+            "smallest_scale": min(scales.values(), default=1.0),
+        }
+        return shorten(forecast, scales), guard
+
+    def _scales(self, moved: Displacements) -> dict[str, float]:
+        return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
+
+    def _write(self, history: DiskHistory, forecast: Forecast) -> None:
+        operators = self._adapter.shard().operators
+        with torch.no_grad():
+            for name, start, values in self._predictor.predict(history, forecast):
+                operators[name].parameter.values[start : start + values.numel()].copy_(values)
+
+    def _probe_loss(self, scalars: Scalars) -> float | None:
+        """Mean loss of the probes over all ranks with the engine's present weights; None where there are none."""
+        count = int(self._group.reduce(torch.tensor([self._probes.count(scalars.probes)]), "min").item())
+        if count == 0:
+            return None
+        losses = self._probes.losses(scalars.probes, count)
+        if not self._group.all(len(losses) == count):
+            return None
+        return self._group.mean(sum(losses) / count)
+
+    def _judge(self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any]) -> tuple[bool, str]:
+        loss_predicted = self._probe_loss(scalars)
+        if loss_checkpoint is None or loss_predicted is None:
+            why = self._probes.off or NO_PROBES
+            guard["loss"] = {"accepted": True, "reason": f"not evaluated: {why}"}
+            return True, f"no loss veto: {why}"
+        decision = self._guard.veto(loss_checkpoint, loss_predicted)
+        guard["loss"] = {"accepted": decision.accepted, "reason": decision.reason, **decision.numbers}
+        return decision.accepted, decision.reason
+
+
+def _refusal(forecast: Forecast, ahead: int, only_if_cheaper: bool) -> str | None:
+    if not forecast.feasible:
+        return f"prediction is not feasible: {forecast.reason}"
+    if only_if_cheaper and forecast.expected_lag_iterations >= ahead:
+        expected = forecast.expected_lag_iterations
+        return f"recomputing {ahead} iterations is not dearer than the {expected:.0f} expected of a prediction"
+    return None

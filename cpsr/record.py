@@ -1,0 +1,203 @@
+"""What one rank tells the journal: global rank 0 writes it, the others leave word in their event files."""
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.errors import JournalDamagedError, JournalError
+from cpsr.group import Group
+from cpsr.journal import CheckpointRow, EventFile, EventRow, FailureRow, Journal, PlanRow, RecoveryRow, StepRow
+from cpsr.journal import RecoverySource as Source
+from cpsr.losses import Step
+from cpsr.planner.interval import Plan
+from cpsr.restore import Restored
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_CLOSE_SECONDS = 10.0
+
+
+class Recorder:
+    """One rank's side of the run's journal; nothing here blocks training or stops it.
+
+    Args:
+        run_dir: the run's directory.
+        group: the ranks; opening is a collective.
+        mode: the configured recovery mode.
+
+    Raises:
+        JournalError: the journal cannot be used; every rank raises it.
+    """
+
+    def __init__(self, run_dir: Path, group: Group, mode: str) -> None:
+        self._rank, self._ranks = group.rank, group.size
+        self._directory = run_dir / "events"
+        self._journal: Journal | None = None
+        self._events: EventFile | None = None
+        refusal, life = None, 0
+        if group.rank == 0:
+            try:
+                self._journal = _open_journal(run_dir / "journal.db")
+                life = self._journal.start_life(mode)
+            except JournalError as error:
+                refusal = str(error)
+        else:
+            try:
+                self._events = EventFile(self._directory / f"rank-{group.rank:05d}.jsonl")
+            except OSError as error:
+                refusal = f"rank {group.rank} cannot open its event file: {error}"
+        opened = group.gather({"refusal": refusal, "life": life})
+        refusals = [part["refusal"] for part in opened if part["refusal"] is not None]
+        if refusals:
+            raise JournalError("; ".join(refusals))
+        self.life: int = opened[0]["life"]
+
+    def event(self, kind: str, message: str, iteration: int | None = None, level: int = logging.INFO) -> None:
+        """Log one line and record it."""
+        logger.log(level, "%s", message)
+        row = EventRow(life=self.life, rank=self._rank, kind=kind, message=message, iteration=iteration)
+        if self._journal is not None:
+            self._journal.record_event(row)
+        elif self._events is not None:
+            self._events.append(row)
+
+    def steps(self, steps: Sequence[Step]) -> None:
+        """Record finished iterations (rank 0)."""
+        if self._journal is not None and steps:
+            self._journal.record_steps([StepRow(life=self.life, **vars(step)) for step in steps])
+
+    def plan(self, plan: Plan, iteration: int) -> None:
+        """Record the interval that holds from `iteration` on (rank 0)."""
+        if self._journal is not None:
+            self._journal.record_plan(
+                PlanRow(
+                    life=self.life,
+                    from_iteration=iteration,
+                    interval_iterations=plan.interval_iterations,
+                    origin=plan.origin,
+                    explanation=plan.explanation,
+                )
+            )
+
+    def outcome(self, outcome: SaveOutcome, origin: Literal["trained", "predicted"]) -> None:
+        """Surface how a save ended: a line in the log where it did not end well, a row in the journal."""
+        if outcome.status in ("failed", "skipped"):
+            what = f"checkpoint {outcome.iteration} {outcome.status} on rank {self._rank}: {outcome.reason}"
+            self.event(
+                f"checkpoint {outcome.status}",
+                f"{what}; training goes on, older checkpoints are untouched",
+                outcome.iteration,
+                logging.ERROR if outcome.status == "failed" else logging.WARNING,
+            )
+        if self._journal is None or outcome.status == "written":
+            return
+        if outcome.status == "committed":
+            logger.info(
+                "checkpoint %d committed: %.1f MB, stall %.1f ms, durable after %.2f s",
+                outcome.iteration,
+                outcome.bytes / 1e6,
+                1e3 * outcome.stall_seconds,
+                outcome.write_seconds + outcome.commit_seconds,
+            )
+        self._journal.record_checkpoint(
+            CheckpointRow(
+                life=self.life,
+                iteration=outcome.iteration,
+                status=outcome.status,
+                reason=outcome.reason,
+                bytes=outcome.bytes,
+                stall_seconds=outcome.stall_seconds,
+                write_seconds=outcome.write_seconds,
+                commit_seconds=outcome.commit_seconds,
+                origin=origin,
+            )
+        )
+        self._journal.import_events(self._directory)
+
+    def restored(self, restored: Restored, ended: dict[str, Any] | None, mode: str, watching: bool) -> str | None:
+        """Record the failure and the recovery that began this life; returns the recovery's id.
+
+        Args:
+            restored: how this life began.
+            ended: the marker of an end that was not a failure, where the last life left one.
+            mode: the configured mode.
+            watching: whether the predicted state is being watched.
+        """
+        if self._journal is None or restored.checkpoint_iteration is None:
+            return None
+        if restored.failure_iteration is not None:
+            self._journal.record_failure(
+                FailureRow(
+                    life=max(self.life - 1, 0),
+                    iteration=restored.failure_iteration,
+                    checkpoint_iteration=restored.checkpoint_iteration,
+                    description="the last life ended without a marker"
+                    if ended is None
+                    else f"the last life left ({ended['ending']}) without having saved its last state",
+                )
+            )
+        forecast = restored.forecast
+        recovery_id = uuid.uuid4().hex
+        vetoed = forecast is not None and forecast.feasible and not restored.predicted and bool(restored.guard)
+        self._journal.record_recovery(
+            RecoveryRow(
+                id=recovery_id,
+                life=self.life,
+                failure_iteration=restored.failure_iteration,
+                checkpoint_iteration=restored.checkpoint_iteration,
+                restored_iteration=restored.restored_iteration,
+                method=restored.method,
+                requested_mode=mode,
+                feasible=["predicted", "exact"] if forecast is not None and forecast.feasible else ["exact"],
+                expected_lag_iterations=None if forecast is None else forecast.expected_lag_iterations,
+                settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
+                reason=restored.reason,
+                load_seconds=restored.load_seconds,
+                predict_seconds=restored.predict_seconds,
+                inject_seconds=restored.inject_seconds,
+                guard=restored.guard,
+                outcome="vetoed" if vetoed else "watching" if watching else "kept",
+                sources=tuple(
+                    Source(
+                        rank=rank,
+                        source="predicted from disk history" if restored.predicted else "disk",
+                        iteration=restored.checkpoint_iteration,
+                    )
+                    for rank in range(self._ranks)
+                ),
+            )
+        )
+        return recovery_id
+
+    def recovery_outcome(self, recovery_id: str | None, outcome: Literal["kept", "rolled_back"], guard: Any) -> None:
+        """Record how the watch after a predicted restart ended (rank 0)."""
+        if self._journal is not None and recovery_id is not None:
+            self._journal.update_recovery(recovery_id, outcome, guard)
+
+    def close(self, ending: Literal["clean", "sigterm", "error"]) -> None:
+        """Write what waits and end the life's record."""
+        if self._journal is not None:
+            self._journal.import_events(self._directory)
+            self._journal.end_life(ending)
+            self._journal.close(JOURNAL_CLOSE_SECONDS)
+        if self._events is not None:
+            self._events.close()
+
+
+def _open_journal(path: Path) -> Journal:
+    """Open the journal; a damaged one is set aside, because a restart must not wait for somebody to repair it."""
+    try:
+        return Journal.open(path)
+    except JournalDamagedError as error:
+        suffix = f".damaged-{int(time.time())}"
+        for part in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+            if part.exists():
+                part.rename(part.with_name(part.name + suffix))
+        logger.error("%s; it was set aside as %s and a new journal begins", error, path.name + suffix)
+        return Journal.open(path)

@@ -1,0 +1,478 @@
+"""One life of a run: the context manager that users put around their training loop."""
+
+import logging
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+import torch
+
+from cpsr.checkpoint.progress import ProgressCounter
+from cpsr.checkpoint.resources import check_disk, check_host_memory
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.config import CPSRConfig
+from cpsr.engines import adapt
+from cpsr.errors import ConfigError, SaveError
+from cpsr.group import Group, Votes
+from cpsr.loader import ResumableLoader
+from cpsr.losses import LossRecorder, Step
+from cpsr.planner.interval import Plan
+from cpsr.predictor.line import LinePredictor
+from cpsr.probes import LossFunction, Probes
+from cpsr.record import Recorder
+from cpsr.recovery_watch import RecoveryWatch, start_watch
+from cpsr.restore import Restored, Restorer
+from cpsr.run_state import RunState, Stateful
+from cpsr.rundir import RunDirectory, open_run
+from cpsr.saver import Saver, disk_bytes
+from cpsr.scalars import Scalars
+from cpsr.terminal import log_to_terminal
+
+__all__ = ["CPSRRecovery"]
+
+logger = logging.getLogger(__name__)
+
+SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
+TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
+
+
+class CPSRRecovery:
+    """Snapshots a training run, and brings it back near the point of failure.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, or a `cpsr.engines.torch.TorchAdapter`.
+        config: a `CPSRConfig`, a mapping, or the path of a YAML or JSON file; None reads the `"cpsr"` block of the
+            DeepSpeed configuration.
+        loss_fn: loss of one batch of your loader, without backward; needed for the guard's loss veto where the module
+            does not return its loss. On pipelines, give it together with `probe_batches`.
+        probe_batches: held-out batches for the loss veto; by default the last few inputs before each checkpoint.
+        mode: overrides the configured mode.
+
+    Raises (on entering):
+        ConfigError: the configuration is not usable.
+        UnsupportedEngineError: the engine keeps state out of sight.
+        RunMismatchError: the run directory belongs to another model or world size.
+        ResourceError: host memory or disk are short.
+        RecoveryError: there are checkpoints, but none can be read.
+
+    Example::
+
+        with CPSRRecovery(engine, "cpsr.yaml") as recovery:
+            for batch in recovery.resume(loader):
+                loss = engine(batch)
+                engine.backward(loss)
+                engine.step()
+
+    Nothing but the optimizer may change the weights between two steps: a snapshot is copied while the next forward
+    and backward run, and is complete before the next update.
+    """
+
+    # Opened by __enter__
+    _group: Group
+    _run: RunDirectory
+    _recorder: Recorder
+    _store: CheckpointStore
+    _pool: SnapshotPool
+    _restorer: Restorer
+    _progress: ProgressCounter
+    _writer: CheckpointWriter
+    _saver: Saver
+    _votes: Votes
+    _restored: Restored
+    _opened: ExitStack
+
+    def __init__(
+        self,
+        engine: Any,
+        config: CPSRConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        loss_fn: LossFunction | None = None,
+        probe_batches: Sequence[Any] | None = None,
+        mode: Literal["auto", "predict", "exact"] | None = None,
+    ) -> None:
+        self.config = _configuration(engine, config, mode)
+        self._adapter = adapt(engine)
+        self._probes = Probes(self._adapter, self.config.guard.probe_batches, loss_fn, probe_batches)
+        self._losses = LossRecorder(self.config.journal.flush_iterations)
+        self._predictor = LinePredictor(**self.config.predictor.model_dump(), agree=self._agree_on_damaged)
+        self._state = RunState(self._adapter, self._losses, self._probes, self._predictor)
+        self._iteration_seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
+        self._watch: RecoveryWatch | None = None
+        self._recovery_id: str | None = None
+        self._stop = False
+        self._entered = False
+        self._proposal: Plan | None = None
+        self._sent: Plan | None = None
+        self._stepped = time.perf_counter()
+        self._learning_rate = 0.0
+        self._ending: Literal["clean", "sigterm", "error"] = "error"
+
+    # What users call
+
+    def __enter__(self) -> "CPSRRecovery":
+        log_to_terminal(self._adapter.rank)
+        with ExitStack() as opened:
+            self._open(opened)
+            self._opened = opened.pop_all()
+        self._entered = True
+        return self
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps taken; authoritative also after a restart or a roll-back."""
+        return self._adapter.iteration
+
+    @property
+    def epoch(self) -> int:
+        """Complete passes over the data: begin your own loop over passes here."""
+        return self._state.position.epoch
+
+    @property
+    def restored(self) -> Restored:
+        """How this life began."""
+        return self._restored
+
+    @property
+    def plan(self) -> Plan:
+        """The checkpoint interval that holds now, and why."""
+        return self._saver.plan
+
+    def resume(self, loader: Iterable[Any], *, epochs: int | None = None, repeat: bool = False) -> ResumableLoader:
+        """Iterate over the loader, beginning after the batch of the restored step.
+
+        Args:
+            loader: a `DataLoader`, or any iterable that deals the same batches after a restart.
+            epochs: passes over the data of the whole run, those before a restart included. By default the iteration
+                ends with the present pass, for a loop of your own: `for epoch in range(recovery.epoch, epochs)`.
+            repeat: never end (use it instead of DeepSpeed's `RepeatingLoader`).
+
+        The result is an iterator, also good as a pipeline's `data_iter`. After a roll-back it goes back by itself.
+
+        Raises:
+            ConfigError: outside the `with` block, where nothing is restored yet; or both `epochs` and `repeat`.
+        """
+        if not self._entered:
+            raise ConfigError(
+                "resume() belongs inside the `with CPSRRecovery(...)` block: before it nothing is restored"
+            )
+        if repeat and epochs is not None:
+            raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")
+        stream = self._state.stream(loader, epochs, repeat)
+        if self._watch is not None and not stream.can_seek:
+            self._recorder.event(
+                "watch",
+                "the data iterator is one-shot: should the predicted state diverge, it cannot be rolled back in this "
+                "process; give resume() the DataLoader itself",
+                level=logging.WARNING,
+            )
+        return stream
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Save and restore an object of yours with every checkpoint.
+
+        Args:
+            name: unique in the run and the same after a restart.
+            stateful: has `state_dict` and `load_state_dict`; its state must be plain data and tensors.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        self._state.register(name, stateful)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._opened:
+            if kind is None:
+                self._votes.finish()
+                self._group.barrier()  # every rank is at its end; a dead one raises here and not in the last save
+                self._save_last()
+                self._ending = "clean"
+            elif kind is _Leave:
+                self._votes.finish()
+                self._ending = "sigterm"
+            if kind in (None, _Leave) and self._watch is not None:
+                reason = "the life ended before the watch"
+                self._end_watch("kept", {"status": "unfinished", "iteration": self.iteration, "reason": reason})
+
+    # What the adapter calls, on the training thread
+
+    def before_update(self) -> None:
+        """The optimizer is about to change the state that a snapshot may still be copying."""
+        self._learning_rate = self._adapter.learning_rate()
+        self._saver.finish()
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward begins."""
+        self._probes.on_forward(args, kwargs)
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """One micro-batch's loss."""
+        self._losses.add(loss)
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        """One step is complete: publish, save if due, and agree on what comes next."""
+        now = time.perf_counter()
+        seconds, self._stepped = now - self._stepped, now
+        if applied:
+            self._state.count_update(self._learning_rate)
+        self._progress.publish(iteration, self._state.position.batches)
+        self._iteration_seconds.append(seconds)
+        self._recorder.steps(self._losses.end_iteration(Step(iteration, self._learning_rate, seconds, applied)))
+        self._saver.surface()
+        if self._watch is not None and self._diverges(iteration):
+            return
+        # While a predicted state is watched it is not committed: it may yet be given up, and the checkpoint it came
+        # from must stay the newest.
+        if self._watch is None and self._saver.is_due(iteration):
+            self._saver.begin(iteration, self._capture)
+            if self._group.rank == 0:
+                self._proposal = self._saver.propose(statistics.median(self._iteration_seconds))
+        if iteration % self.config.stop_check_iterations == 0:
+            self._vote(iteration)
+
+    def before_external_load(self) -> None:
+        """The user's own load_checkpoint is about to overwrite what a snapshot may still be copying."""
+        self._saver.finish()
+
+    def after_external_load(self, iteration: int) -> None:
+        """The state is no longer the one that the committed checkpoints lead to: set them aside and save this one."""
+        replaced = "the user's load_checkpoint replaced the state"
+        if self._watch is not None:
+            self._end_watch("kept", {"status": "ended", "iteration": iteration, "reason": replaced})
+        self._forget_after(iteration - 1, replaced)
+        self._state.history_start = iteration
+        self._losses.restart([])
+        batches = self._state.position.batches
+        self._progress.reset(iteration, batches)
+        self._saver.restart(iteration, None)
+        saved = self._saver.save_now(iteration, self._capture)
+        told = (
+            "is committed" if saved else "could not be committed: a failure before the next checkpoint goes behind it"
+        )
+        self._recorder.event(
+            "external load",
+            f"load_checkpoint went to iteration {iteration}: that state {told}; checkpoints of later iterations were "
+            f"set aside; the data goes on after batch {batches}, where the loader stands",
+            iteration,
+            logging.INFO if saved else logging.ERROR,
+        )
+
+    # Opening and closing a life
+
+    def _open(self, opened: ExitStack) -> None:
+        """Open everything; what was opened is closed in reverse order, also when a later part refuses to."""
+        adapter, config = self._adapter, self.config
+        handlers = opened.enter_context(ExitStack())  # put back last: leaving must not be cut short by another SIGTERM
+        group = self._group = Group()
+        opened.callback(self._close_group)
+        shard = adapter.shard()
+        run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
+        check_host_memory(SnapshotPool.required_bytes(shard), run.local_ranks)
+        # What an earlier life left is part of what is needed, not in its way.
+        check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
+        self._recorder = Recorder(config.run_dir, group, config.mode)
+        opened.callback(self._close_record)
+        store = self._store = CheckpointStore(
+            config.run_dir, group.rank, group.size, run.run_id, self._recorder.life, fsync=config.checkpoint.fsync
+        )
+        if group.rank == 0:
+            store.prepare()
+        group.barrier()
+        pool = self._pool = SnapshotPool(shard)
+        opened.callback(pool.close)
+        self._restorer = Restorer(adapter, group, store, pool, self._predictor, self._probes, config)
+        self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
+        opened.callback(self._progress.close)
+        self._begin()
+        opened.callback(self._close_writer)
+        adapter.attach(self)
+        opened.callback(adapter.detach)
+        self._handle_sigterm(handlers)
+
+    def _begin(self) -> None:
+        """Restore, and start this life from there."""
+        config, group = self.config, self._group
+        restored = self._restored = self._restorer.restore(config.mode)
+        iteration = restored.restored_iteration
+        self._state.take(restored)
+        group.barrier()  # nobody resets its counter before all have read where the run failed
+        self._progress.reset(iteration, self._state.position.batches)
+        self._watch = start_watch(restored, config.guard, group, self._losses)
+        if self._watch is not None:
+            self._pool.pin()  # the checkpoint stays in memory until the watch is over
+        self._recovery_id = self._recorder.restored(restored, self._run.ended, config.mode, self._watch is not None)
+        self._announce()
+        self._writer = CheckpointWriter(self._store, self._pool, config.checkpoint)
+        self._saver = Saver(
+            self._adapter, self._pool, self._writer, self._store, self._recorder, group, config, restored
+        )
+        self._votes = group.votes()
+        self._stepped = time.perf_counter()
+        self._learning_rate = self._adapter.learning_rate()
+
+    def _announce(self) -> None:
+        for problem in self._restorer.damaged:
+            self._recorder.event("checkpoint damaged", problem, level=logging.ERROR)
+        if self._group.rank != 0:
+            return
+        run, restored = self._run, self._restored
+        if run.ended is not None:
+            how = {"clean": "ended cleanly", "sigterm": "left after SIGTERM"}[run.ended["ending"]]
+            message = f"the last life {how} at iteration {run.ended['iteration']}"
+            self._recorder.event("continued", message, restored.restored_iteration)
+        message = f"{run.path}: iteration {restored.restored_iteration}, {restored.method}: {restored.reason}"
+        self._recorder.event("started", message, restored.restored_iteration)
+        run.clear_ended()
+
+    def _save_last(self) -> None:
+        self._saver.finish()
+        iteration = self._adapter.iteration
+        if self.config.checkpoint.final and iteration > 0:
+            self._saver.save_now(iteration, self._capture)
+
+    def _close_writer(self) -> None:
+        checkpoint = self.config.checkpoint
+        self._writer.close(
+            checkpoint.exit_grace_seconds if self._ending == "error" else checkpoint.save_timeout_seconds
+        )
+        self._saver.surface()
+
+    def _close_record(self) -> None:
+        self._recorder.steps(self._losses.flush(wait=True))
+        self._recorder.close(self._ending)
+        if self._ending != "error" and self._group.rank == 0:
+            self._run.mark_ended(self._ending, self._adapter.iteration)
+
+    def _close_group(self) -> None:
+        if self._ending != "error":  # with a dead peer, leaving the group would wait for it
+            self._group.close()
+
+    def _handle_sigterm(self, handlers: ExitStack) -> None:
+        """Install the handler; `handlers` puts the old one back."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("not on the main thread: SIGTERM will not commit the state before leaving")
+            return
+
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            # Acted upon at the next step boundary, by all ranks together. No Event: it has a lock, which a second
+            # signal that comes while the first is being handled would wait for.
+            self._stop = True
+
+        handlers.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, on_sigterm))
+
+    # At a step boundary
+
+    def _vote(self, iteration: int) -> None:
+        proposal, self._proposal = self._proposal, None
+        if proposal is not None:
+            self._sent = proposal  # said once; agreed at the next call
+        leave, interval = self._votes.exchange(self._stop, 0 if proposal is None else proposal.interval_iterations)
+        if interval:
+            self._saver.adopt(self._sent or Plan(interval, "young", {"rule": "measured by rank 0"}), iteration)
+            self._sent = None
+        if leave:
+            saved = self._saver.save_now(iteration, self._capture)
+            told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
+            self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
+            raise _Leave
+
+    def _diverges(self, iteration: int) -> bool:
+        """Feed the watch; True when the predicted state must be given up."""
+        decision = None if self._watch is None else self._watch.observe(iteration)
+        if decision is None or decision.status == "watching":
+            return False
+        self._recorder.event("watch", decision.reason, iteration)
+        diverged = decision.status == "diverged"
+        if diverged and self._group.all(self._state.can_rewind):
+            self._roll_back()  # before the watch ends: until then the checkpoint is held in memory
+            self._end_watch("rolled_back", vars(decision))
+            return True
+        self._end_watch("kept", vars(decision))
+        if diverged:
+            self._go_on_diverged(iteration)
+        return False
+
+    def _end_watch(self, outcome: Literal["kept", "rolled_back"], watch: dict[str, Any]) -> None:
+        self._watch = None
+        self._pool.unpin()
+        self._recorder.recovery_outcome(self._recovery_id, outcome, {**self._restored.guard, "watch": watch})
+        settings = {} if self._restored.forecast is None else self._restored.forecast.settings
+        self._predictor.record({"outcome": outcome, "settings": settings, "watch": watch})
+
+    def _roll_back(self) -> None:
+        """Give up the predicted state: exactly back to the checkpoint, and recompute."""
+        self._saver.discard()
+        restored = self._restored = self._restorer.roll_back(self._restored)
+        iteration = restored.restored_iteration
+        self._forget_after(iteration, "the predicted state diverged")
+        self._state.take(restored)
+        self._progress.reset(iteration, self._state.position.batches)
+        self._saver.restart(iteration, iteration)
+        self._recorder.event("rolled back", restored.reason, iteration, logging.WARNING)
+
+    def _go_on_diverged(self, iteration: int) -> None:
+        """No way back in this process: leave the way open for the next one, and say so."""
+        checkpoint = self._restored.checkpoint_iteration or 0
+        self._forget_after(checkpoint, "the predicted state diverged")
+        self._saver.restart(iteration, checkpoint)
+        self._recorder.event(
+            "diverged",
+            "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
+            "cannot deal earlier batches again: training goes on from the diverged state. Stop the job before its next "
+            f"checkpoint (iteration {iteration + self.plan.interval_iterations}) and restart it with mode 'exact' to "
+            f"recompute from checkpoint {checkpoint}; give resume() the DataLoader itself to have this done for you",
+            iteration,
+            logging.ERROR,
+        )
+
+    def _agree_on_damaged(self, entries: Sequence[int]) -> Sequence[int]:
+        """History entries that any rank must leave out, so that all predict from the same ones."""
+        return sorted({entry for part in self._group.gather(list(entries)) for entry in part})
+
+    def _forget_after(self, iteration: int, reason: str) -> None:
+        """Set checkpoints of a state that was given up aside, on all ranks together."""
+        timeout = self.config.checkpoint.save_timeout_seconds
+        if not self._group.all(self._writer.drain(timeout)):
+            raise SaveError(
+                f"a rank's disk did not finish a checkpoint within {timeout:g} s, and checkpoints must be set aside "
+                f"now ({reason}); nothing was set aside: restart the job when the disk answers"
+            )
+        self._store.attempt += 1  # the same iterations may be saved again
+        self._store.abandon_after(iteration, reason)
+        self._group.barrier()
+
+    def _capture(self) -> Scalars:
+        self._recorder.steps(self._losses.flush(wait=True))  # the checkpoint carries the losses up to here
+        return self._state.capture()
+
+
+class _Leave(SystemExit):
+    """Raised at the step boundary at which all ranks leave after SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(SIGTERM_EXIT_STATUS)
+
+
+def _configuration(
+    engine: Any, config: CPSRConfig | Mapping[str, Any] | str | Path | None, mode: str | None
+) -> CPSRConfig:
+    if config is None:
+        block = getattr(engine, "config", None)  # what DeepSpeed read, also where it was given a file
+        if not isinstance(block, Mapping) or "cpsr" not in block:
+            raise ConfigError(
+                'no configuration: pass one to CPSRRecovery, or add a "cpsr" block with at least "run_dir" to the '
+                "DeepSpeed configuration"
+            )
+        config = {"cpsr": block["cpsr"]}
+    loaded = CPSRConfig.load(config)
+    return loaded if mode is None else CPSRConfig.load({**loaded.model_dump(), "mode": mode})

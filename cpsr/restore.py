@@ -1,0 +1,270 @@
+"""Bring a run back: choose the source on all ranks together, put it into the engine, and judge it."""
+
+import copy
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.progress import Progress, read_progress
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CPSRConfig
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import CheckpointCorruptError, RecoveryError, RunMismatchError
+from cpsr.group import Group
+from cpsr.prediction import StatePrediction
+from cpsr.predictor.protocol import Forecast, StatePredictor
+from cpsr.probes import Probes
+from cpsr.scalars import DataPosition, Scalars
+
+__all__ = ["Restored", "Restorer"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How a life of the run began.
+
+    Attributes:
+        method: `scratch`, `exact` or the predictor's name.
+        restored_iteration: where training continues.
+        checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
+        failure_iteration: f, the step of the failure; None where the run had not failed.
+        reason: one sentence for people.
+        scalars: the checkpoint's exact small state.
+        data: where the data continues.
+        forecast: the predictor's forecast, where one was asked for.
+        guard: the guard's numbers on the predicted state, where there was one.
+        cumulative_learning_rate: the predictor's time at the restored iteration.
+        load_seconds, predict_seconds, inject_seconds: wall time of the parts.
+    """
+
+    method: str
+    restored_iteration: int
+    checkpoint_iteration: int | None
+    failure_iteration: int | None
+    reason: str
+    scalars: Scalars | None = None
+    data: DataPosition = field(default_factory=DataPosition)
+    forecast: Forecast | None = None
+    guard: dict[str, Any] = field(default_factory=dict)
+    cumulative_learning_rate: float = 0.0
+    load_seconds: float = 0.0
+    predict_seconds: float = 0.0
+    inject_seconds: float = 0.0
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the state was predicted and kept."""
+        return self.method not in ("scratch", "exact")
+
+
+class Restorer:
+    """Restores one run into one engine; every method is a collective of all ranks.
+
+    Args:
+        adapter: the engine.
+        group: the ranks.
+        store: the run's checkpoints.
+        pool: the host buffers; the restored checkpoint stays in its recovery buffer.
+        predictor: predicts the state at the failure.
+        probes: what the guard's veto evaluates.
+        config: the run's configuration.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        group: Group,
+        store: CheckpointStore,
+        pool: SnapshotPool,
+        predictor: StatePredictor,
+        probes: Probes,
+        config: CPSRConfig,
+    ) -> None:
+        self._adapter = adapter
+        self._group = group
+        self._store = store
+        self._pool = pool
+        self._predictor = predictor
+        self._config = config
+        self._prediction = StatePrediction(adapter, group, store, predictor, probes, config.guard)
+        self._damaged: dict[int, str] = {}
+
+    def restore(self, mode: str) -> Restored:
+        """Bring the engine to the newest state that can be had.
+
+        Args:
+            mode: `auto`, `predict` or `exact`, as in the configuration.
+
+        Raises:
+            RecoveryError: checkpoints were committed, but none of them can be read.
+            RunMismatchError: the checkpoints belong to another model or to other slices of it.
+        """
+        started = time.perf_counter()
+        snapshot = self._load_newest()
+        if snapshot is None:
+            return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
+        loaded = time.perf_counter()
+        scalars = Scalars.from_tree(snapshot.scalars)
+        self._inject(snapshot)
+        self._predictor.load_state_dict(scalars.learned)
+        progress = read_progress(self._config.run_dir, self._group.size)
+        f = self._failure_iteration(progress, snapshot.iteration)
+        exact = Restored(
+            method="exact",
+            restored_iteration=snapshot.iteration,
+            checkpoint_iteration=snapshot.iteration,
+            failure_iteration=f,
+            reason=_why_exact(mode, snapshot.iteration, f),
+            scalars=scalars,
+            data=scalars.data,
+            cumulative_learning_rate=scalars.cumulative_learning_rate,
+            load_seconds=loaded - started,
+            inject_seconds=time.perf_counter() - loaded,
+        )
+        if mode == "exact" or f is None:
+            return exact
+        return self._predict(exact, snapshot, self._data_at(progress, scalars, f), f, mode)
+
+    def roll_back(self, restored: Restored) -> Restored:
+        """Give a predicted state up: back to the checkpoint in the recovery buffer, exactly.
+
+        Args:
+            restored: how this life began, by prediction.
+
+        Raises:
+            RecoveryError: the recovery buffer does not hold that checkpoint.
+        """
+        snapshot = self._pool.recovery
+        if snapshot is None or snapshot.iteration != restored.checkpoint_iteration or restored.scalars is None:
+            raise RecoveryError(
+                f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
+                "to recompute from it"
+            )
+        self._inject(snapshot)
+        return replace(
+            restored,
+            method="exact",
+            restored_iteration=snapshot.iteration,
+            reason=f"the predicted state diverged; recomputing from checkpoint {snapshot.iteration}",
+            data=restored.scalars.data,
+            cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
+        )
+
+    def _predict(self, exact: Restored, snapshot: Snapshot, data: DataPosition, f: int, mode: str) -> Restored:
+        assert exact.scalars is not None
+        prediction = self._prediction.attempt(exact.scalars, f, only_if_cheaper=mode == "auto")
+        tried = replace(
+            exact,
+            forecast=prediction.forecast,
+            guard=prediction.guard,
+            predict_seconds=prediction.predict_seconds,
+            inject_seconds=exact.inject_seconds + prediction.inject_seconds,
+        )
+        if not prediction.accepted:
+            self._inject(snapshot)
+            lost = f - snapshot.iteration
+            return replace(tried, reason=f"{prediction.reason}; {lost} iterations are recomputed from the checkpoint")
+        return replace(
+            tried,
+            method=prediction.forecast.method,
+            restored_iteration=f,
+            reason=prediction.reason,
+            data=data,
+            cumulative_learning_rate=prediction.target.time,
+        )
+
+    def _inject(self, snapshot: Snapshot) -> None:
+        """Put a snapshot's tensors and the engine's scalars back, exactly."""
+        live = dict(self._adapter.shard().tensors())
+        with torch.no_grad():
+            for key, values in snapshot.shard.tensors():
+                live[key].copy_(values)
+        # A copy: schedulers keep what they are given and change it in place.
+        self._adapter.load_scalars(copy.deepcopy(snapshot.scalars["engine"]))
+        self._adapter.push_down()
+
+    def _load_newest(self) -> Snapshot | None:
+        """The newest checkpoint that every rank can verify, in the recovery buffer; damaged newer ones are set aside.
+
+        None where the run has never committed one.
+        """
+        committed = self._group.broadcast([info.iteration for info in self._store.catalogue() if info.full])
+        for iteration in reversed(committed):
+            snapshot = self._pool.acquire(iteration)
+            if snapshot is None:
+                raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+            problem = self._load(iteration, snapshot)
+            if problem is None:
+                self._pool.keep(snapshot)
+                self._set_damaged_aside()
+                return snapshot
+            self._pool.release(snapshot)
+            self._damaged[iteration] = problem
+            logger.error("checkpoint %d cannot be used; trying the next older one. %s", iteration, problem)
+        remains = self._group.broadcast(self._store.remains())
+        if remains:
+            raise RecoveryError(
+                f"none of the checkpoints of this run can be restored: {'; '.join(self.damaged) or 'none is whole'}. "
+                f"Nothing was changed; the directory holds {', '.join(remains)}. Put a whole one back from a copy, or "
+                "use another run_dir to start anew"
+            )
+        return None
+
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with checkpoints that had to be passed over."""
+        return list(self._damaged.values())
+
+    def _load(self, iteration: int, into: Snapshot) -> str | None:
+        """Load this rank's part; returns what is wrong with the checkpoint on any rank.
+
+        Raises:
+            RunMismatchError: a rank's part is of another model or split over ranks; every rank raises it.
+        """
+        damage = mismatch = None
+        try:
+            into.scalars = self._store.load(iteration, into.shard)
+        except CheckpointCorruptError as error:
+            damage = f"rank {self._group.rank}: {error}"
+        except RunMismatchError as error:
+            mismatch = f"rank {self._group.rank}: {error}"
+        told = self._group.gather({"damage": damage, "mismatch": mismatch})
+        mismatches = [part["mismatch"] for part in told if part["mismatch"] is not None]
+        if mismatches:
+            raise RunMismatchError("; ".join(mismatches))
+        return "; ".join(part["damage"] for part in told if part["damage"] is not None) or None
+
+    def _set_damaged_aside(self) -> None:
+        """Only now that an older one is in memory: without it, what is damaged may be all there is."""
+        for iteration, problem in self._damaged.items():
+            if self._group.rank == 0:
+                self._store.quarantine(iteration, problem)
+        self._group.barrier()
+
+    def _failure_iteration(self, progress: Progress | None, checkpoint_iteration: int) -> int | None:
+        """f, the last iteration that every rank had finished; None where nothing is lost."""
+        for rank, why in progress.missing.items() if progress is not None and self._group.rank == 0 else ():
+            logger.warning("the step counter of rank %d %s: the failure step comes from the other ranks", rank, why)
+        f: int = self._group.broadcast(0 if progress is None else progress.iteration)
+        return f if f > checkpoint_iteration else None
+
+    def _data_at(self, progress: Progress | None, scalars: Scalars, f: int) -> DataPosition:
+        """Where this rank's data stood at f: counted by the rank itself, or as many batches a step as usual."""
+        batches = None if progress is None else progress.batches_at(f)[self._group.rank]
+        if batches is None:
+            ahead = (f - scalars.iteration) * self._adapter.micro_batches_per_iteration
+            return scalars.data.advanced(ahead if scalars.data.batches else 0)
+        return scalars.data.advanced(max(batches - scalars.data.batches, 0))
+
+
+def _why_exact(mode: str, checkpoint_iteration: int, failure_iteration: int | None) -> str:
+    if failure_iteration is None:
+        return f"exactly at checkpoint {checkpoint_iteration}; nothing is lost"
+    lost = failure_iteration - checkpoint_iteration
+    return f"mode {mode}: {lost} iterations are recomputed from checkpoint {checkpoint_iteration}"

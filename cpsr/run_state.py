@@ -1,0 +1,165 @@
+"""The small exact state of a running job: captured with every checkpoint, put back at every restart."""
+
+import copy
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cpsr import codec
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import ConfigError
+from cpsr.loader import ResumableLoader, is_repeating
+from cpsr.losses import LossRecorder
+from cpsr.predictor.protocol import StatePredictor
+from cpsr.probes import Probes
+from cpsr.restore import Restored
+from cpsr.scalars import DataPosition, Scalars, capture_rng, restore_rng
+
+__all__ = ["RunState", "Stateful"]
+
+logger = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """What `register` takes."""
+
+    def state_dict(self) -> Any:
+        """Plain data and tensors."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Put back what `state_dict` returned."""
+
+
+class RunState:
+    """Counts what the engine does not, and gathers what a checkpoint needs beside tensors.
+
+    Args:
+        adapter: the engine.
+        losses: this rank's training losses.
+        probes: recent inputs.
+        predictor: what it has learned is saved with every checkpoint.
+    """
+
+    def __init__(self, adapter: EngineAdapter, losses: LossRecorder, probes: Probes, predictor: StatePredictor) -> None:
+        self._adapter = adapter
+        self._losses = losses
+        self._probes = probes
+        self._predictor = predictor
+        self._registered: dict[str, Stateful] = {}
+        self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
+        self._restored = self._warned = False
+        self._pending_rng: dict[str, Any] | None = None
+        self._stream: ResumableLoader | None = None
+        self._data = DataPosition()
+        self._cumulative_learning_rate = 0.0
+        self._peak_learning_rate = 0.0
+        self._lineage: list[dict[str, int]] = []
+        self.history_start = 0
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the data stands; the end of a pass is the start of the next."""
+        return (self._data if self._stream is None else self._stream.position).advanced(0)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a roll-back can deal earlier batches again."""
+        return self._stream is None or self._stream.can_seek
+
+    def stream(self, loader: Iterable[Any], epochs: int | None, repeat: bool) -> ResumableLoader:
+        """The loader from the present position on: to the end of the present pass, of `epochs` passes, or for ever."""
+        position = self.position
+        repeat = repeat or (epochs is None and is_repeating(loader))
+        if self._stream is not None and position.batch and self._stream.loader is not loader:
+            logger.warning(
+                "resume() was given another loader in the middle of a pass (after %d batches): the pass counts as "
+                "over. Only training data belongs into resume()",
+                position.batch,
+            )
+        if self._stream is not None:
+            # A new pass in this process: nothing to put back, and a pass that the loop left early is over.
+            position = replace(position, epoch=position.epoch + (position.batch > 0), batch=0, states=None)
+        self._stream = ResumableLoader(
+            loader,
+            position,
+            until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
+            sets_epoch=repeat or epochs is not None,
+            on_positioned=self._put_back_rng,
+            on_batch=self._probes.on_batch,
+        )
+        return self._stream
+
+    def register(self, name: str, stateful: Stateful) -> None:
+        """Save and restore a user's object with every checkpoint.
+
+        Raises:
+            ConfigError: the name is taken.
+            UnsupportedEngineError: its state is not plain data and tensors.
+        """
+        if name in self._registered:
+            raise ConfigError(f"an object named '{name}' is registered already")
+        codec.encode(stateful.state_dict(), name)
+        self._registered[name] = stateful
+        if name in self._unclaimed:
+            stateful.load_state_dict(self._unclaimed.pop(name))
+        elif self._restored:
+            logger.warning("'%s' is registered, but the checkpoint holds no state of that name: it keeps its own", name)
+
+    def count_update(self, learning_rate: float) -> None:
+        """An update with this learning rate was applied."""
+        self._cumulative_learning_rate += learning_rate
+        self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
+
+    def capture(self) -> Scalars:
+        """The exact state at this step boundary; state that nobody has registered (yet) is carried along."""
+        if self._unclaimed and not self._warned:
+            logger.warning("the checkpoint holds state of %s, not registered in this job", sorted(self._unclaimed))
+            self._warned = True
+        return Scalars(
+            iteration=self._adapter.iteration,
+            cumulative_learning_rate=self._cumulative_learning_rate,
+            learning_rate=self._adapter.learning_rate(),
+            peak_learning_rate=self._peak_learning_rate,
+            origin="predicted" if self._lineage else "trained",
+            lineage=list(self._lineage),
+            history_start=self.history_start,
+            engine=self._adapter.scalars(),
+            rng=capture_rng(),
+            data=self.position,
+            registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
+            recent_losses=list(self._losses.recent),
+            probes=self._probes.saved(),
+            learned=self._predictor.state_dict(),
+        )
+
+    def take(self, restored: Restored) -> None:
+        """Continue from a restored state; the engine itself has its state already."""
+        scalars = restored.scalars
+        self._data = restored.data
+        if scalars is None:
+            return
+        self._cumulative_learning_rate = restored.cumulative_learning_rate
+        self._peak_learning_rate = scalars.peak_learning_rate
+        self.history_start = scalars.history_start
+        self._lineage = list(scalars.lineage)
+        if restored.predicted:
+            checkpoint = restored.checkpoint_iteration or 0
+            self._lineage.append({"failure_iteration": restored.restored_iteration, "checkpoint_iteration": checkpoint})
+        self._losses.restart(scalars.recent_losses)
+        self._restored = True
+        # Copies: what is handed out may be changed in place, and a roll-back needs it once more.
+        for name, state in copy.deepcopy(scalars.registered).items():
+            if name in self._registered:
+                self._registered[name].load_state_dict(state)
+            else:
+                self._unclaimed[name] = state
+        restore_rng(scalars.rng)
+        self._pending_rng = scalars.rng  # once more when the loader is positioned, which draws random numbers
+        if self._stream is not None:
+            self._stream.seek(self._data)
+
+    def _put_back_rng(self) -> None:
+        if self._pending_rng is not None:
+            restore_rng(self._pending_rng)
+            self._pending_rng = None

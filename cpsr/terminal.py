@@ -1,0 +1,18 @@
+"""One line for each important event, where the user has not configured logging."""
+
+import logging
+import sys
+
+__all__ = ["log_to_terminal"]
+
+
+def log_to_terminal(rank: int) -> None:
+    """Show one line for each important event where the user has not configured logging."""
+    package = logging.getLogger("cpsr")
+    if package.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"[%(asctime)s] [CPSR] [rank {rank}] %(message)s", "%H:%M:%S"))
+    package.addHandler(handler)
+    package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    package.propagate = False
