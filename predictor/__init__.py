@@ -1,0 +1,1 @@
+"""Prediction of the training state at a failure from the checkpoints before it."""

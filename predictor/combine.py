@@ -1,0 +1,77 @@
+"""Applying coefficients to a history: one bounded streaming pass, whatever the model's size."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from cpsr.predictor.protocol import History
+from cpsr.predictor.series import newest_used
+
+__all__ = ["combine", "is_finite", "read_piece"]
+
+# Rows are built in float64 so that they sum to 1; a row that misses it by more was not built that way.
+SUM_TOLERANCE = 1e-9
+
+
+def combine(
+    history: History, coefficients: Mapping[str, Sequence[float]], chunk_elements: int
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Stream `sum_k row[k] * history.read(operator, k)` as `(operator, start, values)`.
+
+    Formed as `x_n + sum_k row[k] * (x_k - x_n)` with n the newest entry used: the same since a row sums to 1, but
+    small differences are summed instead of large values cancelled, so that float32 keeps its precision, and a tensor
+    that was the same in all entries comes out equal to itself (`torch.equal`). At most four pieces of
+    `chunk_elements` float32 values are alive at a time besides what the caller keeps.
+
+    Raises:
+        ValueError: an operator has no row, a row does not fit the history or does not sum to 1, or the history
+            returned a piece of another length.
+    """
+    count = len(history.entries)
+    for operator in history.operators:
+        row = coefficients.get(operator)
+        if row is None:
+            raise ValueError(f"no coefficients for operator '{operator}'")
+        if len(row) != count or not abs(math.fsum(row) - 1.0) <= SUM_TOLERANCE:
+            raise ValueError(f"coefficients of '{operator}' must be {count} numbers that sum to 1, got {tuple(row)}")
+        numel = history.numel(operator)
+        for start in range(0, numel, chunk_elements):
+            yield operator, start, _piece(history, operator, row, start, min(start + chunk_elements, numel))
+
+
+def _piece(history: History, operator: str, row: Sequence[float], start: int, stop: int) -> torch.Tensor:
+    newest = newest_used(row)
+    pivot = read_piece(history, operator, newest, start, stop)
+    correction = torch.zeros_like(pivot)
+    difference = torch.empty_like(pivot)
+    for position in range(newest):
+        if row[position] != 0.0:
+            torch.sub(read_piece(history, operator, position, start, stop), pivot, out=difference)
+            correction.add_(difference, alpha=row[position])
+    return correction.add_(pivot)  # one rounding at the weights' own size; fresh memory, the history is untouched
+
+
+def read_piece(history: History, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
+    """`history.read`, refusing a piece that would broadcast or be cast silently.
+
+    Raises:
+        ValueError: the piece is not `(stop - start,)` float32.
+    """
+    piece = history.read(operator, entry, start, stop)
+    if piece.shape != (stop - start,) or piece.dtype != torch.float32:
+        raise ValueError(
+            f"'{operator}' at iteration {history.entries[entry].iteration}: expected ({stop - start},) float32, "
+            f"the history holds {tuple(piece.shape)} {piece.dtype}; did the tensor change its shape?"
+        )
+    return piece
+
+
+def is_finite(history: History, operator: str, entry: int, chunk_elements: int) -> bool:
+    """Whether the operator's weights in that entry hold neither NaN nor infinity; read in pieces."""
+    numel = history.numel(operator)
+    for start in range(0, numel, chunk_elements):
+        piece = read_piece(history, operator, entry, start, min(start + chunk_elements, numel))
+        if not bool(torch.isfinite(piece).all()):
+            return False
+    return True

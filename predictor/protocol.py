@@ -1,0 +1,112 @@
+"""The two interfaces of prediction: the history that is read, and the predictor that reads it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Forecast", "History", "HistoryEntry", "StatePredictor", "Target"]
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """One checkpoint of the series.
+
+    Attributes:
+        iteration: iteration of the checkpoint.
+        time: cumulative learning rate up to that iteration: the time axis of every predictor here.
+        learning_rate: learning rate of the update after the checkpoint.
+    """
+
+    iteration: int
+    time: float
+    learning_rate: float
+
+
+class History(Protocol):
+    """The checkpoints of one rank, oldest first, readable in bounded pieces."""
+
+    @property
+    def entries(self) -> Sequence[HistoryEntry]:
+        """Ascending in iteration, without repeats."""
+
+    @property
+    def operators(self) -> Sequence[str]:
+        """Operators that every entry holds."""
+
+    def numel(self, operator: str) -> int:
+        """Elements of the operator's slice on this rank."""
+
+    def taken_at(self, operator: str, entry: int) -> int:
+        """Iteration at which this operator was taken in that entry (older than the entry for sparse snapshots)."""
+
+    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
+        """Weights `[start, stop)` of the operator's slice in that entry: 1-D, float32, on the CPU, may be a view."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to predict.
+
+    Attributes:
+        iteration: the failure step f.
+        time: cumulative learning rate at f.
+        peak_learning_rate: largest learning rate of the run so far.
+    """
+
+    iteration: int
+    time: float
+    peak_learning_rate: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """How a predictor will form the state: one row of coefficients per operator, applied to the history's entries.
+
+    The predicted weights are `sum_k coefficients[operator][k] * history.read(operator, k, ...)`.
+
+    Attributes:
+        method: name of the predictor.
+        feasible: False where the predictor advises against itself; `reason` says why.
+        coefficients: operator -> one float per history entry.
+        expected_lag_iterations: what this recovery is expected to cost, from the prior or from measurements.
+        reason: one sentence for people.
+        settings: the numbers behind it, for the journal.
+    """
+
+    method: str
+    feasible: bool
+    coefficients: dict[str, tuple[float, ...]]
+    expected_lag_iterations: float
+    reason: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class StatePredictor(Protocol):
+    """Predicts the weights at a failure step from the history before it."""
+
+    name: str
+
+    def forecast(self, history: History, target: Target) -> Forecast:
+        """Decide how to predict; reads no weights or few.
+
+        Raises:
+            ValueError: the target lies before the newest entry.
+        """
+
+    def predict(self, history: History, forecast: Forecast) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32."""
+
+    def record(self, outcome: dict[str, Any]) -> None:
+        """Note how one recovery went (its settings and what was measured afterwards), as plain JSON-like data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned so far, as plain data; it commits with every checkpoint and survives the failure."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` of an earlier life of the run returned.
+
+        Raises:
+            ValueError: the state was written by another predictor or a newer version.
+        """

@@ -1,0 +1,261 @@
+"""What predictors by coefficients share: damaged checkpoints, snapshots of different ages, what was learned."""
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cpsr.predictor.combine import combine, is_finite
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
+from cpsr.predictor.series import Series, check_history, operator_series
+
+__all__ = ["CHUNK_ELEMENTS", "Fit", "SeriesPredictor", "newest_row"]
+
+STATE_VERSION = 1
+# What is remembered of past recoveries: enough for any run, and a few kilobytes in every checkpoint.
+MAX_OUTCOMES = 64
+# Names listed where operators are held back; the count is always given.
+MAX_NAMES = 8
+# Four pieces of 4 MiB: long enough to read at the memory's pace, and nothing against 200 MB.
+CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One row of coefficients over a series' snapshots, or the reason why there is none.
+
+    Attributes:
+        row: one coefficient per snapshot; they sum to 1.
+        reads: positions of the snapshots that the row rests on, also where its coefficient is zero; None: those
+            whose coefficient is not.
+        obstacle: why there is no row.
+        note: one sentence for people, in place of the predictor's own.
+        settings: the numbers behind it; `expected_lag_fraction` (of the horizon) where one is known.
+    """
+
+    row: tuple[float, ...]
+    reads: tuple[int, ...] | None = None
+    obstacle: str | None = None
+    note: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def used(self) -> tuple[int, ...]:
+        """Positions of the snapshots that must be finite."""
+        return (
+            tuple(place for place, value in enumerate(self.row) if value != 0.0) if self.reads is None else self.reads
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Rows over the history's entries for every operator, what they rest on, and the fit of the checkpoints."""
+
+    fit: Fit
+    rows: dict[str, tuple[float, ...]]
+    reads: dict[str, tuple[int, ...]]
+    held: tuple[str, ...]
+
+
+class SeriesPredictor(ABC):
+    """Predicts each operator as one combination of its own distinct snapshots (a `StatePredictor`).
+
+    A subclass says in `_obstacle` why a series cannot be predicted from, and in `_fit` what its row is; it may refine
+    the row of one operator in `_operator_row`, reading weights. A horizon of 0, and one over which the learning rate
+    was 0, predict the newest snapshot unchanged. A checkpoint that holds NaN or infinity is left out, and said so. An
+    operator whose own snapshots meet an obstacle keeps its newest value.
+
+    Args:
+        chunk_elements: elements per piece; memory is about four such pieces of float32.
+        agree: where ranks predict together, maps the positions of the entries that this rank must leave out to those
+            that any rank must (a collective; called equally often on every rank). None: this rank is alone.
+        name: names the method in forecasts and in what was learned; None: the class's own.
+
+    Raises:
+        ValueError: fewer than 1 element a piece.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        agree: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if chunk_elements < 1:
+            raise ValueError(f"chunk_elements = {chunk_elements}: expected 1 or more")
+        if name is not None:
+            self.name = name
+        self._chunk_elements = chunk_elements
+        self._agree = agree
+        self._outcomes: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
+        """Why `target` cannot be predicted from snapshots taken at `points` (ascending, perhaps none)."""
+
+    @abstractmethod
+    def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
+        """The row over `points`, where there is no obstacle and `target` is later in time than the newest."""
+
+    def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
+        """The fit of one operator; where weights read here were not finite, its `reads` must hold them."""
+        return fit
+
+    def forecast(self, history: History, target: Target) -> Forecast:
+        """Decide the coefficients; reads the checkpoints in use, to leave out any that holds NaN or infinity.
+
+        Raises:
+            ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
+        """
+        check_history(history.entries, target)
+        usable = list(range(len(history.entries)))
+        checked: set[tuple[str, int]] = set()
+        while True:
+            plan = self._plan(history, target, usable)
+            damaged = self._damaged(history, plan.reads, checked)
+            if self._agree is not None:
+                damaged = sorted(set(self._agree(damaged)))
+            if not damaged:
+                return self._report(history, target, usable, plan)
+            usable = [position for position in usable if position not in damaged]
+
+    def predict(self, history: History, forecast: Forecast) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32, fresh memory.
+
+        A tensor that was the same in every checkpoint comes out equal to itself (`torch.equal`).
+
+        Raises:
+            ValueError: the forecast is not feasible, or does not belong to this history.
+        """
+        if not forecast.feasible:
+            raise ValueError(f"this forecast is not feasible: {forecast.reason}")
+        return combine(history, forecast.coefficients, self._chunk_elements)
+
+    def record(self, outcome: dict[str, Any]) -> None:
+        """Note how one recovery went; the newest 64 are kept.
+
+        Raises:
+            ValueError: the outcome is not plain JSON data.
+        """
+        try:
+            self._outcomes.append(json.loads(json.dumps(outcome)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the outcome of a recovery must be plain JSON data: {error}") from error
+        del self._outcomes[:-MAX_OUTCOMES]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Past recoveries, as plain data: `{"predictor": name, "version": 1, "outcomes": [...]}`."""
+        return {"predictor": self.name, "version": STATE_VERSION, "outcomes": copy.deepcopy(self._outcomes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` returned.
+
+        Raises:
+            ValueError: the state was written by another predictor or a newer version.
+        """
+        if state.get("predictor") != self.name or state.get("version") != STATE_VERSION:
+            raise ValueError(
+                f"learned state of predictor {state.get('predictor')!r}, version {state.get('version')!r}; "
+                f"this is {self.name!r}, version {STATE_VERSION}"
+            )
+        self._outcomes = copy.deepcopy(list(state["outcomes"]))[-MAX_OUTCOMES:]
+
+    def _series_fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
+        if points and target.iteration == points[-1].iteration:
+            return _unchanged(len(points), "the failure is at a checkpoint: its weights, unchanged")
+        obstacle = self._obstacle(points, target)
+        if obstacle is not None:
+            return Fit((), obstacle=obstacle)
+        if target.time == points[-1].time:
+            return _unchanged(len(points), "the learning rate was 0 since the checkpoint: its weights, unchanged")
+        return self._fit(points, target)
+
+    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> _Plan:
+        entries = tuple(history.entries[position] for position in usable)
+        fit = self._series_fit(entries, target)
+        plan = _Plan(fit, {}, {}, ())
+        if fit.obstacle is not None:
+            return plan
+        held: dict[str, str] = {}
+        fits: dict[Series, Fit] = {}  # most operators share one series
+        for operator in history.operators:
+            series = operator_series(history, operator, usable)
+            if series not in fits:
+                fits[series] = fit if series.points == entries else self._series_fit(series.points, target)
+            own = fits[series]
+            if own.obstacle is not None:
+                held[operator] = own.obstacle
+                own = Fit(newest_row(len(series.points)))
+            elif not own.note:
+                own = self._operator_row(history, operator, series, own, target)
+            plan.rows[operator] = _spread(own.row, series.indices, len(history.entries))
+            plan.reads[operator] = tuple(series.indices[place] for place in own.used())
+        if plan.rows and len(held) == len(plan.rows):
+            name, why = next(iter(held.items()))
+            obstacle = f"no operator's own snapshots can be predicted from; '{name}': {why}"
+            return _Plan(Fit((), obstacle=obstacle), {}, {}, ())
+        return replace(plan, held=tuple(held))
+
+    def _damaged(
+        self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
+    ) -> list[int]:
+        """Positions of entries that are read and that hold NaN or infinity; `checked` grows."""
+        damaged: set[int] = set()
+        for operator, positions in reads.items():
+            for position in positions:
+                if position in damaged or (operator, position) in checked:
+                    continue
+                checked.add((operator, position))
+                if not is_finite(history, operator, position, self._chunk_elements):
+                    damaged.add(position)
+        return sorted(damaged)
+
+    def _report(self, history: History, target: Target, usable: Sequence[int], plan: _Plan) -> Forecast:
+        entries = history.entries
+        left_out = [entry.iteration for position, entry in enumerate(entries) if position not in set(usable)]
+        settings: dict[str, Any] = {"left_out_not_finite": left_out, **plan.fit.settings}
+        aside = f"; left out, not finite: iterations {left_out}" if left_out else ""
+        if plan.fit.obstacle is not None:
+            horizon = float(target.iteration - entries[usable[-1]].iteration) if usable else float(target.iteration)
+            return Forecast(self.name, False, {}, horizon, plan.fit.obstacle + aside, settings)
+        base_entry = entries[usable[-1]]
+        horizon = float(target.iteration - base_entry.iteration)
+        settings |= {
+            "base_iteration": base_entry.iteration,
+            "horizon_iterations": int(horizon),
+            "horizon_time": target.time - base_entry.time,
+            "used_iterations": [entries[usable[place]].iteration for place in plan.fit.used()],
+            "held_operators": len(plan.held),
+            "held_names": list(plan.held[:MAX_NAMES]),
+        }
+        if plan.held:
+            aside += f"; {len(plan.held)} operators keep their newest value, too few snapshots of their own"
+        reason = plan.fit.note or self._sentence(settings)
+        # Nothing is promised where nothing was measured: recomputing costs the horizon and is exact.
+        lag = horizon * settings.get("expected_lag_fraction", 1.0)
+        return Forecast(self.name, True, dict(plan.rows), lag, reason + aside, settings)
+
+    def _sentence(self, settings: Mapping[str, Any]) -> str:
+        used = len(settings["used_iterations"])
+        return f"{self.name} over {used} checkpoints, {settings['horizon_iterations']} iterations ahead"
+
+
+def newest_row(count: int) -> tuple[float, ...]:
+    """The row that takes the newest of `count` snapshots."""
+    return (0.0,) * (count - 1) + (1.0,)
+
+
+def _unchanged(count: int, note: str) -> Fit:
+    return Fit(newest_row(count), note=note, settings={"expected_lag_fraction": 0.0})
+
+
+def _spread(row: Sequence[float], indices: Sequence[int], count: int) -> tuple[float, ...]:
+    full = [0.0] * count
+    for position, value in zip(indices, row, strict=True):
+        full[position] = value
+    return tuple(full)
