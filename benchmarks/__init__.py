@@ -1,0 +1,1 @@
+"""Measurements: one folder a scenario; only the command line imports them."""

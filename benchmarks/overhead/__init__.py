@@ -1,0 +1,1 @@
+"""What the wrapper costs on steps without a checkpoint."""

@@ -1,0 +1,87 @@
+"""Blocks of steps with the wrapper and without, in turns."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.recovery import CPSRRecovery
+
+__all__ = ["BLOCK_STEPS", "NEVER_ITERATIONS", "Pair", "configuration", "measure_pairs"]
+
+NEVER_ITERATIONS = 2**30  # no checkpoint falls into a measurement
+BLOCK_STEPS = 10
+SETTLE_STEPS = 1  # the first step after a switch is not timed
+WARM_UP_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of one block with the wrapper and of its neighbour without, `BLOCK_STEPS` steps each."""
+
+    attached_seconds: float
+    detached_seconds: float
+
+
+def configuration(run_dir: Any) -> dict[str, Any]:
+    """CPSR's defaults, without any checkpoint."""
+    return {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS, "final": False}}
+
+
+def measure_pairs(
+    adapter: EngineAdapter,
+    recovery: CPSRRecovery,
+    loader: Iterable[Any],
+    step: Callable[[Any], None],
+    pairs: int,
+) -> list[Pair]:
+    """Alternate between the loop that users write with the wrapper and the one without: with, without, without, with.
+
+    Args:
+        adapter: of the engine; the wrapper is attached.
+        recovery: the wrapper, entered.
+        loader: deals the same batches to both; it is iterated through the wrapper in one of them.
+        step: trains on one batch.
+        pairs: how many; every rank gives the same.
+    """
+    wrapped: Iterator[Any] = recovery.resume(loader, repeat=True)
+    plain = _endless(loader)
+    for _ in range(WARM_UP_STEPS):
+        step(next(wrapped))
+        step(next(plain))
+    measured = []
+    for index in range(pairs):
+        order = (True, False) if index % 2 == 0 else (False, True)
+        seconds = {
+            with_wrapper: _block(adapter, recovery, with_wrapper, wrapped, plain, step) for with_wrapper in order
+        }
+        measured.append(Pair(seconds[True], seconds[False]))
+    adapter.detach()
+    adapter.attach(recovery)
+    return measured
+
+
+def _block(
+    adapter: EngineAdapter,
+    recovery: CPSRRecovery,
+    with_wrapper: bool,
+    wrapped: Iterator[Any],
+    plain: Iterator[Any],
+    step: Callable[[Any], None],
+) -> float:
+    adapter.detach()
+    if with_wrapper:
+        adapter.attach(recovery)
+    batches = wrapped if with_wrapper else plain
+    for _ in range(SETTLE_STEPS):
+        step(next(batches))
+    started = time.perf_counter()
+    for _ in range(BLOCK_STEPS):
+        step(next(batches))
+    return time.perf_counter() - started
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader

@@ -1,0 +1,148 @@
+"""Where failures strike: checkpoint intervals, stages of the training, and several points in each."""
+
+from dataclasses import dataclass, replace
+
+from cpsr.benchmarks.recovery.methods import find_methods
+from cpsr.benchmarks.recovery.workload import WORKLOADS, find_workloads
+
+__all__ = [
+    "FRACTIONS",
+    "FULL",
+    "INFEASIBLE_INTERVAL",
+    "INTERVALS",
+    "QUICK",
+    "Cell",
+    "Point",
+    "Selection",
+    "points",
+    "selection",
+]
+
+INTERVALS = (20, 50, 100)  # iterations between checkpoints: the feasible grid
+INFEASIBLE_INTERVAL = 300  # where prediction is expected to give up
+FRACTIONS = (0.25, 0.5, 0.75)
+# Iterations from checkpoint to failure, as a share of the interval: 0.84 +- 0.15, the dear half of all failures.
+HORIZON_SHARE = 0.84
+HORIZON_SPREAD = 0.15
+# Failure points lie within this share of the training around the fraction's place.
+PLACE_SPREAD = 0.06
+# Steps of the golden ratio, and of the squared plastic number beside it: evenly spread however many points are taken,
+# so that more points keep the ones before them.
+PLACE_STRIDE = 0.6180339887498949
+HORIZON_STRIDE = 0.5698402909980532
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid: a workload, a checkpoint interval in iterations, and how much of the training was done."""
+
+    workload: str
+    interval: int
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One failure: the last checkpoint c, and the iteration f at which the run is lost."""
+
+    interval: int
+    fraction: float
+    checkpoint: int
+    failure: int
+
+    @property
+    def horizon(self) -> int:
+        """`u = f - c`: what recomputing costs, in iterations."""
+        return self.failure - self.checkpoint
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a call measures.
+
+    Attributes:
+        name: `quick` or `full`, and whether options changed it.
+        workloads: names from `WORKLOADS`.
+        points: failure points in each cell and seed.
+        seeds: 0, 1, ... of the training runs.
+        methods: names, or None for all that there are.
+    """
+
+    name: str
+    workloads: tuple[str, ...]
+    intervals: tuple[int, ...]
+    fractions: tuple[float, ...]
+    points: int
+    seeds: int
+    methods: tuple[str, ...] | None
+
+
+QUICK = Selection(
+    "quick", ("gpt-0.4M-cosine",), (50,), FRACTIONS, 4, 1, ("recompute", "stale", "line-8-1.5", "line", "oracle")
+)
+FULL = Selection("full", tuple(WORKLOADS), INTERVALS, FRACTIONS, 8, 2, None)
+
+
+def selection(
+    full: bool = False,
+    points: int | None = None,
+    seeds: int | None = None,
+    workloads: str | None = None,
+    methods: str | None = None,
+    infeasible: bool = False,
+) -> Selection:
+    """The quick or the full selection, with what an option says in place of its own.
+
+    Args:
+        full: start from the whole grid.
+        points: failure points in each cell and seed.
+        seeds: how many.
+        workloads: names, comma-separated.
+        methods: names, comma-separated.
+        infeasible: add the interval of 300 iterations.
+
+    Raises:
+        ConfigError: a workload or a method is unknown.
+    """
+    base = FULL if full else QUICK
+    chosen = replace(
+        base,
+        workloads=base.workloads if workloads is None else find_workloads(workloads),
+        methods=base.methods if methods is None else find_methods(methods.split(",")),
+        points=points or base.points,
+        seeds=seeds or base.seeds,
+        intervals=(*base.intervals, INFEASIBLE_INTERVAL) if infeasible else base.intervals,
+    )
+    return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")
+
+
+def points(iterations: int, interval: int, fraction: float, count: int) -> list[Point]:
+    """The first `count` failure points of a cell; the first ones stay when more are taken.
+
+    Args:
+        iterations: of the whole training.
+        interval: iterations between checkpoints.
+        fraction: of the training done at the failure.
+        count: how many.
+    """
+    found: list[Point] = []
+    index = 0
+    while len(found) < count:
+        point = _point(iterations, interval, fraction, index)
+        index += 1
+        if point not in found:
+            found.append(point)
+    return found
+
+
+def _point(iterations: int, interval: int, fraction: float, index: int) -> Point:
+    horizon = round(interval * (HORIZON_SHARE + HORIZON_SPREAD * _spread(index, HORIZON_STRIDE)))
+    horizon = max(1, min(horizon, interval - 1))
+    place = iterations * (fraction + PLACE_SPREAD * _spread(index, PLACE_STRIDE))
+    checkpoint = max(1, round((place - horizon) / interval)) * interval
+    return Point(interval, fraction, checkpoint, checkpoint + horizon)
+
+
+def _spread(index: int, stride: float) -> float:
+    """Between -1 and 1; 0 for the first."""
+    return 2.0 * ((0.5 + index * stride) % 1.0) - 1.0

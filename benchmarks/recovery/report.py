@@ -1,0 +1,139 @@
+"""The recovery benchmark on the terminal."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from cpsr.benchmarks.output import verdict as aim_text
+from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
+from cpsr.benchmarks.recovery.methods import ORACLE, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.result import (
+    LAG_AIM,
+    PAPER_BELOW,
+    PAPER_SAVED,
+    PAPER_SAVED_MEAN,
+    PLAIN_LINE_LAG,
+    GridMean,
+    RecoveryResult,
+)
+from cpsr.benchmarks.recovery.statistics import MIN_CLUSTERS, CellResult, Mean
+
+__all__ = ["show"]
+
+VERDICTS = ("better", "not worse", "undetermined", "worse")
+STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
+
+
+def show(console: Console, result: RecoveryResult) -> None:
+    """Cells by workload and interval, means over the grid, verdicts."""
+    for workload in result.selection.workloads:
+        for interval in result.selection.intervals:
+            console.print(_cells_table(result, workload, interval))
+    console.print(
+        "Persistent lag over the horizon u (1 is what recomputing costs, below 0 is ahead of the run that never "
+        "failed), mean over failure points with its 95% bootstrap interval where there are "
+        f"{MIN_CLUSTERS} independent ones; green is better than recomputing, red is worse."
+    )
+    console.print(_means_table(result))
+    for line in _anchor_lines(result):
+        console.print(line)
+    for line in _verdict_lines(result):
+        console.print(line)
+
+
+def _cells_table(result: RecoveryResult, workload: str, interval: int) -> Table:
+    cells = {
+        (cell.method, cell.cell.fraction): cell
+        for cell in result.cells
+        if (cell.cell.workload, cell.cell.interval) == (workload, interval)
+    }
+    table = Table(title=f"{workload}, a checkpoint every {interval} iterations: lag / u", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for fraction in result.selection.fractions:
+        table.add_column(f"at {fraction:.0%}", justify="right")
+    for heading in ("gap at injection, nats", "predict + inject, iterations"):
+        table.add_column(heading, justify="right")
+    for method in result.methods:
+        row = [cells.get((method, fraction)) for fraction in result.selection.fractions]
+        gaps = " ".join(_number(cell.injection_gap_nats if cell else None, 3) for cell in row)
+        costs = " ".join(_number(cell.recover_iterations if cell else None, 1) for cell in row)
+        table.add_row(method, *(_cell_text(cell) for cell in row), gaps, costs)
+    return table
+
+
+def _means_table(result: RecoveryResult) -> Table:
+    table = Table(title="Mean lag / u over the feasible grid", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for heading in (*(f"at {fraction:.0%}" for fraction in result.selection.fractions), "all", "saved", "below"):
+        table.add_column(heading, justify="right")
+    for method in result.methods:
+        means = [result.mean(method, None, fraction) for fraction in (*result.selection.fractions, None)]
+        whole = means[-1]
+        saved = "-" if whole is None else f"{1 - whole.lag.value:.0%}"
+        below = [
+            cell.below_recompute for cell in result.cells if cell.method == method and cell.below_recompute is not None
+        ]
+        share = f"{sum(below) / len(below):.0%}" if below else "-"
+        table.add_row(method, *("-" if mean is None else _mean_text(mean.lag) for mean in means), saved, share)
+    table.caption = (
+        "saved: of the cost of recomputing; below: share of the evaluations after a recovery with a lower loss than "
+        "recomputing after as many iterations"
+    )
+    return table
+
+
+def _anchor_lines(result: RecoveryResult) -> Iterator[str]:
+    stages = ", ".join(f"{saved:.1%} at {fraction:.0%}" for fraction, saved in PAPER_SAVED.items())
+    yield (
+        f"For comparison: the paper's predictor saved {stages} of the training, {PAPER_SAVED_MEAN:.1%} on average, and "
+        f"was below its baseline {PAPER_BELOW:.1%} of the time (other models, other hardware); the plain line with "
+        f"gain 2 had {PLAIN_LINE_LAG} u over five cosine cells of another 0.9M GPT."
+    )
+
+
+def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
+    for method in (name for name in result.methods if name not in (RECOMPUTE, ORACLE, STALE)):
+        whole = result.mean(method)
+        if whole is None:
+            continue
+        yield f"{_aim(result, whole)}  {method}: mean lag {_mean_text(whole.lag)} u over {whole.cells} cells"
+        for other in (RECOMPUTE, STALE):
+            yield f"      against {other}: {_tally([cell for cell in result.cells if cell.method == method], other)}"
+
+
+def _aim(result: RecoveryResult, whole: GridMean) -> str:
+    """The aim holds for a whole grid, and where the interval says so."""
+    if whole.cells < len(result.selection.workloads) * len(INTERVALS) * len(FRACTIONS):
+        return f"part of the grid (aim {LAG_AIM})"
+    return f"{aim_text(whole.lag.high is not None and whole.lag.high <= LAG_AIM)} (aim {LAG_AIM})"
+
+
+def _tally(cells: Sequence[CellResult], other: str) -> str:
+    found = Counter(cell.verdicts[other] for cell in cells if other in cell.verdicts)
+    counted = ", ".join(f"{found[name]} {name}" for name in VERDICTS if found[name]) or "not measured"
+    aside = [
+        f"{sum(cell.without_lag for cell in cells)} failure points without a lag",
+        f"{sum(cell.declined for cell in cells)} declined and recomputed",
+    ]
+    return f"{counted} (cells); {', '.join(aside)}"
+
+
+def _cell_text(cell: CellResult | None) -> str:
+    if cell is None:
+        return "-"
+    text = _mean_text(cell.lag)
+    if cell.without_lag:
+        text += f" ({cell.without_lag} untold)"
+    return STYLES.get(cell.verdicts.get(RECOMPUTE, ""), "{}").format(text)
+
+
+def _mean_text(mean: Mean) -> str:
+    if mean.low is None or mean.high is None:
+        return f"{mean.value:+.2f}"
+    return f"{mean.value:+.2f} ({mean.low:+.2f} to {mean.high:+.2f})"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,113 @@
+"""One training run in plain torch, that can be put at any iteration of its life."""
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import nn
+
+from cpsr.benchmarks.recovery.task import Task
+from cpsr.benchmarks.recovery.workload import Workload
+
+__all__ = ["State", "Trainer"]
+
+MAX_GRADIENT_NORM = 1.0
+WEIGHT_DECAY = 0.01
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class State:
+    """Weights and AdamW's moments by parameter name, each 1-D float32, as they are before the next update.
+
+    Attributes:
+        iteration: updates made so far; what the optimizer counts as its step.
+    """
+
+    iteration: int
+    weights: Tensors
+    exp_avg: Tensors
+    exp_avg_sq: Tensors
+
+    def digest(self) -> str:
+        """Hash of every bit of it, and of the iteration."""
+        hasher = xxhash.xxh3_128(str(self.iteration).encode())
+        for part in (self.weights, self.exp_avg, self.exp_avg_sq):
+            for name in sorted(part):
+                hasher.update(name.encode())
+                hasher.update(part[name].numpy().data)
+        return hasher.hexdigest()
+
+
+class Trainer:
+    """A workload under one seed; everything it does is determined by its state.
+
+    Args:
+        workload: what is trained, and its schedule.
+        task: the workload's task, built once for many trainers.
+        seed: of the initial weights and the batches.
+    """
+
+    def __init__(self, workload: Workload, task: Task, seed: int) -> None:
+        self._workload = workload
+        self._task = task
+        self._seed = seed
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self._model = task.model()
+        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
+        # The rate given here is never used: every step sets its own.
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
+        self.iteration = 0
+
+    def step(self) -> float:
+        """Train one iteration; returns its training loss in nats."""
+        self._optimizer.param_groups[0]["lr"] = self._workload.learning_rate(self.iteration)
+        loss = self._task.loss(self._model, self._task.batch(self._seed, self.iteration))
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
+        self._optimizer.step()
+        self.iteration += 1
+        return float(loss.detach())
+
+    def train_to(self, iteration: int) -> None:
+        """Train until `iteration` updates were made."""
+        while self.iteration < iteration:
+            self.step()
+
+    def validate(self) -> NDArray[numpy.float64]:
+        """Loss of each validation chunk, in nats."""
+        with torch.no_grad():
+            losses = self._task.validation_losses(self._model)
+        return losses.double().numpy()
+
+    def weights(self) -> Tensors:
+        """A copy of the weights, 1-D by parameter name."""
+        return {name: parameter.detach().reshape(-1).clone() for name, parameter in self._parameters.items()}
+
+    def state(self) -> State:
+        """A copy of everything that the next update depends on."""
+        return State(self.iteration, self.weights(), self._moment("exp_avg"), self._moment("exp_avg_sq"))
+
+    def load(self, state: State) -> None:
+        """Stand where `state` stands; it is copied."""
+        self.iteration = state.iteration
+        for name, parameter in self._parameters.items():
+            with torch.no_grad():
+                parameter.copy_(state.weights[name].view_as(parameter))
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(state.iteration)),
+                "exp_avg": state.exp_avg[name].view_as(parameter).clone(),
+                "exp_avg_sq": state.exp_avg_sq[name].view_as(parameter).clone(),
+            }
+
+    def _moment(self, key: str) -> Tensors:
+        found = {name: self._optimizer.state[parameter].get(key) for name, parameter in self._parameters.items()}
+        return {
+            name: torch.zeros(self._parameters[name].numel()) if moment is None else moment.reshape(-1).clone()
+            for name, moment in found.items()
+        }

@@ -1,0 +1,87 @@
+"""Which training runs are interrupted: task, schedule and length."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from cpsr.benchmarks.recovery.digits import DigitsTask
+from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
+from cpsr.benchmarks.recovery.task import Task
+from cpsr.errors import ConfigError
+
+__all__ = ["WORKLOADS", "Workload", "find_workloads"]
+
+WARM_UP_ITERATIONS = 50
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training run, up to its seed.
+
+    Attributes:
+        name: task and schedule, as on the command line.
+        task: builds the model and its data.
+        schedule: after the warm-up the learning rate stays, or falls to 0 as half a cosine at `iterations`.
+        peak_learning_rate: reached after the warm-up.
+        iterations: length of the whole training; fractions of it say where a failure strikes.
+    """
+
+    name: str
+    task: Callable[[], Task]
+    schedule: Literal["constant", "cosine"]
+    peak_learning_rate: float
+    iterations: int
+
+    def learning_rate(self, iteration: int) -> float:
+        """Of the update that takes the run from `iteration` to the next."""
+        warmed = self.peak_learning_rate * min(1.0, (iteration + 1) / WARM_UP_ITERATIONS)
+        if self.schedule == "constant":
+            return warmed
+        return warmed * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
+
+    @cached_property
+    def times(self) -> list[float]:
+        """Cumulative learning rate up to each iteration, `iterations + 1` of them."""
+        sums = [0.0]
+        for iteration in range(self.iterations):
+            sums.append(sums[-1] + self.learning_rate(iteration))
+        return sums
+
+    def peak_until(self, iteration: int) -> float:
+        """Largest learning rate of the updates before `iteration`."""
+        return max((self.learning_rate(at) for at in range(iteration)), default=0.0)
+
+
+def _gpt(size: str) -> Callable[[], Task]:
+    return lambda: GPTTask(SIZES[size])
+
+
+# Lengths and rates under which the validation loss still falls at 75% of the run and beyond.
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("gpt-0.4M-cosine", _gpt("gpt-0.4M"), "cosine", 1e-3, 3000),
+        Workload("gpt-0.4M-constant", _gpt("gpt-0.4M"), "constant", 3e-4, 2400),
+        Workload("gpt-0.8M-cosine", _gpt("gpt-0.8M"), "cosine", 1e-3, 3000),
+        Workload("gpt-0.8M-constant", _gpt("gpt-0.8M"), "constant", 3e-4, 2400),
+        Workload("digits-cosine", DigitsTask, "cosine", 5e-4, 2400),
+        Workload("digits-constant", DigitsTask, "constant", 2e-4, 2400),
+    )
+}
+
+
+def find_workloads(names: str) -> tuple[str, ...]:
+    """Names of workloads from a comma-separated list, where `digits` stands for both of its schedules.
+
+    Raises:
+        ConfigError: a name is none of a workload or a task.
+    """
+    found: list[str] = []
+    for name in names.split(","):
+        matching = [known for known in WORKLOADS if known == name or known.rpartition("-")[0] == name]
+        if not matching:
+            raise ConfigError(f"no workload is called '{name}'; there are {', '.join(WORKLOADS)}")
+        found += [known for known in matching if known not in found]
+    return tuple(found)

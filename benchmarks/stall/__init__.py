@@ -1,0 +1,1 @@
+"""What a checkpoint costs the training thread."""

@@ -1,0 +1,110 @@
+"""One run: every method in every round, in random order, between steps without a checkpoint."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cpsr.benchmarks.stall.job import Job
+from cpsr.benchmarks.stall.methods import Memcpy, Method
+
+__all__ = ["Block", "SizeSamples", "measure_size"]
+
+ORDER_SEED = 0
+WARM_UP_STEPS = 5
+PAIR_STEPS = 2  # the checkpoint's step and the next one
+
+
+@dataclass(frozen=True)
+class Block:
+    """One checkpoint and the steps around it.
+
+    Attributes:
+        method: its name.
+        round: counts from 0.
+        before_seconds: the two steps before it; no checkpoint is under way.
+        step_seconds: the checkpoint's step, the next one, and all that began before it was durable.
+        durable_seconds: from the update that is saved until it is on the disk.
+    """
+
+    method: str
+    round: int
+    before_seconds: list[float]
+    step_seconds: list[float]
+    durable_seconds: float
+
+
+@dataclass
+class SizeSamples:
+    """Everything measured at one size.
+
+    Attributes:
+        state_bytes: weights and moments.
+        blocks: in the order they ran; each one's following neighbours are the next one's `before_seconds`.
+        after_seconds: the two steps behind the last block.
+        memcpy_seconds: one copy per round.
+    """
+
+    state_bytes: int
+    blocks: list[Block] = field(default_factory=list)
+    after_seconds: list[float] = field(default_factory=list)
+    memcpy_seconds: list[float] = field(default_factory=list)
+
+
+def measure_size(job: Job, methods: Sequence[Method], rounds: int, on_block: Callable[[], None]) -> SizeSamples:
+    """Run all methods `rounds` times.
+
+    The first round only warms up and is not kept. No checkpoint begins before the last one is durable and removed, so
+    that no disk's backlog reaches the next pair.
+    """
+    memcpy = Memcpy(job)
+    samples = SizeSamples(job.adapter.shard().state_bytes)
+    _steps(job, WARM_UP_STEPS)
+    order = random.Random(ORDER_SEED)  # noqa: S311 - an order, not a secret
+    for number in range(-1, rounds):
+        copy_seconds, blocks = _round(job, methods, memcpy, number, order, on_block)
+        if number >= 0:
+            samples.memcpy_seconds.append(copy_seconds)
+            samples.blocks += blocks
+    samples.after_seconds = _neighbours(job)
+    return samples
+
+
+def _round(
+    job: Job,
+    methods: Sequence[Method],
+    memcpy: Memcpy,
+    number: int,
+    order: random.Random,
+    on_block: Callable[[], None],
+) -> tuple[float, list[Block]]:
+    turns: list[Method | None] = [*methods, None]  # None is the memcpy's turn
+    order.shuffle(turns)
+    copy_seconds, blocks = 0.0, []
+    for method in turns:
+        if method is None:
+            copy_seconds = memcpy.seconds()
+        else:
+            blocks.append(_block(job, method, number))
+            on_block()
+    return copy_seconds, blocks
+
+
+def _block(job: Job, method: Method, number: int) -> Block:
+    before = _neighbours(job)
+    method.arm()
+    steps = [job.step(then=method.save)]
+    asked = job.updated_unix_seconds
+    steps += _steps(job, PAIR_STEPS - 1)
+    while (durable := method.durable_unix_seconds()) is None:
+        steps += _steps(job, 1)
+    method.clean()
+    return Block(method.name, number, before, steps, durable - asked)
+
+
+def _neighbours(job: Job) -> list[float]:
+    _steps(job, 1)  # what a checkpoint or a copy left in the caches is gone after one step
+    return _steps(job, PAIR_STEPS)
+
+
+def _steps(job: Job, count: int) -> list[float]:
+    return [job.step() for _ in range(count)]

@@ -1,0 +1,182 @@
+"""The ways to save a checkpoint that are compared, behind one interface."""
+
+import os
+import shutil
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from cpsr.benchmarks.stall.job import Job
+from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.errors import CPSRError
+from cpsr.planner.interval import fixed_plan
+from cpsr.recovery import CPSRRecovery
+
+__all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "TorchSave"]
+
+NEVER_ITERATIONS = 2**30  # longer than any measurement
+
+
+class Method(Protocol):
+    """One way to save; everything is called on the training thread."""
+
+    name: str
+
+    def arm(self) -> None:
+        """Outside the timed step, before it: a checkpoint belongs at its end."""
+
+    def save(self) -> None:
+        """Inside the timed step, after the update."""
+
+    def durable_unix_seconds(self) -> float | None:
+        """When the checkpoint was on the disk; None while it is not.
+
+        Raises:
+            CPSRError: it failed or was skipped.
+        """
+
+    def clean(self) -> None:
+        """Remove the checkpoint."""
+
+
+class Cpsr:
+    """CPSR as users run it, its own retention included; the benchmark only says at which step a save is due.
+
+    Args:
+        recovery: entered, on the job's adapter, with an interval of `NEVER_ITERATIONS`.
+    """
+
+    name = "cpsr"
+
+    def __init__(self, recovery: CPSRRecovery) -> None:
+        self._recovery = recovery
+        self._saver = recovery._saver
+        self._writer = recovery._writer
+        self._iteration = 0
+
+    def arm(self) -> None:
+        """Let the interval end with the next step."""
+        self._iteration = self._recovery.iteration + 1
+        self._saver.restart(self._recovery.iteration, None)
+        self._saver.plan = fixed_plan(1)
+
+    def save(self) -> None:
+        """The hook behind the optimizer has begun the snapshot already; the next one is far away again."""
+        self._saver.plan = fixed_plan(NEVER_ITERATIONS)
+
+    def durable_unix_seconds(self) -> float | None:
+        """When the commit record appeared; told only once the retention behind it is through too."""
+        if self._writer.busy:
+            return None
+        self._saver.surface()
+        if self._saver.saved_iteration != self._iteration:
+            raise CPSRError(f"checkpoint {self._iteration} was not committed; the reason is in the log above")
+        return (self._recovery.config.run_dir / "checkpoints" / step_name(self._iteration) / COMMIT).stat().st_mtime
+
+    def clean(self) -> None:
+        """Old checkpoints are removed by the writer."""
+
+
+class Dcp:
+    """`torch.distributed.checkpoint.async_save`, with a fresh directory for every checkpoint.
+
+    Args:
+        job: whose state is saved.
+        directory: holds the checkpoints.
+        reuse_staging: keep the host buffers between saves, instead of the default's new ones for each.
+    """
+
+    def __init__(self, job: Job, directory: Path, *, reuse_staging: bool) -> None:
+        self.name = "dcp, reused buffers" if reuse_staging else "dcp async_save"
+        self._job = job
+        self._directory = directory
+        self._saves = 0
+        self._durable: float | None = None
+        self._future: Future[Any] | None = None
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )  # what async_save itself takes, the others need a GPU
+        self._stager = DefaultStager(options) if reuse_staging else None
+
+    def arm(self) -> None:
+        """Forget the checkpoint before."""
+        self._durable = None
+        self._saves += 1
+
+    def save(self) -> None:
+        """Stage the state, and leave the writing to DCP's thread."""
+        future = async_save(self._job.state, checkpoint_id=self._path, async_stager=self._stager, no_dist=True)
+        assert isinstance(future, Future)  # staging is synchronous on a CPU
+        future.add_done_callback(self._note_durable)
+        self._future = future
+
+    def durable_unix_seconds(self) -> float | None:
+        """When DCP's future was done: its files are forced to the disk by then."""
+        if self._future is not None and self._future.done():
+            try:
+                self._future.result()
+            except CheckpointException as error:  # no Exception: it derives from BaseException
+                raise CPSRError(f"DCP could not save to {self._path}: {error}") from error
+        return self._durable
+
+    def clean(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / f"save-{self._saves}"
+
+    def _note_durable(self, future: Future[Any]) -> None:
+        self._durable = time.time()
+
+
+class TorchSave:
+    """`torch.save` and fsync on the training thread."""
+
+    name = "torch.save + fsync"
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        self._job = job
+        self._path = directory / "state.pt"
+        self._durable: float | None = None
+
+    def arm(self) -> None:
+        """Nothing to prepare."""
+
+    def save(self) -> None:
+        """Write the file and force it to the disk."""
+        with self._path.open("wb") as file:
+            torch.save(self._job.state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        self._durable = time.time()
+
+    def durable_unix_seconds(self) -> float | None:
+        """When fsync returned."""
+        return self._durable
+
+    def clean(self) -> None:
+        """Remove the file."""
+        self._path.unlink()
+
+
+class Memcpy:
+    """The unit: every tensor of the state copied once, into memory that was touched before, with nothing beside it."""
+
+    def __init__(self, job: Job) -> None:
+        self._pairs = [(torch.zeros_like(tensor), tensor.detach()) for tensor in job.state.values()]
+        self.seconds()  # touches every page
+
+    def seconds(self) -> float:
+        """Time of one copy, on torch's default number of threads."""
+        started = time.perf_counter()
+        for target, source in self._pairs:
+            target.copy_(source)
+        return time.perf_counter() - started

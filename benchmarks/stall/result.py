@@ -1,0 +1,104 @@
+"""From step times to stalls and their ratios to a memcpy."""
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cpsr.benchmarks.intervals import Estimate, median_interval, median_ratio_interval
+from cpsr.benchmarks.stall.measure import PAIR_STEPS, Block, SizeSamples
+
+__all__ = ["RATIO_AIM", "MethodResult", "SizeResult", "summarise"]
+
+RATIO_AIM = 1.3  # a stall of at most this many memcpys of the same bytes
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method at one size.
+
+    Attributes:
+        name: the method.
+        stalls: extra seconds over the checkpoint's step and the next one, one a round.
+        stall: their median, in seconds.
+        ratio: the median stall over the median memcpy.
+        until_durable: extra seconds over all steps that began before the checkpoint was durable.
+        durable_seconds: median time from the update until the checkpoint is durable.
+    """
+
+    name: str
+    stalls: list[float]
+    stall: Estimate
+    ratio: Estimate
+    until_durable: Estimate
+    durable_seconds: Estimate
+
+
+@dataclass(frozen=True)
+class SizeResult:
+    """All methods at one size; `step_seconds` is the median step without a checkpoint."""
+
+    size: str
+    state_bytes: int
+    step_seconds: float
+    memcpy: Estimate
+    methods: list[MethodResult]
+
+    def aims(self) -> dict[str, bool]:
+        """Each aim and whether its median meets it."""
+        ours, *others = self.methods
+        dcp = min(method.stall.value for method in others if method.name.startswith("dcp"))
+        return {
+            f"{self.size}: at most {RATIO_AIM} x memcpy": ours.ratio.value <= RATIO_AIM,
+            f"{self.size}: below DCP": ours.stall.value < dcp,
+        }
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether CPSR's interval lies on both sides of the aim."""
+        return self.methods[0].ratio.low <= RATIO_AIM < self.methods[0].ratio.high
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"aims": self.aims()}
+
+
+def summarise(size: str, samples: SizeSamples) -> SizeResult:
+    """The figures of one size; the methods in alphabetical order, CPSR first."""
+    baselines = dict(_with_baseline(samples))
+    names = sorted({block.method for block in samples.blocks}, key=lambda name: (name != "cpsr", name))
+    return SizeResult(
+        size=size,
+        state_bytes=samples.state_bytes,
+        step_seconds=statistics.median(baselines.values()),
+        memcpy=median_interval(samples.memcpy_seconds),
+        methods=[_method(name, samples, baselines) for name in names],
+    )
+
+
+def _method(name: str, samples: SizeSamples, baselines: dict[int, float]) -> MethodResult:
+    stalls, until_durable, durable = [], [], []
+    for index, block in enumerate(samples.blocks):
+        if block.method == name:
+            stalls.append(sum(block.step_seconds[:PAIR_STEPS]) - PAIR_STEPS * baselines[index])
+            until_durable.append(sum(block.step_seconds) - len(block.step_seconds) * baselines[index])
+            durable.append(block.durable_seconds)
+    return MethodResult(
+        name=name,
+        stalls=stalls,
+        stall=median_interval(stalls),
+        ratio=median_ratio_interval(stalls, samples.memcpy_seconds),
+        until_durable=median_interval(until_durable),
+        durable_seconds=median_interval(durable),
+    )
+
+
+def _with_baseline(samples: SizeSamples) -> Iterator[tuple[int, float]]:
+    """Index of each block, and the mean seconds of the four steps without a checkpoint around it."""
+    following = [*samples.blocks[1:], None]
+    for index, (block, next_block) in enumerate(zip(samples.blocks, following, strict=True)):
+        yield index, statistics.fmean(_around(block, next_block, samples.after_seconds))
+
+
+def _around(block: Block, following: Block | None, last: list[float]) -> list[float]:
+    return [*block.before_seconds, *(last if following is None else following.before_seconds)]
