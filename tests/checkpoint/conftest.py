@@ -1,0 +1,72 @@
+"""Shards and stores that the tests of this room share."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+MakeShard = Callable[..., Shard]
+
+
+def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0) -> Shard:
+    """Operators as ZeRO lays them out: contiguous slices of one flat tensor each for weights and moments."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = {kind: torch.randn(sum(sizes), generator=generator) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    operators, start = {}, 0
+    for index, size in enumerate(sizes):
+        piece = {kind: values[start : start + size] for kind, values in flat.items()}
+        name = f"layers.{index}/weight é"
+        parameter = ParamSlice(piece.pop("param"), (size + 2, 1), 1)
+        operators[name] = OperatorState(name, parameter, piece, iteration)
+        start += size
+    others = {
+        "norm.count": torch.tensor(seed),
+        "norm.mean": torch.randn(3, 2, generator=generator).to(torch.bfloat16),
+        "mask": torch.rand(4, generator=generator) > 0.5,
+    }
+    return Shard(operators, others)
+
+
+def make_snapshot(iteration: int, seed: int | None = None, sizes: tuple[int, ...] = (5, 0, 300)) -> Snapshot:
+    """A snapshot outside any pool whose values follow from its iteration."""
+    scalars = {
+        "step": iteration,
+        "cumulative_learning_rate": iteration * 1e-3,
+        "learning_rate": 1e-3,
+        "origin": "trained",
+        "rng": torch.arange(iteration % 50),
+        "nan": float("nan"),
+    }
+    return Snapshot(iteration, make_shard(iteration if seed is None else seed, sizes, iteration), scalars)
+
+
+def assert_same_bits(found: Shard, expected: Shard) -> None:
+    """Every byte of every tensor (NaN included)."""
+    left, right = dict(found.tensors()), dict(expected.tensors())
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        assert tensor.dtype == right[key].dtype, key
+        assert tensor.shape == right[key].shape, key
+        assert torch.equal(
+            tensor.contiguous().reshape(-1).view(torch.uint8), right[key].contiguous().reshape(-1).view(torch.uint8)
+        ), key
+
+
+def save(store: CheckpointStore, iteration: int) -> None:
+    """One complete save of a single-rank store."""
+    store.write(make_snapshot(iteration))
+    assert store.commit(iteration, 5.0, threading.Event()).committed
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """A single-rank store; fsync is left out where only the logic matters."""
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False)
+    store.prepare()
+    return store

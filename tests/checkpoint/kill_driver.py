@@ -1,0 +1,179 @@
+"""Runs saves that are SIGKILLed, each in a fork of this process, and checks after each what a new life finds.
+
+Usage: kill_driver.py every <directory> | kill_driver.py random <directory> <seed> <kills>
+Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cpsr.checkpoint.files as files
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.config import CheckpointConfig
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save
+
+KEEP_ALL = CheckpointConfig()
+CONFIG = CheckpointConfig(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
+STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod")
+BEFORE = (10, 20, 30, 40)
+
+
+def main() -> None:
+    mode, base = sys.argv[1], Path(sys.argv[2])
+    _in_child(lambda: _prepare_base(base / "base"))
+    if mode == "every":
+        names = _kill_at_every_step(base)
+    else:
+        names = _kill_at_random(base, random.Random(int(sys.argv[3])), int(sys.argv[4]))
+    sys.stdout.write(f"{len(names)} {' '.join(sorted(set(names)))}\n")
+
+
+def _prepare_base(run_dir: Path) -> None:
+    store = CheckpointStore(run_dir, 0, 1, "run", 1)
+    store.prepare()
+    for iteration in BEFORE:
+        save(store, iteration)
+        store.retain(KEEP_ALL)
+    store.quarantine(20, "a test")
+
+
+def _work(run_dir: Path) -> None:
+    """Save, roll back behind that save, save the same iteration again; with everything that retention does."""
+    store = CheckpointStore(run_dir, 0, 1, "run", 2)
+    store.prepare()
+    save(store, 50)
+    _note(run_dir, 50)
+    store.retain(CONFIG)
+    store.abandon_after(40, "a test")
+    _note(run_dir, 40)
+    save(store, 50)
+    _note(run_dir, 50)
+    store.retain(CONFIG)
+
+
+def _note(run_dir: Path, iteration: int) -> None:
+    with (run_dir.parent / "acknowledged").open("a") as file:
+        file.write(f"{iteration}\n")
+
+
+def _check(run_dir: Path) -> None:
+    """The oracle: the newest committed checkpoint is there, whole, bitwise right, and saving goes on."""
+    acknowledged = [int(line) for line in _acknowledged(run_dir).split()]
+    assert verify_run(run_dir) == []
+    store = CheckpointStore(run_dir, 0, 1, "run", 3)
+    assert store.prepare() == []
+    full = [info.iteration for info in store.catalogue() if info.full]
+    newest = full[-1]
+    if len(acknowledged) in (1, 2):  # inside abandon_after, or in the second save: at 50 or back at 40
+        assert newest in (40, 50)
+    else:
+        assert newest >= (acknowledged[-1] if acknowledged else 40), (full, acknowledged)
+    for iteration in full:
+        shard = make_shard(999)
+        scalars = store.load(iteration, shard)
+        assert scalars["step"] == iteration
+        assert_same_bits(shard, make_shard(iteration))
+    leftovers = [p for p in store.directory.rglob("*") if p.name.endswith((".tmp", ".skip")) or p.name[:4] == ".tmp"]
+    assert not [path for path in leftovers if path.parent.name.startswith("step-")], leftovers
+    for iteration in (newest + 10, newest + 20):
+        save(store, iteration)
+        store.retain(CONFIG)
+    assert [info.iteration for info in store.catalogue() if info.full] == [newest + 10, newest + 20]
+    assert verify_run(run_dir) == []
+
+
+def _acknowledged(run_dir: Path) -> str:
+    path = run_dir.parent / "acknowledged"
+    return path.read_text() if path.exists() else ""
+
+
+def _kill_at_every_step(base: Path) -> list[str]:
+    names: list[str] = []
+    for count in range(1, 10_000):
+        run_dir = _fresh(base)
+        status = _in_child(lambda run_dir=run_dir, count=count: _work_until(run_dir, count))  # type: ignore[misc]
+        _require_good(run_dir, f"killed at step {count}")
+        if not os.WIFSIGNALED(status):
+            return names
+        names.append((base / "step").read_text())
+    raise AssertionError("the work does not end")
+
+
+def _kill_at_random(base: Path, chance: random.Random, kills: int) -> list[str]:
+    names: list[str] = []
+    while len(names) < kills:
+        run_dir = _fresh(base)
+        delay = chance.uniform(0.0, 0.1)
+        status = _in_child(lambda run_dir=run_dir: _work(run_dir), kill_after_seconds=delay)  # type: ignore[misc]
+        _require_good(run_dir, f"killed after {delay} s")
+        names.append("killed" if os.WIFSIGNALED(status) else "completed")
+    return names
+
+
+def _fresh(base: Path) -> Path:
+    shutil.rmtree(base / "case", ignore_errors=True)
+    shutil.copytree(base / "base", base / "case" / "run")
+    return base / "case" / "run"
+
+
+def _require_good(run_dir: Path, what: str) -> None:
+    status = _in_child(lambda: _check(run_dir))
+    if status != 0:
+        sys.exit(f"{what}: the check failed with status {status}, {run_dir}")
+
+
+def _work_until(run_dir: Path, count: int) -> None:
+    """Die at the given call of a file system primitive: before it, or in the middle of writing."""
+    left = [count]
+
+    def arm(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def armed(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                (run_dir.parent.parent / "step").write_text(name)
+                if name == "write":
+                    real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
+                if name == "save_file":
+                    call(*args, **kwargs)
+                    whole = Path(args[1]).read_bytes()
+                    Path(args[1]).with_name(".tmpAbCdEf").write_bytes(whole[: len(whole) // 2])
+                    Path(args[1]).unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return armed
+
+    real_write = os.write
+    originals = {name: getattr(os, name) for name in STEPS}
+    for name, call in originals.items():
+        setattr(os, name, arm(name, call))
+    files.save_file = arm("save_file", files.save_file)  # type: ignore[attr-defined]
+    _work(run_dir)
+
+
+def _in_child(action: Callable[[], None], kill_after_seconds: float | None = None) -> int:
+    """Run in a fork, so that importing torch is paid once; returns the wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:  # noqa: BLE001 - the fork must not run on into pytest's stack, whatever happened
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if kill_after_seconds is not None:
+        time.sleep(kill_after_seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+if __name__ == "__main__":
+    main()

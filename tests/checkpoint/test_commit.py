@@ -1,0 +1,193 @@
+"""The ranks' agreement through files: real threads for the ranks, each with a store of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.errors import SaveError
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
+
+NEVER = threading.Event()
+ROOT = Path(__file__).parents[2]
+RANK_ONE = """
+import os, signal, sys
+from pathlib import Path
+import cpsr.checkpoint.files as files
+from cpsr.checkpoint.store import CheckpointStore
+from tests.checkpoint.conftest import make_snapshot
+store = CheckpointStore(Path(sys.argv[1]), 1, 2, "run", 3, fsync=False)
+store.write(make_snapshot(10))
+store.write(make_snapshot(20))
+real = files.save_file
+def killed_in_the_moments(tensors, path):
+    real(tensors, path)
+    if "moments" in path.name:
+        os.kill(os.getpid(), signal.SIGKILL)
+files.save_file = killed_in_the_moments
+store.write(make_snapshot(30))
+"""
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
+    first, second = (CheckpointStore(tmp_path, rank, 2, "run", 3, fsync=False) for rank in (0, 1))
+    first.prepare()
+    return first, second
+
+
+def test_two_ranks_commit(stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path) -> None:
+    def rank_one() -> None:
+        for iteration in (10, 20, 30):
+            time.sleep(0.05)  # the late one
+            stores[1].write(make_snapshot(iteration, seed=iteration + 1))
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(rank_one)
+        for iteration in (10, 20, 30):
+            stores[0].write(make_snapshot(iteration))
+            assert stores[0].commit(iteration, 10.0, NEVER).committed
+        late.result()
+    assert [info.world_size for info in stores[1].catalogue()] == [2, 2, 2]
+    for rank in (0, 1):
+        shard = make_shard(99)
+        assert stores[rank].load(20, shard)["step"] == 20
+        assert_same_bits(shard, make_shard(20 + rank))
+    assert verify_run(tmp_path) == []
+
+
+def test_a_rank_process_that_is_killed_while_writing(
+    stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    rank_one = subprocess.Popen([sys.executable, "-c", RANK_ONE, str(tmp_path)], env=environment)
+    for iteration in (10, 20):
+        stores[0].write(make_snapshot(iteration))
+        assert stores[0].commit(iteration, 60.0, NEVER).committed
+    stores[0].write(make_snapshot(30))
+    assert rank_one.wait(60) == -signal.SIGKILL
+    assert "ranks [1]" in stores[0].commit(30, 0.1, NEVER).reason
+    next_life = CheckpointStore(tmp_path, 1, 2, "run", 4, fsync=False)
+    assert [info.iteration for info in next_life.catalogue()] == [10, 20]
+    shard = make_shard()
+    next_life.load(20, shard)
+    assert_same_bits(shard, make_shard(20))
+    assert verify_run(tmp_path) == []
+
+
+def test_a_skip_of_rank_one_abandons_the_step_at_once(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].write(make_snapshot(10))
+    stores[1].skip(10, "no host buffer is free")
+    started = time.monotonic()
+    result = stores[0].commit(10, 60.0, NEVER)
+    assert time.monotonic() - started < 5
+    assert not result.committed
+    assert result.reason == "rank 1 skipped it: no host buffer is free"
+    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["ABANDONED"]
+    assert stores[0].catalogue() == []
+
+
+def test_a_rank_that_never_comes_runs_into_the_timeout(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].write(make_snapshot(10))
+    result = stores[0].commit(10, 0.1, NEVER)
+    assert result.reason == "the shards of ranks [1] did not come within 0.1 s"
+    assert 0.1 <= result.seconds < 5
+
+
+def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].write(make_snapshot(10))
+    stores[0].commit(10, 0.0, NEVER)
+    with pytest.raises(SaveError, match="abandoned by rank 0: the shards of ranks"):
+        stores[1].write(make_snapshot(10))
+    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["ABANDONED"]
+    for store in reversed(stores):
+        store.write(make_snapshot(20))
+    assert stores[0].commit(20, 5.0, NEVER).committed
+    assert [info.iteration for info in stores[0].catalogue()] == [20]
+
+
+def test_rank_zero_skips(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].skip(10, "no host buffer is free")
+    with pytest.raises(SaveError, match="rank 0 skipped it: no host buffer is free"):
+        stores[1].write(make_snapshot(10))
+
+
+def test_cancel_ends_the_waiting(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].write(make_snapshot(10))
+    cancelled = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stores[0].commit, 10, 60.0, cancelled)
+        time.sleep(0.1)
+        assert not waiting.done()
+        cancelled.set()
+        assert waiting.result(timeout=5).reason.startswith("cancelled while waiting for the shards of ranks [1]")
+
+
+def test_a_shard_of_another_life_never_counts(stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path) -> None:
+    CheckpointStore(tmp_path, 1, 2, "run", 2, fsync=False).write(make_snapshot(10))
+    stores[0].write(make_snapshot(10))
+    assert not stores[0].commit(10, 0.1, NEVER).committed
+
+
+def test_a_shard_or_skip_from_before_a_roll_back_never_counts(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[1].write(make_snapshot(10))
+    stores[1].skip(20, "before the roll-back")
+    stores[0].attempt = 1
+    for iteration, reason in ((10, "did not come"), (20, "did not come")):
+        stores[0].write(make_snapshot(iteration))
+        result = stores[0].commit(iteration, 0.1, NEVER)
+        assert not result.committed
+        assert reason in result.reason
+    # Rank 1 rolls back too: the markers of the attempt before bind nobody, once the next attempt is the same.
+    for store in stores:
+        store.attempt = 2
+        store.write(make_snapshot(10))
+    assert stores[0].commit(10, 5.0, NEVER).committed
+    assert not (stores[0].directory / "step-0000000010" / "ABANDONED").exists()
+
+
+def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    for iteration in (10, 20):
+        for store in stores:
+            store.write(make_snapshot(iteration))
+        assert stores[0].commit(iteration, 5.0, NEVER).committed
+    stores[1].write(make_snapshot(30))
+    stores[0].write(make_snapshot(40))
+    stores[0].commit(40, 0.0, NEVER)
+    assert stores[1].abandon_after(10, "diverged") == []  # rank 0 alone acts
+    assert [path.name for path in stores[0].abandon_after(10, "diverged")] == ["abandoned-step-0000000020-0"]
+    for iteration in (20, 30, 40):
+        for store in stores:
+            store.write(make_snapshot(iteration, seed=iteration + 500))
+        assert stores[0].commit(iteration, 5.0, NEVER).committed
+    assert [info.iteration for info in stores[0].catalogue()] == [10, 20, 30, 40]
+    shard = make_shard()
+    stores[1].load(30, shard)
+    assert_same_bits(shard, make_shard(530))
+
+
+def test_a_shard_that_vanished_before_the_commit_is_an_error(
+    stores: tuple[CheckpointStore, CheckpointStore],
+) -> None:
+    for store in stores:
+        store.write(make_snapshot(10))
+    (stores[0].directory / "step-0000000010" / "rank-00001.moments.safetensors").unlink()
+    with pytest.raises(SaveError, match=r"rank-00001\.moments\.safetensors is not there"):
+        stores[0].commit(10, 5.0, NEVER)
+    assert stores[0].catalogue() == []
+
+
+def test_a_torn_rank_manifest_is_an_error_and_not_a_wait(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    for store in stores:
+        store.write(make_snapshot(10))
+    path = stores[0].directory / "step-0000000010" / "rank-00001.json"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(SaveError, match="could not be committed"):
+        stores[0].commit(10, 60.0, NEVER)

@@ -1,0 +1,52 @@
+"""Whatever the moment at which a process is SIGKILLed, the newest committed checkpoint is there and right."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def fast_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is a tmpfs: hundreds of passes, each with dozens of fsyncs, that SIGKILL cannot undo."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def run_driver(*arguments: str) -> list[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.kill_driver", *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()
+
+
+def test_killed_at_every_file_system_step_of_saves_and_retention(fast_path: Path) -> None:
+    kills, *steps = run_driver("every", str(fast_path))
+    # All primitives were met, so the injection really is in the way of the code under test.
+    expected = {"chmod", "fsync", "mkdir", "open", "rename", "replace", "rmdir", "save_file", "unlink", "write"}
+    assert set(steps) == expected
+    assert int(kills) > 100
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_killed_at_random_moments(tmp_path: Path, seed: int) -> None:
+    kills, *endings = run_driver("random", str(tmp_path), str(seed), "8")
+    assert int(kills) == 8
+    assert "killed" in endings

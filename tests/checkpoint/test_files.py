@@ -1,0 +1,75 @@
+"""The order of the durable steps, observed at the system calls, and what is left after an error."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr.checkpoint import files
+from cpsr.checkpoint.store import CheckpointStore
+from tests.checkpoint.conftest import make_snapshot
+
+
+def test_every_file_is_forced_to_the_disk_before_it_gets_its_name_and_the_commit_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1)
+    store.prepare()
+    steps: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def recording_fsync(descriptor: int) -> None:
+        steps.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def recording_replace(source: Any, target: Any) -> None:
+        steps.append(("rename", Path(target).name))
+        assert steps[-2] == ("fsync", Path(source).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", recording_replace)
+    store.write(make_snapshot(10))
+    assert store.commit(10, 1.0, threading.Event()).committed
+    kept = [step for step in steps if not step[1].startswith(".")]
+    directory = ("fsync", "step-0000000010")
+    assert kept == [
+        ("fsync", "checkpoints"),
+        ("rename", "rank-00000.params.safetensors"),
+        ("rename", "rank-00000.moments.safetensors"),
+        ("rename", "rank-00000.extra.safetensors"),
+        directory,
+        ("rename", "rank-00000.json"),
+        directory,
+        directory,
+        ("rename", "manifest.json"),
+        directory,
+        ("rename", "COMMIT"),
+        directory,
+    ]
+
+
+def test_an_older_file_is_untouched_by_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    files.write_bytes(path, b"old", fsync=True)
+
+    def refusing(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with pytest.raises(OSError, match="Input/output"):
+        files.write_bytes(path, b"new", fsync=True)
+    with pytest.raises(OSError, match="Input/output"):
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_hash_is_xxh3_128_of_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"")
+    # The published value of XXH3-128 for no input and seed 0.
+    assert files.hash_file(path) == files.Digest(0, "99aa06d3014798d86001c324468d497f")

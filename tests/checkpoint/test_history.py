@@ -1,0 +1,97 @@
+"""The series for the predictor, over full and thinned checkpoints."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CheckpointConfig
+from cpsr.predictor.protocol import History
+from cpsr.state import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import make_shard, make_snapshot, save
+
+NAME = "layers.2/weight é"
+
+
+def test_full_and_thinned_checkpoints_are_one_series(store: CheckpointStore) -> None:
+    for iteration in (10, 20, 30, 40):
+        save(store, iteration)
+    store.retain(CheckpointConfig())
+    assert sum(info.full for info in store.catalogue()) == 2
+    disk_history = DiskHistory(store.directory, 0)
+    history: History = disk_history
+    assert [entry.iteration for entry in history.entries] == [10, 20, 30, 40]
+    assert [entry.time for entry in history.entries] == [0.01, 0.02, 0.03, 0.04]
+    assert {entry.learning_rate for entry in history.entries} == {1e-3}
+    assert list(history.operators) == list(make_shard().operators)
+    assert history.numel(NAME) == 300
+    for index, iteration in enumerate((10, 20, 30, 40)):
+        expected = make_shard(iteration).operators[NAME].parameter.values
+        assert torch.equal(history.read(NAME, index, 0, 300), expected)
+        assert torch.equal(history.read(NAME, index, 17, 42), expected[17:42])
+        assert history.taken_at(NAME, index) == iteration
+    assert history.read("layers.1/weight é", 0, 0, 0).shape == (0,)
+    assert disk_history.excluded == {}
+    disk_history.close()
+
+
+def test_before_leaves_out_that_iteration_and_later_ones(store: CheckpointStore) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    assert [entry.iteration for entry in DiskHistory(store.directory, 0, before=20).entries] == [10]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 301), (5, 4)])
+def test_a_range_outside_the_slice_is_an_error(store: CheckpointStore, start: int, stop: int) -> None:
+    save(store, 10)
+    with pytest.raises(IndexError, match="has 300 elements"):
+        DiskHistory(store.directory, 0).read(NAME, 0, start, stop)
+
+
+def test_half_precision_is_read_as_float32(store: CheckpointStore) -> None:
+    snapshot = make_snapshot(10)
+    values = torch.randn(9).bfloat16()
+    snapshot.shard = Shard({"w": OperatorState("w", ParamSlice(values, (9,)), {}, 4)})
+    store.write(snapshot)
+    assert store.commit(10, 1.0, threading.Event()).committed
+    history = DiskHistory(store.directory, 0)
+    assert history.read("w", 0, 0, 9).dtype == torch.float32
+    assert torch.equal(history.read("w", 0, 2, 9), values.float()[2:])
+    assert history.taken_at("w", 0) == 4
+
+
+def test_operators_that_changed_are_named_and_left_out(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    snapshot = make_snapshot(20, sizes=(5, 0, 301, 7))
+    store.write(snapshot)
+    assert store.commit(20, 1.0, threading.Event()).committed
+    history = DiskHistory(store.directory, 0)
+    assert list(history.operators) == ["layers.0/weight é", "layers.1/weight é"]
+    assert "layers.2/weight é" in caplog.text
+    assert "layers.3/weight é" in caplog.text
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1e-3", True])
+def test_an_entry_without_its_time_is_excluded(store: CheckpointStore, value: object) -> None:
+    snapshot = make_snapshot(10)
+    snapshot.scalars["cumulative_learning_rate"] = value
+    store.write(snapshot)
+    assert store.commit(10, 1.0, threading.Event()).committed
+    history = DiskHistory(store.directory, 0)
+    assert list(history.entries) == []
+    assert list(history.operators) == []
+    assert "cumulative_learning_rate" in history.excluded[10]
+
+
+def test_a_rank_that_was_not_there_and_a_wrong_directory_are_said(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 10)
+    assert "saved by 1 ranks" in DiskHistory(store.directory, 1).excluded[10]
+    with pytest.raises(ValueError, match="its 'checkpoints'"):
+        DiskHistory(tmp_path, 0)
+    (store.directory / "step-0000000010" / "COMMIT").write_text("torn")
+    assert "COMMIT" in DiskHistory(store.directory, 0).excluded[10]

@@ -1,0 +1,106 @@
+"""The step counter survives a SIGKILL at any moment and says what it cannot tell."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.progress import ProgressCounter, progress_path, read_progress
+
+CHILD = """
+import sys
+from pathlib import Path
+from cpsr.checkpoint.progress import ProgressCounter
+counter = ProgressCounter(Path(sys.argv[1]))
+iteration = 0
+print("ready", flush=True)
+while True:
+    iteration += 1
+    counter.publish(iteration, iteration * 3)
+"""
+
+
+def test_the_oldest_rank_is_the_failure_step(tmp_path: Path) -> None:
+    for rank, steps in enumerate((range(1, 9), range(1, 8))):
+        counter = ProgressCounter(progress_path(tmp_path, rank))
+        for iteration in steps:
+            counter.publish(iteration, iteration * 4)
+        counter.close()
+    progress = read_progress(tmp_path, 2)
+    assert progress is not None
+    assert (progress.iteration, progress.newest) == (7, 8)
+    assert progress.batches_at(7) == [28, 28]
+    assert progress.batches_at(8) == [32, None]
+    assert progress.batches_at(5) == [None, None]
+    assert progress.ranks[0].batches_at(8) == 32
+    assert progress.missing == {}
+
+
+def test_reset_forgets_what_came_after(tmp_path: Path) -> None:
+    counter = ProgressCounter(progress_path(tmp_path, 0))
+    for iteration in (119, 120):
+        counter.publish(iteration, 0)
+    for target in (100, 99, 0):
+        counter.reset(target, 7)
+        progress = read_progress(tmp_path, 1)
+        assert progress is not None
+        assert (progress.iteration, progress.newest, progress.batches_at(target)) == (target, target, [7])
+
+
+def test_a_new_life_reads_what_the_last_one_published(tmp_path: Path) -> None:
+    path = progress_path(tmp_path, 0)
+    ProgressCounter(path).publish(5, 50)
+    ProgressCounter(path)
+    progress = read_progress(tmp_path, 1)
+    assert progress is not None
+    assert progress.iteration == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is absent"),
+        (b"", "has 0 bytes"),
+        (b"\1" * 31, "has 31 bytes"),
+        (bytes(32), "holds nothing yet"),
+        ((6).to_bytes(8, "little") + bytes(24), "the other's slot"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, content: bytes | None, says: str) -> None:
+    ProgressCounter(progress_path(tmp_path, 0)).publish(3, 30)
+    if content is not None:
+        progress_path(tmp_path, 1).write_bytes(content)
+    progress = read_progress(tmp_path, 2)
+    assert progress is not None
+    assert progress.iteration == 3
+    assert progress.batches_at(3) == [30, None]
+    assert says in progress.missing[1]
+    progress_path(tmp_path, 0).unlink()
+    assert read_progress(tmp_path, 2) is None
+
+
+def test_killed_while_publishing(tmp_path: Path) -> None:
+    for attempt in range(5):
+        path = progress_path(tmp_path, attempt)
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, env=os.environ)
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen = 0
+        for _ in range(50):
+            time.sleep(0.001)
+            progress = read_progress(tmp_path, attempt + 1)
+            if progress is not None and attempt in progress.ranks:
+                assert progress.ranks[attempt].iteration >= seen
+                seen = progress.ranks[attempt].iteration
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        progress = read_progress(tmp_path, attempt + 1)
+        assert progress is not None
+        rank = progress.ranks[attempt]
+        assert rank.iteration >= seen > 0
+        assert all(batches == iteration * 3 for iteration, batches in rank.slots.items())

@@ -1,0 +1,230 @@
+"""The triple buffer: isolation, coalescing, exhaustion, pinning."""
+
+import threading
+
+import pytest
+import torch
+
+from cpsr.checkpoint.buffers import HostBuffer, plan_spans
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.state import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+
+
+def test_a_snapshot_is_bitwise_and_isolated_from_later_changes() -> None:
+    shard = make_shard(3, iteration=7)
+    pool = SnapshotPool(make_shard(0))
+    rng = torch.arange(4)
+    snapshot = pool.begin(shard, 7, {"rng": rng, "step": 7})
+    rng.zero_()
+    assert snapshot is not None
+    assert pool.finish() is snapshot
+    for _, tensor in shard.tensors():
+        tensor.zero_()
+    assert_same_bits(snapshot.shard, make_shard(3))
+    assert snapshot.scalars["rng"].tolist() == [0, 1, 2, 3]
+    assert {operator.iteration for operator in snapshot.shard.operators.values()} == {7}
+    assert snapshot.stall_seconds > 0
+    assert snapshot.copy_seconds > 0
+    pool.close()
+
+
+def test_buffers_outside_the_optimizer_are_copied_before_begin_returns() -> None:
+    shard, pool = make_shard(3), SnapshotPool(make_shard(0))
+    assert pool.begin(shard, 1, None) is not None
+    for tensor in shard.others.values():
+        tensor.zero_()
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert_same_bits(snapshot.shard, make_shard(3))
+
+
+def test_operators_carry_the_iteration_they_were_taken_at() -> None:
+    shard, pool = make_shard(3, iteration=5), SnapshotPool(make_shard(0))
+    name = next(iter(shard.operators))
+    old = shard.operators[name]
+    shard.operators[name] = OperatorState(name, old.parameter, old.moments, 2)
+    pool.begin(shard, 5, None)
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert [operator.iteration for operator in snapshot.shard.operators.values()] == [2, 5, 5]
+
+
+def test_flat_partitions_are_one_copy_each() -> None:
+    shard = make_shard(1, sizes=(100,) * 50)
+    buffer = HostBuffer(shard, pinned=False)
+    assert len(plan_spans(buffer, shard)) == 3  # weights and two moments, not 150
+    separate = Shard(
+        {
+            name: OperatorState(name, ParamSlice(torch.ones(100), (100,)), {"m": torch.ones(100)}, 0)
+            for name in map(str, range(50))
+        }
+    )
+    assert len(plan_spans(HostBuffer(separate, pinned=False), separate)) == 100
+
+
+def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
+    pool = SnapshotPool(make_shard(0))
+    for seed in (1, 2, 3, 4):
+        pool.begin(make_shard(seed), seed, None)
+        snapshot = pool.finish()
+        assert snapshot is not None
+        assert_same_bits(snapshot.shard, make_shard(seed))
+        pool.release(snapshot)
+
+
+def test_mixed_types_strides_and_empty_tensors() -> None:
+    flat = torch.randn(64)
+    operators = {
+        "strided": OperatorState("strided", ParamSlice(flat[::2], (32,)), {"exp_avg": flat[1::2]}, 0),
+        "half": OperatorState("half", ParamSlice(torch.randn(3).half(), (3,)), {"n": torch.arange(3)}, 0),
+        "empty": OperatorState("empty", ParamSlice(torch.empty(0), (9,), 9), {}, 0),
+    }
+    shard = Shard(operators, {"transposed": torch.randn(4, 5).t(), "flag": torch.tensor(True)})
+    pool = SnapshotPool(shard)
+    pool.begin(shard, 1, None)
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert_same_bits(snapshot.shard, shard)
+
+
+def test_no_free_buffer_is_none_and_does_not_block() -> None:
+    shard, pool = make_shard(), SnapshotPool(make_shard(), buffers=2)
+    held = []
+    for iteration in (1, 2):
+        assert pool.begin(shard, iteration, None) is not None
+        held.append(pool.finish())
+    assert pool.begin(shard, 3, None) is None
+    assert pool.finish() is None
+    assert pool.acquire(3) is None
+    assert held[0] is not None
+    pool.release(held[0])
+    assert pool.begin(shard, 4, None) is not None
+
+
+def test_keep_moves_the_recovery_buffer_and_pin_holds_it() -> None:
+    shard, pool = make_shard(), SnapshotPool(make_shard())
+    first, second, third = (pool.acquire(iteration) for iteration in (1, 2, 3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    pool.keep(first)
+    assert pool.recovery is first
+    pool.keep(second)
+    assert pool.recovery is second
+    assert pool.begin(shard, 4, None) is not None  # the first one's buffer is free again
+    fourth = pool.finish()
+    pool.pin()
+    pool.keep(third)
+    assert pool.recovery is second
+    with pytest.raises(ValueError, match="pinned"):
+        pool.release(second)
+    with pytest.raises(ValueError, match="holds no buffer"):
+        pool.release(third)  # keep() freed it
+    pool.unpin()
+    assert fourth is not None
+    pool.keep(fourth)
+    assert pool.recovery is fourth
+    pool.release(fourth)
+    assert pool.recovery is None
+    with pytest.raises(ValueError, match=r"without pin\(\)"):
+        pool.unpin()
+
+
+def test_misuse_is_said() -> None:
+    shard, pool = make_shard(), SnapshotPool(make_shard())
+    snapshot = pool.begin(shard, 1, None)
+    assert snapshot is not None
+    with pytest.raises(ValueError, match="finish"):
+        pool.release(snapshot)
+    with pytest.raises(SaveError, match="iteration 1 was not finished"):
+        pool.begin(shard, 2, None)
+    pool.finish()
+    pool.release(snapshot)
+    with pytest.raises(ValueError, match="holds no buffer"):
+        pool.release(snapshot)
+    with pytest.raises(UnsupportedEngineError, match="set"):
+        pool.begin(shard, 3, {"user": {1, 2}})
+    assert len([pool.acquire(iteration) for iteration in range(3)]) == 3
+
+
+@pytest.mark.parametrize("change", ["missing", "new", "shape", "dtype"])
+def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(change: str) -> None:
+    pool, shard = SnapshotPool(make_shard(), buffers=1), make_shard()
+    name = list(shard.operators)[2]
+    operator = shard.operators.pop(name)
+    if change == "new":
+        shard.operators.update({name: operator, "new": OperatorState("new", operator.parameter, {}, 0)})
+    elif change != "missing":
+        values = operator.parameter.values
+        values = values[:7] if change == "shape" else values.double()
+        shard.operators[name] = OperatorState(name, ParamSlice(values, (9,)), operator.moments, 0)
+    assert pool.begin(shard, 1, None) is not None
+    with pytest.raises(SaveError, match=r"iteration 1 failed.*(param|moment/\w+)/"):
+        pool.finish()
+    assert pool.begin(make_shard(), 2, None) is not None
+    pool.finish()
+
+
+def test_other_buffers_unlike_the_template_are_refused_at_once() -> None:
+    pool, shard = SnapshotPool(make_shard(), buffers=1), make_shard()
+    shard.others["mask"] = torch.ones(5)
+    with pytest.raises(SaveError, match="other/mask"):
+        pool.begin(shard, 1, None)
+    del shard.others["mask"]
+    with pytest.raises(SaveError, match="outside the optimizer"):
+        pool.begin(shard, 1, None)
+    assert pool.acquire(1) is not None
+
+
+def test_required_bytes_is_what_the_buffers_take() -> None:
+    shard = make_shard()
+    assert 0 <= SnapshotPool.required_bytes(shard) - 3 * shard.state_bytes <= 3 * 64 * len(list(shard.tensors()))
+
+
+def test_parameters_that_require_gradients_can_be_copied() -> None:
+    parameter = torch.nn.Parameter(torch.randn(8))
+    shard = Shard({"w": OperatorState("w", ParamSlice(parameter.view(-1), (8,)), {}, 0)}, {"p": parameter})
+    pool = SnapshotPool(shard)
+    pool.begin(shard, 1, None)
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert torch.equal(snapshot.shard.operators["w"].parameter.values, parameter.detach())
+    assert not snapshot.shard.others["p"].requires_grad
+
+
+def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:
+    pool, shard = SnapshotPool(make_shard()), make_shard(5)
+    threads = []
+    taken = 0
+    for iteration in range(200):
+        if pool.begin(shard, iteration, None) is None:
+            continue
+        taken += 1
+        snapshot = pool.finish()
+        assert snapshot is not None
+        threads.append(threading.Thread(target=pool.keep, args=(snapshot,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert taken > 0
+    assert pool.recovery is not None
+    assert_same_bits(pool.recovery.shard, make_shard(5))
+    assert pool.acquire(1) is not None
+    assert pool.acquire(2) is not None
+    assert pool.acquire(3) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_tensors_are_copied_on_their_own_stream_into_pinned_memory() -> None:
+    values = torch.randn(1 << 20)
+    shard = Shard({"w": OperatorState("w", ParamSlice(values.cuda(), (1 << 20,)), {}, 0)}, {"b": torch.ones(3).cuda()})
+    pool = SnapshotPool(shard)
+    pool.begin(shard, 1, None)
+    shard.others["b"].zero_()
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert snapshot.shard.operators["w"].parameter.values.is_pinned()
+    assert torch.equal(snapshot.shard.operators["w"].parameter.values, values)
+    assert snapshot.shard.others["b"].tolist() == [1, 1, 1]

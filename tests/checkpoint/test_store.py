@@ -1,0 +1,268 @@
+"""Round trips and refusals of the committed store."""
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsr.checkpoint.manifest import Manifest, RankManifest, commit_record
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
+from cpsr.state import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])
+NAMES = st.text(min_size=1, max_size=12) | st.sampled_from(["../../etc", "a/b", "__metadata__", "", "é\n\0"])
+
+
+def tensors(size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random bytes, so NaN and infinities are among the values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> Shard:
+    operators = {}
+    for seed, name in enumerate(draw(st.lists(NAMES, max_size=4, unique=True))):
+        size, dtype = draw(st.integers(0, 40)), draw(DTYPES)
+        moments = {
+            moment: tensors(size, seed + 100, draw(DTYPES))
+            for moment in draw(st.lists(st.sampled_from(["exp_avg", "exp_avg_sq", "momentum_buffer"]), unique=True))
+        }
+        parameter = ParamSlice(tensors(size, seed, dtype), (size + 3, 2), 3)
+        operators[name] = OperatorState(name, parameter, moments, draw(st.integers(0, 9)))
+    others = {
+        name: tensors(6, seed, draw(DTYPES)).reshape(draw(st.sampled_from([(2, 3), (6,), (1, 6, 1)])))
+        for seed, name in enumerate(draw(st.lists(NAMES, max_size=3, unique=True)))
+    }
+    return Shard(operators, others)
+
+
+def empty_like(shard: Shard) -> Shard:
+    return Shard(
+        {
+            name: OperatorState(
+                name,
+                ParamSlice(torch.zeros_like(o.parameter.values), o.parameter.global_shape, o.parameter.offset),
+                {moment: torch.zeros_like(values) for moment, values in o.moments.items()},
+                0,
+            )
+            for name, o in shard.operators.items()
+        },
+        {name: torch.zeros_like(values) for name, values in shard.others.items()},
+    )
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(), inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers(), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shard=shards(), scalars=PLAIN)
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, shard: Shard, scalars: Any) -> None:
+    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1, fsync=False)
+    store.prepare()
+    store.write(Snapshot(9, shard, {"tree": scalars, "tensor": torch.arange(3), "inf": float("inf")}))
+    assert store.commit(9, 1.0, threading.Event()).committed
+    into = empty_like(shard)
+    loaded = store.load(9, into)
+    assert_same_bits(into, shard)
+    assert repr(loaded["tree"]) == repr(scalars)  # repr, because NaN differs from itself
+    assert loaded["tensor"].tolist() == [0, 1, 2]
+    assert loaded["inf"] == float("inf")
+    taken_at = {name: operator.iteration for name, operator in shard.operators.items()}
+    assert {name: operator.iteration for name, operator in into.operators.items()} == taken_at
+    assert verify_run(store.directory.parent) == []
+
+
+def test_catalogue(store: CheckpointStore) -> None:
+    for iteration in (100, 20, 12_345_678_901):
+        save(store, iteration)
+    infos = store.catalogue()
+    assert [info.iteration for info in infos] == [20, 100, 12_345_678_901]
+    assert [info.sequence for info in infos] == [2, 1, 3]
+    assert infos[0].full
+    assert infos[0].label == "trained"
+    assert infos[0].world_size == 1
+    files = list(infos[0].directory.glob("*.safetensors"))
+    assert infos[0].bytes == sum(file.stat().st_size for file in files)
+    assert store.problems() == []
+
+
+def test_a_step_that_is_committed_is_not_written_again(store: CheckpointStore) -> None:
+    save(store, 10)
+    with pytest.raises(SaveError, match="committed already"):
+        store.write(make_snapshot(10))
+    store.skip(10, "too late")
+    assert store.verify(10) == []
+
+
+def test_load_refuses_what_is_not_there_thinned_or_of_another_run(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 10)
+    with pytest.raises(CheckpointError, match=r"not a committed checkpoint.*\[10\]"):
+        store.load(11, make_shard())
+    with pytest.raises(RunMismatchError, match="saved by 1 ranks, this job has 2"):
+        CheckpointStore(tmp_path, 0, 2, "run", 1).load(10, make_shard())
+    with pytest.raises(RunMismatchError, match="'other'"):
+        CheckpointStore(tmp_path, 0, 1, "other", 1).load(10, make_shard())
+
+
+@pytest.mark.parametrize("change", ["name", "extra", "shape", "offset", "dtype", "moment", "other"])
+def test_another_model_is_refused_by_the_first_differing_tensor(store: CheckpointStore, change: str) -> None:
+    save(store, 10)
+    shard = make_shard(5)
+    name = list(shard.operators)[2]
+    operator = shard.operators[name]
+    values, moments = operator.parameter.values, dict(operator.moments)
+    first, shape, offset = f"param/{name}", operator.parameter.global_shape, 1
+    if change in ("name", "extra"):
+        shard.operators["z"] = OperatorState("z", operator.parameter, moments, 0)
+        first = "param/z"
+        if change == "name":
+            del shard.operators[name]
+    elif change == "other":
+        shard.others["mask"], first = torch.ones(9), "other/mask"
+    else:
+        shape = (300, 1) if change == "shape" else shape
+        offset = 2 if change == "offset" else offset
+        values = values.double() if change == "dtype" else values
+        if change == "moment":
+            moments["momentum_buffer"] = moments.pop("exp_avg")
+        shard.operators[name] = OperatorState(name, ParamSlice(values, shape, offset), moments, 0)
+    before = {key: tensor.clone() for key, tensor in shard.tensors()}
+    with pytest.raises(RunMismatchError, match="first difference is") as caught:
+        store.load(10, shard)
+    assert f"first difference is {first}:" in str(caught.value)
+    for key, tensor in shard.tensors():
+        assert torch.equal(tensor, before[key])
+
+
+def tamper(directory: Path, edit: Any) -> None:
+    """What an attacker with write access can do: change a manifest and every hash above it."""
+    path = directory / "rank-00000.json"
+    record = json.loads(path.read_bytes())
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    edit(record, manifest)
+    path.write_bytes(json.dumps(record).encode())
+    manifest["ranks"]["0"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (directory / "manifest.json").write_bytes(json.dumps(manifest).encode())
+    (directory / "COMMIT").write_bytes(commit_record((directory / "manifest.json").read_bytes()))
+
+
+def rename_file(record: dict[str, Any], manifest: dict[str, Any]) -> None:
+    name = "rank-00000.params.safetensors"
+    record["files"]["../../outside"] = record["files"].pop(name)
+    manifest["ranks"]["0"]["files"]["../../outside"] = manifest["ranks"]["0"]["files"].pop(name)
+
+
+def rename_in_rank_manifest(record: dict[str, Any], manifest: dict[str, Any]) -> None:
+    record["files"]["../../outside"] = record["files"].pop("rank-00000.params.safetensors")
+
+
+def unknown_tag(record: dict[str, Any], manifest: dict[str, Any]) -> None:
+    record["scalars"] = {"__cpsr__": "pickle", "data": "gASVCwAAAA=="}
+
+
+def another_operator(record: dict[str, Any], manifest: dict[str, Any]) -> None:
+    name = list(record["operators"])[2]
+    del record["operators"][name]["moments"]["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (rename_file, "manifest.json: is refused"),
+        (rename_in_rank_manifest, "rank-00000.json: is refused"),
+        (unknown_tag, "rank-00000.json: its scalars cannot be decoded"),
+    ],
+)
+def test_malicious_manifests_are_refused(store: CheckpointStore, tmp_path: Path, edit: Any, says: str) -> None:
+    save(store, 10)
+    directory = store.directory / "step-0000000010"
+    (tmp_path / "outside").write_bytes((directory / "rank-00000.params.safetensors").read_bytes())
+    tamper(directory, edit)
+    shard = make_shard(5)
+    with pytest.raises(CheckpointCorruptError, match=says):
+        store.load(10, shard)
+    assert_same_bits(shard, make_shard(5))
+
+
+def test_a_link_out_of_the_directory_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 10)
+    path = store.directory / "step-0000000010" / "rank-00000.params.safetensors"
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointCorruptError, match=r"params\.safetensors: cannot be read"):
+        store.load(10, make_shard())
+
+
+def test_prepare_removes_what_was_never_committed_and_nothing_else(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    store.write(make_snapshot(20))
+    (store.directory / "notes.txt").write_text("the user's")
+    (store.directory / "step-0000000010" / ".rank-00000.json.77.tmp").write_text("x")
+    save(store, 30)
+    (store.directory / "step-0000000030" / "COMMIT").write_text("torn")
+    problems = store.prepare()
+    assert [(problem.iteration, problem.file.name) for problem in problems] == [(30, "COMMIT")]
+    assert sorted(path.name for path in store.directory.iterdir()) == [
+        "damaged-step-0000000030-0",
+        "notes.txt",
+        "step-0000000010",
+    ]
+    assert "step-0000000020 was removed: it has no commit record" in caplog.text
+    assert ".rank-00000.json.77.tmp was removed" in caplog.text
+    assert store.verify(10) == []
+    save(store, 30)
+
+
+def test_a_checkpoint_whose_commit_record_does_not_hold_is_skipped_and_said_once(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    save(store, 20)
+    (store.directory / "step-0000000020" / "COMMIT").write_text("torn")
+    assert [info.iteration for info in store.catalogue()] == [10]
+    store.catalogue()
+    assert caplog.text.count("checkpoint is skipped") == 1
+    assert [problem.iteration for problem in store.problems()] == [20]
+
+
+def test_set_aside_names_do_not_collide(store: CheckpointStore) -> None:
+    for _ in range(3):
+        save(store, 10)
+        save(store, 20)
+        assert store.quarantine(20, "a test") is not None
+        assert len(store.abandon_after(5, "a test")) == 1
+    assert store.quarantine(20, "another rank did it") is None
+    assert store.catalogue() == []
+    names = sorted(path.name for path in store.directory.iterdir())
+    assert names == [f"{kind}-{n}" for kind in ("abandoned-step-0000000010", "damaged-step-0000000020") for n in "012"]
+
+
+def test_manifests_survive_their_own_json() -> None:
+    with pytest.raises(ValueError, match="lists the ranks"):
+        Manifest.parse(
+            b'{"run_id":"r","life":1,"attempt":0,"iteration":1,"world_size":2,"sequence":1,"label":null,'
+            b'"created_unix_seconds":0,"ranks":{}}'
+        )
+    with pytest.raises(ValueError, match="Field required"):
+        RankManifest.parse(b"{}")

@@ -1,0 +1,284 @@
+"""The background writer under real faults: full disks, file size limits, slow disks, lost ranks."""
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.config import CheckpointConfig
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+
+CONFIG = CheckpointConfig(save_timeout_seconds=20.0)
+LARGE = (5, 0, 300_000)  # about 3.6 MB of state
+
+
+class Rank:
+    """One rank's pool, store and writer."""
+
+    def __init__(self, run_dir: Path, rank: int = 0, world_size: int = 1, sizes: tuple[int, ...] = (5, 0, 300)) -> None:
+        self.store = CheckpointStore(run_dir, rank, world_size, "run", 1, fsync=False)
+        if rank == 0:
+            self.store.prepare()
+        self.sizes = sizes
+        self.pool = SnapshotPool(make_shard(0, sizes))
+        self.writer = CheckpointWriter(self.store, self.pool, CONFIG)
+
+    def snapshot(self, iteration: int) -> Snapshot | None:
+        scalars = {"step": iteration, "cumulative_learning_rate": 0.0, "learning_rate": 0.1}
+        self.pool.begin(make_shard(iteration, self.sizes), iteration, scalars)
+        return self.pool.finish()
+
+    def save(self, iteration: int) -> None:
+        snapshot = self.snapshot(iteration)
+        assert snapshot is not None
+        self.writer.submit(snapshot)
+
+    def free_buffers(self) -> int:
+        held = [self.pool.acquire(0) for _ in range(3)]
+        free = [snapshot for snapshot in held if snapshot is not None]
+        for snapshot in free:
+            self.pool.release(snapshot)
+        return len(free)
+
+
+def test_saves_are_committed_and_the_newest_becomes_the_recovery_buffer(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    for iteration in (10, 20, 30):
+        rank.save(iteration)
+        assert rank.writer.drain(20)
+    outcomes = rank.writer.outcomes()
+    assert [(outcome.iteration, outcome.status, outcome.reason) for outcome in outcomes] == [
+        (10, "committed", ""),
+        (20, "committed", ""),
+        (30, "committed", ""),
+    ]
+    assert outcomes[0].bytes == sum(p.stat().st_size for p in rank.store.directory.glob("*30/*.safetensors"))
+    assert outcomes[0].write_seconds > 0
+    assert outcomes[0].stall_seconds > 0
+    assert rank.writer.outcomes() == []
+    assert rank.pool.recovery is not None
+    assert rank.pool.recovery.iteration == 30
+    assert_same_bits(rank.pool.recovery.shard, make_shard(30))
+    assert [info.full for info in rank.store.catalogue()] == [False, True, True]
+    assert rank.writer.close(5)
+    assert rank.free_buffers() == 2
+
+
+def test_a_slow_disk_never_blocks_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        gate.wait(20)
+        save_file(tensors, path)
+
+    monkeypatch.setattr("cpsr.checkpoint.files.save_file", slow)
+    rank = Rank(tmp_path)
+    started = time.monotonic()
+    for iteration in (1, 2, 3):
+        rank.save(iteration)
+    assert rank.snapshot(4) is None  # to be skipped
+    rank.writer.skip(4, "no host buffer is free")
+    assert time.monotonic() - started < 5
+    assert rank.writer.busy
+    assert not rank.writer.drain(0.05)
+    gate.set()
+    assert rank.writer.drain(20)
+    assert not rank.writer.busy
+    statuses = {outcome.iteration: outcome.status for outcome in rank.writer.outcomes()}
+    assert statuses == {4: "skipped", 1: "committed", 2: "committed", 3: "committed"}
+    assert rank.free_buffers() == 2
+    rank.save(5)
+    assert rank.writer.close(20)
+    assert [info.iteration for info in rank.store.catalogue()][-1] == 5
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 12 MiB where mounting is permitted."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_survived_and_told(small_disk: Path) -> None:
+    rank = Rank(small_disk, sizes=LARGE)
+    rank.save(10)
+    assert rank.writer.drain(20)
+    (small_disk / "filler").write_bytes(bytes(6 << 20))
+    rank.save(20)
+    assert rank.writer.drain(20)
+    (first, second) = rank.writer.outcomes()
+    assert first.status == "committed"
+    assert second.status == "failed"
+    assert "No space left on device" in second.reason
+    assert rank.free_buffers() == 2  # the failed one's buffer is free again
+    assert rank.pool.recovery is not None
+    assert rank.pool.recovery.iteration == 10
+    assert not list(rank.store.directory.glob("step-0000000020/*rank*"))  # its half-written files are gone
+    assert [info.iteration for info in rank.store.catalogue()] == [10]
+    assert verify_run(small_disk) == []
+    (small_disk / "filler").unlink()
+    rank.save(30)
+    assert rank.writer.drain(20)
+    assert [outcome.status for outcome in rank.writer.outcomes()] == ["committed"]
+    rank.writer.close(5)
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """The kernel refuses files above 1 MiB (EFBIG): a real write error that needs no rights."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_write_that_the_kernel_refuses_is_survived_and_said(tmp_path: Path, file_size_limit: None) -> None:
+    large, small = Rank(tmp_path / "large", sizes=LARGE), Rank(tmp_path / "small")
+    for rank, status in ((large, "failed"), (small, "committed")):
+        rank.save(10)
+        assert rank.writer.drain(20)
+        (outcome,) = rank.writer.outcomes()
+        assert outcome.status == status
+        rank.writer.close(5)
+        if rank is large:
+            assert "File too large" in outcome.reason
+            assert rank.store.catalogue() == []
+            assert rank.free_buffers() == 3
+
+
+def test_a_failing_rank_makes_rank_zero_abandon_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(tmp_path, rank, 2) for rank in (0, 1)]
+
+    def failing(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if path.name.startswith(".rank-00001.moments"):
+            raise OSError(5, "Input/output error")
+        save_file(tensors, path)
+
+    monkeypatch.setattr("cpsr.checkpoint.files.save_file", failing)
+    started = time.monotonic()
+    for rank in ranks:
+        rank.save(10)
+    assert all(rank.writer.drain(20) for rank in ranks)
+    assert time.monotonic() - started < 10  # and not the 20 s of the timeout
+    (zero,), (one,) = (rank.writer.outcomes() for rank in ranks)
+    assert (zero.status, one.status) == ("skipped", "failed")
+    assert "rank 1 skipped it: [Errno 5] Input/output error" in zero.reason
+    monkeypatch.setattr("cpsr.checkpoint.files.save_file", save_file)
+    for rank in ranks:
+        rank.save(20)
+    assert all(rank.writer.close(20) for rank in ranks)
+    assert [rank.writer.outcomes()[0].status for rank in ranks] == ["committed", "written"]
+
+
+def test_an_unexpected_exception_is_logged_surfaced_and_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.store, "write", lambda snapshot: 1 / 0)
+        rank.save(10)
+        assert rank.writer.drain(20)
+    (outcome,) = rank.writer.outcomes()
+    assert outcome.status == "failed"
+    assert "unexpected ZeroDivisionError" in outcome.reason
+    assert "Traceback" in caplog.text
+    rank.save(20)
+    assert rank.writer.drain(20)
+    assert [outcome.status for outcome in rank.writer.outcomes()] == ["committed"]
+    rank.writer.close(5)
+
+
+def test_a_read_back_that_differs_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(tmp_path)
+
+    def flipping(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        save_file(tensors, path)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr("cpsr.checkpoint.files.save_file", flipping)
+    rank.save(10)
+    assert rank.writer.drain(20)
+    (outcome,) = rank.writer.outcomes()
+    assert outcome.status == "failed"
+    assert "what was read back differs" in outcome.reason
+    rank.writer.close(5)
+
+
+def test_retention_that_fails_leaves_the_commit_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(tmp_path)
+
+    def refusing(config: CheckpointConfig) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(rank.store, "retain", refusing)
+    rank.save(10)
+    assert rank.writer.close(20)
+    (outcome,) = rank.writer.outcomes()
+    assert outcome.status == "committed"
+    assert "Read-only file system" in outcome.reason
+
+
+def test_close_cancels_a_commit_that_waits_and_drops_what_is_queued(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, 0, 2)  # rank 1 never comes
+    rank.save(10)
+    rank.save(20)
+    started = time.monotonic()
+    assert rank.writer.close(0.3)
+    assert time.monotonic() - started < 5
+    rank.save(30)  # after close: dropped, not lost silently
+    outcomes = rank.writer.outcomes()
+    assert [(outcome.iteration, outcome.status) for outcome in outcomes] == [
+        (10, "skipped"),
+        (20, "skipped"),
+        (30, "skipped"),
+    ]
+    assert "cancelled" in outcomes[0].reason
+    assert "closed" in outcomes[1].reason
+    assert rank.free_buffers() == 3
+
+
+def test_training_is_not_stopped_by_the_interpreter_lock_while_a_save_runs(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, sizes=(1, 1, 8_000_000))  # 96 MB
+    rank.save(10)
+    gaps, last = [], time.perf_counter()
+    while rank.writer.busy:
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    rank.writer.close(20)
+    logging.getLogger(__name__).info("longest gap %.4f s", max(gaps))
+    # A library that held the lock for a write of 32 MB would show one gap as long as the write; other processes on
+    # this machine may take the processor away, so the bound is on the share of time and not on one gap.
+    assert sum(gap for gap in gaps if gap > 0.05) < 0.5 * sum(gaps)
+
+
+def test_the_modes_of_files_follow_their_directory(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.save(10)
+    rank.writer.close(20)
+    modes = {path.stat().st_mode & 0o777 for path in rank.store.directory.glob("*/*")}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == {0o666 & ~umask}

@@ -1,0 +1,392 @@
+"""The conformance cases of `DeepSpeedAdapter`; run by `worker.py` on two ranks."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.nn import functional
+
+from cpsr.engines import adapt
+from cpsr.errors import UnsupportedEngineError
+from tests.engines.conformance import (
+    AFTER,
+    BATCH,
+    BEFORE,
+    HIDDEN,
+    OVERFLOW,
+    OVERFLOWING_STEPS,
+    VOCABULARY,
+    WIDTH,
+    Recorder,
+    TinyLM,
+    assert_bitwise,
+    check_early_state,
+    check_resume,
+    final_state,
+    inject,
+    run,
+    seed,
+    take_snapshot,
+    token_batch,
+)
+from tests.engines.torch_cases import build_ddp
+
+GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
+
+
+def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = GATHERED_ON_DEMAND
+    if precision.startswith("bf16"):
+        config["bf16"] = {"enabled": True}
+    if precision == "bf16-fp32grad":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    return config | extra
+
+
+def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adamw", schedule: str = "cosine") -> Any:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    tuned: torch.optim.Optimizer
+    if optimizer == "sgd":
+        tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    elif optimizer == "rmsprop":
+        tuned = torch.optim.RMSprop(parameters)
+    else:
+        decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        tuned = torch.optim.AdamW(groups, lr=0.01)
+    scheduler = None
+    if schedule == "cosine":
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
+    if schedule == "warmup":
+        config = config | {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 0.02},
+            }
+        }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, lr_scheduler=scheduler, config=config)
+    return engine
+
+
+class DeepSpeedJob:
+    """The usual loop, with an overflow at given steps when the precision is fp16."""
+
+    def __init__(self, engine: Any, direct_backward: bool = False) -> None:
+        self.engine, self.module, self.direct_backward = engine, engine.module, direct_backward
+        self.adapter = adapt(engine)
+        self.after_micro_batch: Callable[[], None] = lambda: None
+
+    def train_step(self, step: int) -> None:
+        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
+        for micro in range(self.engine.gradient_accumulation_steps()):
+            tokens, targets = token_batch(step, micro, self.adapter.rank)
+            loss = self.engine(tokens, targets=targets, loss_factor=OVERFLOW if overflow else 1.0)
+            if self.direct_backward:
+                loss.backward()
+            else:
+                self.engine.backward(loss)
+            self.engine.step()
+            self.after_micro_batch()
+
+
+class PipelineJob:
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.module = engine, engine.module
+        self.adapter = adapt(engine)
+
+    def train_step(self, step: int) -> None:
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for micro in range(self.engine.gradient_accumulation_steps()):
+                yield token_batch(step, micro, 0)
+
+        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
+        PipelineLoss.factor = OVERFLOW if overflow else 1.0
+        self.engine.train_batch(batches())
+
+
+class PipelineLoss:
+    factor = 1.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss * self.factor
+
+
+def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    return functional.linear(hidden, embedding.weight)
+
+
+def pipeline_engine(stage: int, precision: str) -> Any:
+    layers = [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, HIDDEN),
+        LayerSpec(nn.Dropout, 0.2),
+        LayerSpec(nn.Tanh),
+        LayerSpec(nn.Linear, HIDDEN, WIDTH),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
+    ]
+    module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
+    return initialize(module, configuration(stage, precision))
+
+
+def resume(stage: int, precision: str, skip: int = 0, zero: Any = None, **options: Any) -> dict[str, Any]:
+    config = configuration(stage, precision)
+    config["zero_optimization"] |= zero or {}
+    return check_resume(lambda: DeepSpeedJob(initialize(TinyLM(), config, **options)), skip)
+
+
+def straddling(stage: int) -> None:
+    """Partitions cut tensors, both ranks together own every element once, and no padding is shown."""
+    shards: list[Any] = [None, None]
+    described = resume(stage, "fp32")["description"]["tensors"]
+    torch.distributed.all_gather_object(shards, described)
+    names = {name for shard in shards for name in shard if shard[name]["dtype"] != "int64"}
+    split = 0
+    for name in names - {"frozen.weight", "frozen.bias", "drift"}:
+        pieces = sorted((s[name]["offset"], s[name]["numel"]) for s in shards if name in s)
+        shape = next(s[name]["shape"] for s in shards if name in s)
+        assert pieces[0][0] == 0
+        assert sum(numel for _, numel in pieces) == torch.Size(shape).numel()
+        if len(pieces) == 2:
+            split += 1
+            assert pieces[1][0] == pieces[0][1]
+    assert split > 0
+    assert "head.weight" not in names
+    assert "embed.weight" in names
+
+
+def overflow_steps_are_counted() -> None:
+    seed(1)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(2, "fp16"))), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, BEFORE)
+    assert recorder.steps() == [(1, True), (2, False), (3, True)]
+    assert job.engine.skipped_steps == 1
+    assert [event[0] for event in recorder.events] == ["before_update", "after_step"] * BEFORE
+
+
+def hooks_are_settled_and_removed() -> None:
+    """One completion a step, with every counter final; afterwards nothing of ours is left on the instance."""
+    seed(1)
+    engine = initialize(TinyLM(), configuration(1, "fp32"))
+    before = dict(vars(engine)), len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)
+    job, recorder, seen = DeepSpeedJob(engine), Recorder(), list[tuple[int, ...]]()
+    job.adapter.attach(recorder)
+    recorder.at_step_end = lambda i: seen.append((i, engine.micro_steps, engine.global_steps, engine.global_samples))
+    run(job, 0, 2)
+    assert seen == [(1, 2, 1, 8), (2, 4, 2, 16)]
+    assert len(recorder.losses) == 4
+    job.adapter.detach()
+    after = dict(vars(engine)), len(engine.module._forward_hooks), len(engine.module._forward_pre_hooks)
+    assert before[0].keys() == after[0].keys()
+    assert before[1:] == after[1:]
+    assert engine.step.__func__ is type(engine).step
+
+    def leave(iteration: int) -> None:
+        raise SystemExit(7)
+
+    recorder.at_step_end = leave
+    job.adapter.attach(recorder)
+    with pytest.raises(SystemExit, match="7"):
+        run(job, 2, 1)
+
+
+def losses_without_engine_backward() -> None:
+    seed(1)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(1, "fp32")), direct_backward=True), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, 2)
+    assert len(recorder.losses) == 4
+    seed(1)
+    usual, usual_recorder = DeepSpeedJob(initialize(TinyLM(), configuration(1, "fp32"))), Recorder()
+    usual.adapter.attach(usual_recorder)
+    run(usual, 0, 2)
+    for ours, theirs in zip(recorder.losses, usual_recorder.losses, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def roll_back_from_after_step() -> None:
+    """A roll-back inside `after_step` stays: nothing of the finished step is written after it returns."""
+    seed(1)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(3, "bf16"))), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, 2)
+    snapshot = take_snapshot(job.adapter)
+    wanted = {key: value.clone() for key, value in snapshot["tensors"].items()}
+    recorder.losses.clear()
+    run(job, 2, 1)
+    uninterrupted = final_state(job, recorder)
+    recorder.at_step_end = lambda iteration: inject(job.adapter, snapshot)
+    run(job, 3, 1)
+    recorder.at_step_end = lambda iteration: None
+    assert job.adapter.iteration == 2
+    assert_bitwise(dict(job.adapter.shard().tensors()), wanted)
+    recorder.losses.clear()
+    recorder.events.clear()
+    run(job, 2, 1)
+    again = final_state(job, recorder)
+    uninterrupted["steps"] = again["steps"]
+    assert_bitwise(again, uninterrupted)
+
+
+def evaluation_leaves_no_trace(stage: int) -> None:
+    """Also between the micro-batches of a step: same training, same counters, same timers."""
+    finals = []
+    for evaluating in (False, True):
+        seed(1)
+        config = configuration(stage, "bf16", 2, wall_clock_breakdown=True)
+        job, recorder = DeepSpeedJob(initialize(TinyLM(), config)), Recorder()
+        job.adapter.attach(recorder)
+
+        def evaluate(job: DeepSpeedJob = job, recorder: Recorder = recorder) -> None:
+            engine = job.engine
+            assert recorder.inputs is not None
+            kept = engine.micro_steps, dict(vars(engine.tput_timer)), engine.timers("fwd").elapsed(reset=False)
+            available = [p.numel() for p in engine.module.parameters()]
+            with job.adapter.evaluation():
+                first = job.adapter.evaluate(*recorder.inputs)
+                second = job.adapter.evaluate(*recorder.inputs)
+            assert torch.equal(first, second)
+            assert kept[:2] == (engine.micro_steps, dict(vars(engine.tput_timer)))
+            assert kept[2] == engine.timers("fwd").elapsed(reset=False)
+            if stage < 3:
+                assert available == [p.numel() for p in engine.module.parameters()]
+
+        if evaluating:
+            job.after_micro_batch = evaluate
+        run(job, 0, 3)
+        finals.append(final_state(job, recorder))
+    assert_bitwise(finals[1], finals[0])
+
+
+def own_checkpoints(stage: int) -> None:
+    """The user's save_checkpoint and load_checkpoint work beside the hooks, and loads are announced."""
+    paths: list[Any] = [tempfile.mkdtemp(prefix="cpsr-own-") if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(paths)
+    seed(1)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "bf16", 1))), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, 2)
+    torch.distributed.broadcast(job.module.drift, 0)  # DeepSpeed itself saves only rank 0's buffers
+    job.engine.save_checkpoint(paths[0])
+    state = torch.get_rng_state()
+    run(job, 2, 2)
+    expected = {key: value.clone() for key, value in job.adapter.shard().tensors()}
+    seed(2)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "bf16", 1))), Recorder()
+    job.adapter.attach(recorder)
+    job.adapter.shard()
+    path, _ = job.engine.load_checkpoint(paths[0])
+    assert path is not None
+    assert Path(path).exists()
+    assert recorder.events == [("before_external_load",), ("after_external_load", 2)]
+    torch.set_rng_state(state)
+    run(job, 2, 2)
+    assert_bitwise(dict(job.adapter.shard().tensors()), expected)
+    torch.distributed.barrier()
+    shutil.rmtree(paths[0], ignore_errors=True)
+
+
+def refused(config: dict[str, Any], culprit: str, **options: Any) -> None:
+    engine = initialize(TinyLM(), config, **options)
+    with pytest.raises(UnsupportedEngineError, match=culprit):
+        adapt(engine).shard()
+
+
+def refusals() -> None:
+    offload = configuration(2, "fp32") | {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    refused(offload, "offload_optimizer")
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    refused(configuration(1, "fp32", torch_autocast=autocast), "torch_autocast")
+    refused(configuration(1, "fp32"), "RMSprop", optimizer="rmsprop")
+    refused(configuration(1, "fp32", managed_gradient_accumulation=False), "managed_gradient_accumulation")
+    engine = initialize(TinyLM(), configuration(1, "fp32"))
+    engine.lr_scheduler.extra = object()
+    with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.extra"):
+        adapt(engine).scalars()
+
+
+def pipeline(stage: int, precision: str) -> None:
+    result = check_resume(lambda: PipelineJob(pipeline_engine(stage, precision)))
+    assert result["evaluations"] == []
+    assert skipped_steps(result) == (1 if precision == "fp16" else 0)
+    assert any("embed" in name for name in result["description"]["tensors"])
+
+
+def evaluated(stage: int, precision: str, skip: int = 0, **options: Any) -> None:
+    result = resume(stage, precision, skip, **options)
+    assert len(result["evaluations"]) == AFTER
+    assert skipped_steps(result) == (1 if precision == "fp16" else 0)
+
+
+def skipped_steps(result: dict[str, Any]) -> int:
+    return int(json.loads(result["snapshot"]["json"])["scalars"]["counters"]["skipped_steps"])
+
+
+def early_state(stage: int, precision: str, optimizer: str) -> None:
+    check_early_state(lambda: DeepSpeedJob(initialize(TinyLM(), configuration(stage, precision), optimizer)))
+
+
+Case = Callable[[], Any]
+ZERO: dict[str, Case] = {
+    f"zero{stage}-{precision}": partial(evaluated, stage, precision)
+    for stage in range(4)
+    for precision in ("fp32", "bf16", "fp16")
+}
+OTHER: dict[str, Case] = {
+    "zero1-bf16-fp32grad": partial(evaluated, 1, "bf16-fp32grad"),
+    "zero0-sgd": partial(evaluated, 0, "fp32", optimizer="sgd"),
+    "zero2-sgd-warmup": partial(evaluated, 2, "fp32", optimizer="sgd", schedule="warmup"),
+    "zero3-warmup": partial(evaluated, 3, "bf16", schedule="warmup"),
+    "zero0-skip-ahead": partial(evaluated, 0, "bf16", skip=3),
+    "zero1-skip-ahead-warmup": partial(evaluated, 1, "fp32", skip=2, schedule="warmup"),
+    "zero3-skip-ahead": partial(evaluated, 3, "fp32", skip=4),
+    "zero2-round-robin": partial(evaluated, 2, "bf16", zero={"round_robin_gradients": True}),
+    "zero3-sub-groups": partial(evaluated, 3, "bf16", zero={"sub_group_size": 50}),
+    "zero3-all-persistent": partial(evaluated, 3, "fp32", zero={"stage3_param_persistence_threshold": 10**6}),
+    "evaluation-zero1": partial(evaluation_leaves_no_trace, 1),
+    "evaluation-zero2": partial(evaluation_leaves_no_trace, 2),
+    "evaluation-zero3": partial(evaluation_leaves_no_trace, 3),
+    "early-state-zero0": partial(early_state, 0, "fp32", "adamw"),
+    "early-state-zero1": partial(early_state, 1, "bf16", "sgd"),
+    "early-state-zero3": partial(early_state, 3, "fp16", "adamw"),
+    "zero1-straddling": partial(straddling, 1),
+    "zero2-straddling": partial(straddling, 2),
+    "zero3-straddling": partial(straddling, 3),
+    "overflow-counts": overflow_steps_are_counted,
+    "hooks": hooks_are_settled_and_removed,
+    "direct-backward": losses_without_engine_backward,
+    "roll-back": roll_back_from_after_step,
+    "own-checkpoints-zero1": partial(own_checkpoints, 1),
+    "own-checkpoints-zero3": partial(own_checkpoints, 3),
+    "ddp": lambda: check_resume(build_ddp, skip=2),
+    "refusals": refusals,
+    "pipeline-zero0-fp32": partial(pipeline, 0, "fp32"),
+    "pipeline-zero0-fp16": partial(pipeline, 0, "fp16"),
+    "pipeline-zero0-bf16": partial(pipeline, 0, "bf16"),
+    "pipeline-zero1-fp32": partial(pipeline, 1, "fp32"),
+    "pipeline-zero1-bf16": partial(pipeline, 1, "bf16"),
+}
+GROUPS: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER}

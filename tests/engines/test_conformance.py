@@ -1,0 +1,103 @@
+"""Both adapters under one rule: snapshot, another engine, inject, go on; bitwise what never stopped would give.
+
+The DeepSpeed and DDP cases run in two jobs of two gloo ranks each; every case is reported here on its own.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.conformance import check_early_state, check_resume
+from tests.engines.deepspeed_cases import GROUPS
+from tests.engines.torch_cases import CASES, one_thread
+
+ROOT = Path(__file__).parents[2]
+JOB_TIMEOUT_SECONDS = 240
+RANKS = 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_resumes_bitwise(name: str) -> None:
+    with one_thread():
+        result = check_resume(CASES[name])
+    assert len(result["evaluations"]) == 4
+
+
+@pytest.mark.parametrize("name", ["fp32-adamw-cosine", "fp32-sgd", "channels_last-sgd-onecycle"])
+def test_torch_skip_ahead_equals_training(name: str) -> None:
+    with one_thread():
+        check_resume(CASES[name], skip=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_state_created_early_changes_nothing(name: str) -> None:
+    with one_thread():
+        check_early_state(CASES[name])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_job(group: str, folder: Path) -> list[dict[str, Any]]:
+    """Run a group on two ranks; per rank, its results by case and the end of its log."""
+    environment = os.environ | {
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    worker, processes = Path(__file__).with_name("worker.py"), []
+    for rank in range(RANKS):
+        with (folder / f"{rank}.log").open("w") as log:
+            command = [sys.executable, str(worker), group, str(folder / f"{rank}.json")]
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment | ranks, stdout=log, stderr=log))
+    try:
+        for process in processes:
+            process.wait(JOB_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass  # the cases without a result fail below, with the log
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    outcomes = []
+    for rank in range(RANKS):
+        results = folder / f"{rank}.json"
+        cases = json.loads(results.read_text()) if results.exists() else {}
+        outcomes.append({"cases": cases, "log": (folder / f"{rank}.log").read_text()[-3000:]})
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def jobs() -> dict[str, list[dict[str, Any]]]:
+    return {}
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases])
+def test_two_ranks(
+    group: str, name: str, jobs: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if group not in jobs:
+        jobs[group] = run_job(group, tmp_path_factory.mktemp(group))
+    for rank, outcome in enumerate(jobs[group]):
+        case = outcome["cases"].get(name)
+        assert case is not None, f"rank {rank} never finished this case; an earlier one failed:\n{outcome['log']}"
+        assert case["error"] == "", f"rank {rank}:\n{case['error']}"
+
+
+def test_import_needs_no_deepspeed() -> None:
+    script = "import sys, cpsr.engines; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,335 @@
+"""What the conformance suite does not cover of `TorchAdapter`: hooks, refusals, the scaler's skipped steps."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr.engines import TorchAdapter, adapt
+from cpsr.errors import UnsupportedEngineError
+from tests.engines.conformance import (
+    BEFORE,
+    Recorder,
+    TinyConvNet,
+    TinyLM,
+    image_batch,
+    lay_out,
+    run,
+    seed,
+    token_batch,
+)
+from tests.engines.torch_cases import TorchJob, build, optimizer_of
+
+
+def test_scaler_counts_skipped_steps_and_backs_off() -> None:
+    seed(1)
+    job, recorder = build("fp32", "adamw", "cosine", scaler=True), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, BEFORE)
+    assert recorder.steps() == [(1, True), (2, False), (3, True)]
+    assert [event[0] for event in recorder.events] == ["before_update", "after_step"] * BEFORE
+    assert job.adapter.scalars()["grad_scaler"]["scale"] == 128.0
+    assert job.adapter.scalars()["optimizer_steps"][0]["step"] == 2.0
+
+
+def test_scaler_skip_ahead_equals_training() -> None:
+    seed(1)
+    job = build("fp32", "adamw", "cosine", scaler=True)
+    job.adapter.attach(Recorder())
+    run(job, 0, 2)
+    other = build("fp32", "adamw", "cosine", scaler=True)
+    other.adapter.load_scalars(copy.deepcopy(job.adapter.scalars()))
+    job.adapter.detach()
+    job.adapter.attach(Recorder())
+    for step in (2, 3, 5):  # step 4 would overflow
+        job.train_step(step)
+    other.adapter.skip_ahead(3)
+    assert other.adapter.scalars() == job.adapter.scalars()
+
+
+def test_step_ends_after_the_scheduler() -> None:
+    seed(1)
+    job, recorder = build("fp32", "adamw", "cosine"), Recorder()
+    rates: list[float] = []
+    recorder.at_step_end = lambda iteration: rates.append(job.adapter.learning_rate())
+    job.adapter.attach(recorder)
+    expected = []
+    for step in range(3):
+        job.train_step(step)
+        expected.append(job.adapter.learning_rate())
+    assert rates == expected
+    assert len(set(rates)) == 3
+
+
+def test_forgotten_scheduler_step_is_refused() -> None:
+    job = build("fp32", "adamw", "cosine")
+    job.adapter.attach(Recorder())
+    scheduler, job.scheduler = job.scheduler, None
+    job.train_step(0)
+    with pytest.raises(UnsupportedEngineError, match=r"scheduler\.step\(\) was not called after optimizer step 1"):
+        job.train_step(1)
+    assert scheduler is not None
+
+
+def test_forgotten_scaler_update_is_refused() -> None:
+    job = build("fp32", "adamw", "none", scaler=True)
+    job.adapter.attach(Recorder())
+    loss = job.called(*token_batch(0, 0, 0))
+    job.scaler.scale(loss).backward()
+    job.scaler.step(job.optimizer)
+    with pytest.raises(UnsupportedEngineError, match=r"grad_scaler\.update\(\) was not called"):
+        job.called(*token_batch(1, 0, 0))
+
+
+def test_detach_restores_everything() -> None:
+    job = build("fp32", "adamw", "cosine", scaler=True)
+    parts = (job.module, job.optimizer, job.scheduler, job.scaler)
+
+    def appearance() -> list[Any]:
+        hooks = [len(job.module._forward_hooks), len(job.module._forward_pre_hooks)]
+        hooks += [len(job.optimizer._optimizer_step_pre_hooks), len(job.optimizer._optimizer_step_post_hooks)]
+        return [*hooks, *(sorted(vars(part)) for part in parts), *(type(part) for part in parts)]
+
+    before = appearance()
+    state_keys = job.scheduler.state_dict().keys()
+    job.adapter.attach(Recorder())
+    assert job.scheduler.state_dict().keys() == state_keys
+    assert isinstance(job.scheduler, torch.optim.lr_scheduler.CosineAnnealingLR)
+    job.adapter.detach()
+    assert appearance() == before
+    job.adapter.detach()
+
+
+def test_second_observer_is_refused() -> None:
+    job = build("fp32", "adamw", "none")
+    job.adapter.attach(Recorder())
+    with pytest.raises(RuntimeError, match="detach"):
+        job.adapter.attach(Recorder())
+
+
+def test_exit_from_after_step_reaches_the_loop() -> None:
+    job, recorder = build("fp32", "adamw", "none"), Recorder()
+
+    def leave(iteration: int) -> None:
+        raise SystemExit(3)
+
+    recorder.at_step_end = leave
+    job.adapter.attach(recorder)
+    with pytest.raises(SystemExit):
+        job.train_step(0)
+    assert job.adapter.iteration == 1
+
+
+def test_inputs_and_losses_of_training_only() -> None:
+    job, recorder = build("fp32", "adamw", "none", micro_batches=2), Recorder()
+    job.adapter.attach(recorder)
+    with torch.no_grad():
+        job.module(*token_batch(9, 0, 0))
+    job.module.eval()
+    job.module(*token_batch(9, 0, 0))
+    job.module.train()
+    assert recorder.losses == []
+    assert not job.adapter.can_evaluate
+    job.train_step(0)
+    assert len(recorder.losses) == 2
+    assert recorder.inputs is not None
+    assert torch.equal(recorder.inputs[0][0], token_batch(0, 1, 0)[0])
+
+
+def test_submodules_held_in_evaluation_mode_stay_there() -> None:
+    job = build("conv", "sgd", "none")
+    assert isinstance(job.module, TinyConvNet)
+    norm = job.module.layers[1]
+    norm.eval()
+    with job.adapter.evaluation():
+        assert not job.module.training
+        job.adapter.evaluate(image_batch(0, 0, 0), {})
+    assert job.module.training
+    assert not norm.training
+
+
+def test_buffers_written_while_evaluated_are_put_back() -> None:
+    job = build("fp32", "sgd", "none")
+    assert isinstance(job.module, TinyLM)
+    buffer = job.module.drift
+    with job.adapter.evaluation():
+        buffer.add_(1.0)
+        job.module.drift = torch.ones(7)
+    assert job.module.drift is buffer
+    assert torch.equal(buffer, torch.zeros(7))
+
+
+def test_module_without_loss_cannot_be_evaluated() -> None:
+    module = nn.Linear(3, 2)
+    adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
+    adapter.attach(Recorder())
+    module(torch.ones(1, 3))
+    assert not adapter.can_evaluate
+    with adapter.evaluation(), pytest.raises(UnsupportedEngineError, match="Linear returned no loss"):
+        adapter.evaluate((torch.ones(1, 3),), {})
+
+
+def test_moment_in_another_memory_order_follows_its_parameter() -> None:
+    parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    module = nn.Module()
+    module.weight = parameter
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    values = torch.arange(48.0).view(4, 3, 2, 2)
+    optimizer.state[parameter]["momentum_buffer"] = values.clone()
+    flat = TorchAdapter(module, optimizer).shard().operators["weight"].moments["momentum_buffer"]
+    assert torch.equal(flat, values.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1))
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], values)
+
+
+def test_views_write_through() -> None:
+    job = build("conv", "adamw", "none")
+    operators = job.adapter.shard().operators
+    for operator in operators.values():
+        operator.parameter.values.fill_(0.25)
+        operator.moments["exp_avg"].fill_(0.5)
+    for parameter in job.module.parameters():
+        assert (parameter == 0.25).all()
+        assert (job.optimizer.state[parameter]["exp_avg"] == 0.5).all()
+
+
+def test_describe_tells_memory_layouts_apart() -> None:
+    plain = build("conv", "sgd", "none")
+    module = copy.deepcopy(plain.module)
+    lay_out(module, torch.contiguous_format)
+    contiguous = TorchJob(module, optimizer_of("sgd", module))
+    first = "layers.0.weight"
+    assert plain.adapter.describe()["tensors"][first]["stride"] == [27, 1, 9, 3]
+    assert "stride" not in contiguous.adapter.describe()["tensors"][first]
+
+
+def test_compiled_modules_keep_their_names() -> None:
+    module = TinyLM()
+    plain = TorchAdapter(module, optimizer_of("adamw", module)).describe()["tensors"]
+    compiled = torch.compile(module)
+    assert isinstance(compiled, nn.Module)
+    assert TorchAdapter(compiled, optimizer_of("adamw", module)).describe()["tensors"] == plain
+
+
+class TestRefusals:
+    def test_unknown_optimizer(self) -> None:
+        module = TinyLM()
+        adapter = TorchAdapter(module, torch.optim.LBFGS([p for p in module.parameters() if p.requires_grad]))
+        with pytest.raises(UnsupportedEngineError, match="LBFGS"):
+            adapter.shard()
+
+    def test_subclass_of_a_known_optimizer(self) -> None:
+        class Ours(torch.optim.AdamW):
+            pass
+
+        module = nn.Linear(4, 4)
+        with pytest.raises(UnsupportedEngineError, match=r"Ours creates its state.*not a subclass"):
+            TorchAdapter(module, Ours(module.parameters())).shard()
+
+    def test_state_that_is_not_per_element(self) -> None:
+        module = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer.state[module.weight]["row"] = torch.zeros(4)
+        with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps row of shape \(4,\)"):
+            TorchAdapter(module, optimizer).shard()
+
+    def test_state_that_is_not_a_number(self) -> None:
+        module = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer.state[module.weight]["note"] = "opaque"
+        with pytest.raises(UnsupportedEngineError, match="AdamW keeps note: str"):
+            TorchAdapter(module, optimizer).scalars()
+
+    def test_kernels_with_state_of_their_own(self) -> None:
+        # A class of that name: the real one takes a minute to compile.
+        kind = type("DeepSpeedCPUAdam", (torch.optim.AdamW,), {"__module__": "deepspeed.ops.adam.cpu_adam"})
+        module = nn.Linear(2, 2)
+        with pytest.raises(UnsupportedEngineError, match="CPU kernel of DeepSpeedCPUAdam"):
+            TorchAdapter(module, kind(module.parameters())).shard()
+
+    def test_closure(self) -> None:
+        job = build("fp32", "sgd", "none")
+        job.adapter.attach(Recorder())
+        with pytest.raises(UnsupportedEngineError, match=r"SGD\.step was called with a closure"):
+            job.optimizer.step(lambda: 0.0)
+
+    def test_dampening(self) -> None:
+        module = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+        with pytest.raises(UnsupportedEngineError, match="dampening"):
+            TorchAdapter(module, optimizer).shard()
+
+    def test_overlapping_parameters(self) -> None:
+        module = nn.Module()
+        storage = torch.randn(10)
+        module.one, module.two = nn.Parameter(storage[:6]), nn.Parameter(storage[4:])
+        with pytest.raises(UnsupportedEngineError, match="one and two are different tensors in the same memory"):
+            TorchAdapter(module, torch.optim.AdamW(module.parameters()))
+
+    def test_strided_parameter(self) -> None:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.randn(4, 4)[:, ::2])
+        with pytest.raises(UnsupportedEngineError, match="weight of shape"):
+            TorchAdapter(module, torch.optim.AdamW(module.parameters()))
+
+    def test_parameter_outside_the_module(self) -> None:
+        module, stray = nn.Linear(2, 2), nn.Parameter(torch.zeros(5))
+        with pytest.raises(UnsupportedEngineError, match=r"shape \(5,\) that is not in Linear"):
+            TorchAdapter(module, torch.optim.AdamW([*module.parameters(), stray]))
+
+    def test_expanded_buffer(self) -> None:
+        module = nn.Linear(2, 2)
+        module.register_buffer("wide", torch.zeros(1).expand(4))
+        with pytest.raises(UnsupportedEngineError, match="buffer wide"):
+            TorchAdapter(module, torch.optim.AdamW(module.parameters())).shard()
+
+    def test_opaque_scheduler(self) -> None:
+        module = TinyLM()
+        optimizer = optimizer_of("sgd", module)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        scheduler.probe = object()  # type: ignore[attr-defined]  # what a careless subclass does
+        with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.probe"):
+            TorchAdapter(module, optimizer, scheduler).scalars()
+
+    def test_scheduler_without_state(self) -> None:
+        module = TinyLM()
+        with pytest.raises(UnsupportedEngineError, match="object has no step"):
+            TorchAdapter(module, optimizer_of("sgd", module), object())
+
+    def test_parts_that_were_not_saved(self) -> None:
+        saved = build("fp32", "adamw", "cosine").adapter.scalars()
+        with pytest.raises(UnsupportedEngineError, match="had a scheduler and this one has none"):
+            build("fp32", "adamw", "none").adapter.load_scalars(saved)
+        with pytest.raises(UnsupportedEngineError, match="grad_scaler"):
+            build("fp32", "adamw", "cosine", scaler=True).adapter.load_scalars(saved)
+        with pytest.raises(UnsupportedEngineError, match="parameter groups"):
+            build("fp32", "sgd", "cosine").adapter.load_scalars(saved)
+
+    @pytest.mark.parametrize("engine", [nn.Linear(2, 2), None, TorchAdapter])
+    def test_not_an_engine(self, engine: Any) -> None:
+        with pytest.raises(UnsupportedEngineError, match="TorchAdapter"):
+            adapt(engine)
+
+    def test_micro_batches(self) -> None:
+        module = TinyLM()
+        with pytest.raises(ValueError, match="micro_batches_per_iteration must be at least 1"):
+            TorchAdapter(module, optimizer_of("sgd", module), micro_batches_per_iteration=0)
+
+
+def test_adapter_is_returned_as_it_is() -> None:
+    adapter = build("fp32", "sgd", "none").adapter
+    assert adapt(adapter) is adapter
+
+
+def test_plateau_schedule_is_left_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    module = TinyLM()
+    optimizer = optimizer_of("sgd", module)
+    adapter = TorchAdapter(module, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    adapter.attach(Recorder())
+    before = adapter.scalars()["schedule"]
+    with caplog.at_level(logging.WARNING):
+        assert adapter.skip_ahead(3) == [0.1, 0.1, 0.1]
+    assert adapter.scalars()["schedule"] == before
+    assert [record.message.split()[0] for record in caplog.records] == ["ReduceLROnPlateau"]

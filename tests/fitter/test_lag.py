@@ -1,0 +1,173 @@
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cpsr.fitter.curve import LossCurve
+from cpsr.fitter.lag import persistent_lag, transient
+
+FAILURE = 1000
+CHUNKS = 16
+EVERY = 10
+
+
+def level(time: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+    return numpy.asarray(1.5 + 2.5 * numpy.exp(-time / 600))
+
+
+def curve(
+    first: int,
+    last: int,
+    lag: float = 0.0,
+    noise: NDArray[numpy.float64] | None = None,
+    pace: NDArray[numpy.float64] | None = None,
+) -> LossCurve:
+    """Losses of a run that is `lag` behind, per chunk with its own offset and its own lag (`pace`, iterations)."""
+    iterations = numpy.arange(first, last + 1, EVERY)
+    own = numpy.zeros(CHUNKS) if pace is None else pace
+    offsets = numpy.linspace(-0.3, 0.3, CHUNKS)
+    losses = level(iterations[:, None] - lag - own[None, :]) + offsets
+    return LossCurve(iterations, losses if noise is None else losses + noise)
+
+
+def noise_like(seed: int, points: int, sigma: float) -> NDArray[numpy.float64]:
+    return numpy.random.default_rng(seed).normal(0, sigma, (points, CHUNKS))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(-150, 150))
+def test_a_shift_is_found(shift: float) -> None:
+    found = persistent_lag(curve(FAILURE, FAILURE + 160, shift), curve(0, 2000), FAILURE)
+    assert found.iterations == pytest.approx(shift, abs=0.3)
+    assert found.standard_error == pytest.approx(0.0, abs=0.1)
+    assert numpy.sign(found.gap_nats) == numpy.sign(shift) or abs(shift) < 1e-6
+    assert found.points == 11
+
+
+@pytest.mark.parametrize("shift", [-8.0, 0.0, 12.0, 42.0])
+def test_noise_is_averaged_out(shift: float) -> None:
+    errors = []
+    for seed in range(20):
+        recovered = curve(FAILURE, FAILURE + 160, shift, noise_like(seed, 17, 0.02))
+        faultfree = curve(0, 2000, 0.0, noise_like(seed + 100, 201, 0.02))
+        errors.append(persistent_lag(recovered, faultfree, FAILURE).iterations - shift)
+    # Slope 7e-4 a step; 0.02 nats over 11 x 16 values is 0.0015 nats, 2 to 3 iterations with the spline's own share.
+    assert abs(numpy.mean(errors)) < 2.0
+    assert numpy.std(errors) < 4.0
+
+
+def test_both_forms_agree_on_a_small_lag() -> None:
+    found = persistent_lag(curve(FAILURE, FAILURE + 160, 6.0), curve(0, 2000), FAILURE)
+    assert found.local_iterations == pytest.approx(found.iterations, abs=0.2)
+    middle = FAILURE + 110
+    assert found.slope_nats_per_iteration == pytest.approx(2.5 / 600 * numpy.exp(-middle / 600), rel=0.02)
+    assert found.gap_nats == pytest.approx(found.iterations * found.slope_nats_per_iteration, rel=0.02)
+
+
+def test_the_standard_error_covers_the_choice_of_chunks() -> None:
+    # Chunks lag by 10 +- 8 iterations each: over many drawn sets the interval holds the true 10 as often as it says.
+    rng = numpy.random.default_rng(1)
+    inside = 0
+    for _ in range(150):
+        recovered = curve(FAILURE, FAILURE + 160, 10.0, pace=rng.normal(0, 8, CHUNKS))
+        found = persistent_lag(recovered, curve(0, 2000), FAILURE)
+        inside += abs(found.iterations - 10.0) <= 2 * found.standard_error
+    assert 0.87 <= inside / 150 <= 0.99  # 2 standard errors with 15 degrees of freedom: 0.936
+
+
+def test_the_standard_error_of_a_mean_is_the_textbook_one() -> None:
+    pace = numpy.random.default_rng(2).normal(0, 8, CHUNKS)
+    recovered, faultfree = curve(FAILURE, FAILURE + 160, 10.0, pace=pace), curve(0, 2000)
+    gaps = recovered.between(1060, 1160).losses - faultfree.between(1060, 1160).losses
+    expected = gaps.mean(axis=0).std(ddof=1) / numpy.sqrt(CHUNKS)
+    assert persistent_lag(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(expected)
+    at_once = (recovered.losses[0] - faultfree.between(FAILURE, FAILURE).losses[0]).std(ddof=1) / numpy.sqrt(CHUNKS)
+    assert transient(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(at_once)
+
+
+def test_one_chunk_has_no_standard_error() -> None:
+    def single(whole: LossCurve) -> LossCurve:
+        return LossCurve(whole.iterations, whole.losses[:, :1])
+
+    found = persistent_lag(single(curve(FAILURE, FAILURE + 160, 5.0)), single(curve(0, 2000)), FAILURE)
+    assert found.iterations == pytest.approx(5.0, abs=0.3)
+    assert numpy.isnan(found.standard_error)
+
+
+def test_a_flat_curve_is_refused() -> None:
+    iterations = numpy.arange(0, 2001, EVERY)
+    for wobble in (0.0, 0.001):
+        losses = 2.0 + wobble * numpy.random.default_rng(0).normal(size=(201, CHUNKS))
+        whole = LossCurve(iterations, losses)
+        with pytest.raises(ValueError, match="flat from iteration 1060"):
+            persistent_lag(whole, whole, FAILURE)
+
+
+def test_a_rising_curve_is_refused() -> None:
+    iterations = numpy.arange(0, 2001, EVERY)
+    rising = LossCurve(iterations, numpy.tile(iterations[:, None] * 1e-3, (1, 3)))
+    with pytest.raises(ValueError, match="flat"):
+        persistent_lag(rising, rising, FAILURE)
+
+
+def test_missing_points_are_named() -> None:
+    good = curve(0, 2000)
+    with pytest.raises(ValueError, match="has 0 points 60 to 160 iterations after 1000"):
+        persistent_lag(curve(FAILURE, FAILURE + 50), good, FAILURE)
+    with pytest.raises(ValueError, match="covers 60 to 120 of the window"):
+        persistent_lag(curve(FAILURE, FAILURE + 120), good, FAILURE)
+    with pytest.raises(ValueError, match="no point at iteration 1110"):
+        persistent_lag(curve(FAILURE, FAILURE + 160), curve(0, 1100), FAILURE)
+    with pytest.raises(ValueError, match="validation chunks"):
+        persistent_lag(LossCurve(good.iterations, good.losses[:, :3]), good, FAILURE)
+    with pytest.raises(ValueError, match="must ascend"):
+        persistent_lag(good, good, FAILURE, window=(160, 60))
+
+
+def test_a_lag_beyond_the_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="at the edge"):
+        persistent_lag(curve(FAILURE, FAILURE + 160, -40.0), curve(0, 1170), FAILURE)
+    with pytest.raises(ValueError, match="at the edge"):
+        persistent_lag(curve(FAILURE, FAILURE + 160, 90.0), curve(0, 2000), FAILURE, max_lag_iterations=60)
+
+
+def test_transient_of_a_recovery_that_closes_the_gap() -> None:
+    faultfree = curve(0, 2000)
+    losses = faultfree.at(numpy.arange(FAILURE, FAILURE + 161, EVERY))
+    since = numpy.arange(17)[:, None] * EVERY
+    recovered = LossCurve(numpy.arange(FAILURE, FAILURE + 161, EVERY), losses + 0.08 * numpy.exp(-since / 12))
+    found = transient(recovered, faultfree, FAILURE)
+    assert found.gap_nats == pytest.approx(0.08)
+    assert found.gap_standard_error == pytest.approx(0.0, abs=1e-9)
+    assert found.iterations == 30  # 0.08 exp(-30/12) = 0.0066 is the first below 0.01
+
+
+def test_a_gap_that_comes_back_is_not_gone() -> None:
+    faultfree = curve(0, 2000)
+    iterations = numpy.arange(FAILURE, FAILURE + 161, EVERY)
+    gap = numpy.zeros((17, 1))
+    gap[[0, 1, 8]] = 0.05
+    found = transient(LossCurve(iterations, faultfree.at(iterations) + gap), faultfree, FAILURE)
+    assert found.iterations == 90
+    gap[15] = 0.05
+    assert transient(LossCurve(iterations, faultfree.at(iterations) + gap), faultfree, FAILURE).iterations is None
+
+
+def test_a_lag_keeps_the_gap_open_and_a_lead_has_none() -> None:
+    assert transient(curve(FAILURE, FAILURE + 160, 40.0), curve(0, 2000), FAILURE).iterations is None
+    assert transient(curve(FAILURE, FAILURE + 160, -10.0), curve(0, 2000), FAILURE).iterations == 0
+
+
+def test_transient_needs_the_point_at_injection() -> None:
+    with pytest.raises(ValueError, match="right at injection"):
+        transient(curve(FAILURE + 10, FAILURE + 160), curve(0, 2000), FAILURE)
+
+
+def test_curves_are_checked() -> None:
+    with pytest.raises(ValueError, match="ascend"):
+        LossCurve(numpy.array([10, 10]), numpy.ones((2, 1)))
+    with pytest.raises(ValueError, match=r"expected \(points,\)"):
+        LossCurve(numpy.array([10, 20]), numpy.ones(2))
+    with pytest.raises(ValueError, match="iteration 20 is not finite"):
+        LossCurve(numpy.array([10, 20]), numpy.array([[1.0], [numpy.inf]]))

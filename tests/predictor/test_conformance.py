@@ -1,0 +1,355 @@
+"""What every predictor by name must keep to, whatever its method."""
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpsr.predictor.baselines import BASELINES, ORACLE, RECOMPUTE
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
+
+MakeHistory = Callable[..., Any]
+ITERATIONS = list(range(600, 1001, 50))
+TARGET = Target(1030, 1030.0, 1.0)
+
+every_method = pytest.mark.parametrize("method", BASELINES)
+
+
+def walk(count: int, seed: int = 0, sizes: tuple[int, ...] = (37, 5)) -> list[dict[str, torch.Tensor]]:
+    """A random walk with a drift, in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"w{place}" for place in range(len(sizes))]
+    drift = {name: torch.randn(size, generator=generator) for name, size in zip(names, sizes, strict=True)}
+    noise = [
+        {name: torch.randn(size, generator=generator) for name, size in zip(names, sizes, strict=True)}
+        for _ in range(count)
+    ]
+    return [{name: 3.0 + 0.1 * k * drift[name] + 0.05 * noise[k][name] for name in names} for k in range(count)]
+
+
+def predicted(predictor: StatePredictor, history: History, forecast: Forecast) -> dict[str, torch.Tensor]:
+    """The whole tensors; fails unless the pieces cover every element exactly once, in float32."""
+    out = {operator: torch.full((history.numel(operator),), math.nan) for operator in history.operators}
+    seen = {operator: torch.zeros(history.numel(operator), dtype=torch.int64) for operator in history.operators}
+    for operator, start, values in predictor.predict(history, forecast):
+        assert values.dtype == torch.float32
+        assert values.dim() == 1
+        out[operator][start : start + values.numel()] = values
+        seen[operator][start : start + values.numel()] += 1
+    assert all(bool((count == 1).all()) for count in seen.values())
+    return out
+
+
+def predict(predictor: StatePredictor, history: History, target: Target = TARGET) -> dict[str, torch.Tensor]:
+    forecast = predictor.forecast(history, target)
+    assert forecast.feasible, forecast.reason
+    return predicted(predictor, history, forecast)
+
+
+@every_method
+def test_its_name_is_its_key_and_its_own(method: str) -> None:
+    predictor = BASELINES[method]()
+    assert predictor.name == method
+    assert method not in (RECOMPUTE, ORACLE)
+    predictor.record({"lag_iterations": 1.0})
+    successor = BASELINES[method]()
+    successor.load_state_dict(predictor.state_dict())
+    assert successor.state_dict()["outcomes"] == [{"lag_iterations": 1.0}]
+    for other in BASELINES.keys() - {method}:
+        with pytest.raises(ValueError, match="learned state of predictor"):
+            BASELINES[other]().load_state_dict(predictor.state_dict())
+
+
+@every_method
+def test_an_ordinary_failure_is_feasible_and_says_what_it_is(make_history: MakeHistory, method: str) -> None:
+    history = make_history(ITERATIONS, walk(9))
+    forecast = BASELINES[method]().forecast(history, TARGET)
+    assert forecast.feasible
+    assert forecast.method == method
+    assert 0.0 <= forecast.expected_lag_iterations <= 30.0
+    assert forecast.settings["base_iteration"] == 1000
+    assert forecast.settings["used_iterations"][-1] == 1000
+    assert "30 iterations ahead" in forecast.reason
+    out = predicted(BASELINES[method](), history, forecast)
+    assert all(bool(torch.isfinite(values).all()) for values in out.values())
+
+
+@every_method
+def test_horizon_zero_is_the_newest_checkpoint(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9)
+    for count in (1, 2, 9):
+        history = make_history(ITERATIONS[-count:], weights[-count:])
+        forecast = BASELINES[method]().forecast(history, Target(1000, 1000.0, 1.0))
+        assert forecast.expected_lag_iterations == 0.0
+        out = predicted(BASELINES[method](), history, forecast)
+        assert all(torch.equal(out[name], weights[-1][name]) for name in out)
+
+
+@every_method
+def test_a_learning_rate_of_zero_since_the_checkpoint_leaves_it_as_it_is(
+    make_history: MakeHistory, method: str
+) -> None:
+    weights = walk(9)
+    out = predict(BASELINES[method](), make_history(ITERATIONS, weights), Target(1030, 1000.0, 1.0))
+    assert all(torch.equal(out[name], weights[-1][name]) for name in out)
+
+
+@every_method
+def test_constants_predict_themselves(make_history: MakeHistory, method: str) -> None:
+    constant = torch.tensor([0.1, -3.7e20, 0.0, 1e-30, 65504.0])
+    moving = walk(9)
+    weights = [{"still": constant.clone(), **step} for step in moving]
+    out = predict(BASELINES[method](), make_history(ITERATIONS, weights))
+    assert torch.equal(out["still"], constant)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[HistoryEntry], Target]:
+    """Checkpoints at irregular iterations and learning rates, some zero, and a failure after them."""
+    gaps = draw(st.lists(st.integers(1, 120), min_size=1, max_size=12))
+    rates = draw(st.lists(st.sampled_from([0.0, 1e-6, 1e-4, 1e-3]), min_size=len(gaps), max_size=len(gaps)))
+    iterations = list(itertools.accumulate([draw(st.integers(0, 2000)), *gaps]))
+    times = list(itertools.accumulate([0.0, *(gap * rate for gap, rate in zip(gaps, rates, strict=True))]))
+    entries = [HistoryEntry(i, t, r) for i, t, r in zip(iterations, times, [*rates, rates[-1]], strict=True)]
+    ahead = draw(st.integers(0, 300))
+    return entries, Target(iterations[-1] + ahead, times[-1] + ahead * draw(st.sampled_from([0.0, *rates])), 1e-3)
+
+
+@every_method
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(situation=situations(), seed=st.integers(0, 2**16), scale=st.sampled_from([1e-6, 1.0, 1e6]))
+def test_random_histories_are_refused_or_predicted_finitely(
+    make_history: MakeHistory, method: str, situation: tuple[list[HistoryEntry], Target], seed: int, scale: float
+) -> None:
+    entries, target = situation
+    generator = torch.Generator().manual_seed(seed)
+    weights = [{"w": scale * torch.randn(11, generator=generator)} for _ in entries]
+    history = type(make_history([1], [{}]))(entries, weights)
+    predictor = BASELINES[method]()
+    forecast = predictor.forecast(history, target)
+    if not forecast.feasible:
+        assert forecast.coefficients == {}
+        assert forecast.reason
+        with pytest.raises(ValueError, match="not feasible"):
+            predictor.predict(history, forecast)
+        return
+    row = forecast.coefficients["w"]
+    assert len(row) == len(entries)
+    assert math.fsum(row) == pytest.approx(1.0, abs=1e-9)
+    out = predicted(predictor, history, forecast)["w"]
+    exact = sum(c * step["w"].double() for c, step in zip(row, weights, strict=True))
+    assert isinstance(exact, torch.Tensor)
+    size = scale * 4.0 * sum(abs(c) for c in row)  # 4 standard deviations bound 11 normal values well enough
+    torch.testing.assert_close(out.double(), exact, rtol=0.0, atol=1e-6 * size)
+
+
+@every_method
+def test_the_result_does_not_depend_on_the_chunk_size(make_history: MakeHistory, method: str) -> None:
+    history = make_history(ITERATIONS, walk(9))
+    whole = predict(BASELINES[method](), history)
+    for chunk_elements in (1, 7, 37, 38):
+        history.largest_piece = 0
+        predictor = BASELINES[method](chunk_elements=chunk_elements)
+        forecast = predictor.forecast(history, TARGET)
+        history.largest_piece = 0
+        out = predicted(predictor, history, forecast)
+        assert history.largest_piece == min(chunk_elements, 37)
+        assert all(torch.equal(out[name], whole[name]) for name in whole)
+
+
+@every_method
+def test_pieces_are_fresh_memory(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9)
+    history = make_history(ITERATIONS, weights)
+    before = [{name: values.clone() for name, values in step.items()} for step in weights]
+    predictor = BASELINES[method]()
+    for _, _, values in predictor.predict(history, predictor.forecast(history, TARGET)):
+        values.fill_(math.nan)
+    assert all(torch.equal(step[name], kept[name]) for step, kept in zip(weights, before, strict=True) for name in step)
+
+
+@every_method
+@pytest.mark.parametrize(("count", "failure"), [(0, 30), (9, 1501), (9, 10**6)])
+def test_infeasible_says_why_and_is_not_predicted(
+    make_history: MakeHistory, method: str, count: int, failure: int
+) -> None:
+    history = make_history(ITERATIONS[:count], walk(count))
+    predictor = BASELINES[method]()
+    forecast = predictor.forecast(history, Target(failure, float(failure), 1.0))
+    assert not forecast.feasible
+    assert forecast.coefficients == {}
+    assert (
+        "no usable checkpoint" in forecast.reason if count == 0 else f"{failure - 1000} iterations" in forecast.reason
+    )
+    with pytest.raises(ValueError, match="not feasible"):
+        predictor.predict(history, forecast)
+
+
+@every_method
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0, 4, 7, 8])
+def test_a_damaged_checkpoint_counts_as_absent(make_history: MakeHistory, method: str, poison: float, bad: int) -> None:
+    weights = walk(9)
+    # Near enough for each method: four checkpoints in 100 iterations, and a secant that reaches 8 (or 18 from 990).
+    iterations, target = [800, 825, 850, 875, 900, 925, 950, 990, 1000], Target(1008, 1008.0, 1.0)
+    others = [place for place in range(9) if place != bad]
+    expected = predict(
+        BASELINES[method](), make_history([iterations[k] for k in others], [weights[k] for k in others]), target
+    )
+    broken = [{name: values.clone() for name, values in step.items()} for step in weights]
+    broken[bad]["w1"][2] = poison
+    history = make_history(iterations, broken)
+    forecast = BASELINES[method]().forecast(history, target)
+    out = predicted(BASELINES[method](), history, forecast)
+    assert all(torch.equal(out[name], expected[name]) for name in out)
+    assert forecast.settings["left_out_not_finite"] in ([], [iterations[bad]])
+    if bad == 8:
+        assert forecast.settings["base_iteration"] == 990
+        assert "left out" in forecast.reason
+
+
+@every_method
+def test_nothing_but_damaged_checkpoints_is_infeasible(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9)
+    for step in weights:
+        step["w0"][0] = math.nan
+    forecast = BASELINES[method]().forecast(make_history(ITERATIONS, weights), TARGET)
+    assert not forecast.feasible
+    assert "left out, not finite" in forecast.reason
+
+
+@every_method
+@pytest.mark.parametrize("iterations", [[100, 200, 200, 300], [100, 300, 200, 400]])
+def test_repeated_or_unsorted_checkpoints_are_an_error(
+    make_history: MakeHistory, method: str, iterations: list[int]
+) -> None:
+    with pytest.raises(ValueError, match="not ascending"):
+        BASELINES[method]().forecast(make_history(iterations, walk(4)), Target(410, 410.0, 1.0))
+
+
+@every_method
+@pytest.mark.parametrize(
+    ("times", "target", "words"),
+    [
+        ([1.0, 3.0, 2.0, 4.0], Target(410, 5.0, 1.0), "falls after iteration 200"),
+        ([1.0, 2.0, math.nan, 4.0], Target(410, 5.0, 1.0), "iteration 300: time or learning rate is not finite"),
+        ([1.0, 2.0, 3.0, 4.0], Target(410, math.inf, 1.0), "not finite"),
+        ([1.0, 2.0, 3.0, 4.0], Target(390, 5.0, 1.0), "lies before"),
+        ([1.0, 2.0, 3.0, 4.0], Target(410, 3.5, 1.0), "lies before"),
+    ],
+)
+def test_impossible_times_are_an_error(
+    make_history: MakeHistory, method: str, times: list[float], target: Target, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        BASELINES[method]().forecast(make_history([100, 200, 300, 400], walk(4), times=times), target)
+
+
+@every_method
+def test_a_pause_of_the_learning_rate_in_the_window_is_no_obstacle(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9)
+    weights[7] = weights[6]
+    times = [float(i) for i in ITERATIONS]
+    times[7] = times[6]
+    history = make_history(ITERATIONS, weights, times=times)
+    out = predict(BASELINES[method](), history, Target(1010, 1010.0, 1.0))
+    assert all(bool(torch.isfinite(values).all()) for values in out.values())
+
+
+@every_method
+def test_an_operator_taken_earlier_is_predicted_from_when_it_was_taken(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9, sizes=(11,))
+    earlier = [iteration - 20 for iteration in ITERATIONS]
+    expected = predict(BASELINES[method](), make_history(earlier, weights))["w0"]
+    both = [{"fresh": torch.ones(2), "expert": step["w0"], "once": torch.full((3,), float(k))}
+            for k, step in enumerate(weights)]  # fmt: skip
+    history = make_history(ITERATIONS, both, taken={"expert": earlier, "once": [580] * 9})
+    out = predict(BASELINES[method](), history)
+    torch.testing.assert_close(out["expert"], expected)
+    assert torch.equal(out["once"], torch.full((3,), 8.0))  # one snapshot of its own: kept, from the newest entry
+
+
+@every_method
+def test_snapshots_that_entries_repeat_count_once(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9, sizes=(11,))
+    doubled = [step for step in weights for _ in range(2)]
+    iterations = [i for iteration in ITERATIONS for i in (iteration, iteration + 25)]
+    taken = {"w0": [iteration for iteration in ITERATIONS for _ in range(2)]}
+    target = Target(1030, 1030.0, 1.0)
+    out = predict(BASELINES[method](), make_history(iterations, doubled, taken=taken), target)
+    expected = predict(BASELINES[method](), make_history(ITERATIONS, weights), target)
+    torch.testing.assert_close(out["w0"], expected["w0"])
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_histories_are_read_as_float32(
+    make_history: MakeHistory, method: str, dtype: torch.dtype
+) -> None:
+    half = [{name: values.to(dtype) for name, values in step.items()} for step in walk(9)]
+    same = [{name: values.float() for name, values in step.items()} for step in half]
+    out = predict(BASELINES[method](), make_history(ITERATIONS, half, widen=True))
+    expected = predict(BASELINES[method](), make_history(ITERATIONS, same))
+    assert all(torch.equal(out[name], expected[name]) for name in out)
+    with pytest.raises(ValueError, match=r"expected \(37,\) float32"):
+        BASELINES[method]().forecast(make_history(ITERATIONS, half), TARGET)
+
+
+@every_method
+def test_a_tensor_that_changed_its_shape_is_an_error(make_history: MakeHistory, method: str) -> None:
+    weights = walk(9)
+    weights[8]["w0"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"'w0' at iteration 1000: .* change its shape"):
+        BASELINES[method]().forecast(make_history(ITERATIONS, weights), TARGET)
+
+
+class MappedHistory:
+    """One large operator in files that are mapped; notes the process's own memory whenever a piece is read."""
+
+    def __init__(self, directory: Path, iterations: list[int], numel: int) -> None:
+        self.entries = [HistoryEntry(i, float(i), 1.0) for i in iterations]
+        self.operators = ["w"]
+        self.peak_bytes = 0
+        self._files = []
+        for place, iteration in enumerate(iterations):
+            file = numpy.memmap(directory / f"{iteration}.bin", numpy.float32, "w+", shape=(numel,))  # sparse on disk
+            file[:: numel // 64] = float(place**2 % 7)
+            self._files.append(torch.from_numpy(file))
+
+    def numel(self, operator: str) -> int:
+        return self._files[0].numel()
+
+    def taken_at(self, operator: str, entry: int) -> int:
+        return self.entries[entry].iteration
+
+    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
+        self.peak_bytes = max(self.peak_bytes, own_memory_bytes())
+        return self._files[entry][start:stop]
+
+
+def own_memory_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.fixture(scope="module")
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> MappedHistory:
+    # Beyond 32 MiB the allocator always asks the system: nothing hides in memory that earlier tests have left.
+    return MappedHistory(tmp_path_factory.mktemp("mapped"), [900, 950, 1000], numel=9 << 20)
+
+
+@every_method
+def test_memory_does_not_grow_with_the_model(mapped: MappedHistory, method: str) -> None:
+    predictor = BASELINES[method](chunk_elements=1 << 17)
+    before = mapped.peak_bytes = own_memory_bytes()
+    for _, _, _ in predictor.predict(mapped, predictor.forecast(mapped, TARGET)):
+        mapped.peak_bytes = max(mapped.peak_bytes, own_memory_bytes())
+    # Four pieces of 0.5 MiB, 4 MiB of differences for a Gram matrix; the tensor has 36 MiB in each checkpoint.
+    assert mapped.peak_bytes - before < 12 * 2**20

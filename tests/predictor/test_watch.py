@@ -1,0 +1,109 @@
+import math
+from collections.abc import Callable
+
+import numpy
+import pytest
+
+from cpsr.predictor.watch import Watch, WatchDecision
+
+LENGTH = 60
+TOLERANCE = 0.5
+
+
+def run(
+    seed: int, sigma: float, excess: Callable[[int], float], outliers: float = 0.0, baseline: int = 30
+) -> WatchDecision:
+    """Watch `2.2 + excess(k) + noise`, with a slow descent and now and then a batch that is 1.5 nats off."""
+    rng = numpy.random.default_rng(seed)
+
+    def loss(k: int) -> float:
+        odd = 1.5 if rng.random() < outliers else 0.0
+        return float(2.2 - 0.0005 * k + sigma * rng.normal() + odd)
+
+    watch = Watch([loss(k) for k in range(-baseline, 0)], LENGTH, TOLERANCE)
+    for k in range(LENGTH):
+        decision = watch.observe(1000 + k, loss(k) + excess(k))
+        if decision.status != "watching":
+            return decision
+    return decision
+
+
+def transient(size: float, decay: float) -> Callable[[int], float]:
+    return lambda k: size * math.exp(-k / decay)
+
+
+def diverging(pace: float) -> Callable[[int], float]:
+    return lambda k: 0.1 + pace * k
+
+
+@pytest.mark.parametrize("sigma", [0.03, 0.1, 0.5])
+def test_ordinary_noise_passes(sigma: float) -> None:
+    alarms = sum(run(seed, sigma, transient(0.1, 15), outliers=0.03).status == "diverged" for seed in range(300))
+    assert alarms <= (0 if sigma < 0.5 else 1)
+
+
+def test_a_large_transient_that_decays_passes() -> None:
+    results = [run(seed, 0.1, transient(1.8, 12)).status for seed in range(100)]
+    assert results == ["passed"] * 100
+
+
+def test_a_short_baseline_still_passes() -> None:
+    assert sum(run(seed, 0.1, transient(0.1, 15), baseline=3).status == "diverged" for seed in range(200)) == 0
+
+
+def test_an_explosion_is_seen_within_five_iterations() -> None:
+    for seed in range(100):
+        decision = run(seed, 0.1, lambda k: 3.5)
+        assert decision.status == "diverged"
+        assert decision.iteration <= 1004
+
+
+def test_a_steady_divergence_is_seen_by_mid_watch() -> None:
+    for seed in range(100):
+        decision = run(seed, 0.1, diverging(0.1))
+        assert decision.status == "diverged"
+        assert decision.iteration <= 1000 + LENGTH // 2
+
+
+def test_a_level_that_stays_up_is_refused_by_the_end() -> None:
+    for seed in range(100):
+        decision = run(seed, 0.1, lambda k: 1.0)
+        assert decision.status == "diverged"
+        assert decision.excess_nats > decision.allowed_nats
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_ends_it_at_once(loss: float) -> None:
+    watch = Watch([2.0] * 20, LENGTH, TOLERANCE)
+    decision = watch.observe(1, loss)
+    assert decision.status == "diverged"
+    assert watch.observe(2, 2.0) is decision  # final
+
+
+def test_numbers_and_reason_are_kept() -> None:
+    watch = Watch([2.0, 2.0, 2.0, math.nan], 4, TOLERANCE)
+    first = watch.observe(10, 2.25)
+    assert (first.status, first.iteration, first.loss, first.level, first.baseline) == ("watching", 10, 2.25, 2.25, 2.0)
+    assert first.allowed_nats == pytest.approx(TOLERANCE * (1 + 3 * 0.75))
+    last = watch.observe(13, 2.25)
+    assert last.status == "passed"
+    assert last.allowed_nats == pytest.approx(TOLERANCE)
+    assert "+0.250 nats" in last.reason
+
+
+def test_a_watch_of_one_iteration_decides() -> None:
+    assert Watch([2.0] * 5, 1, TOLERANCE).observe(1, 2.4).status == "passed"
+    assert Watch([2.0] * 5, 1, TOLERANCE).observe(1, 2.6).status == "diverged"
+
+
+def test_bad_input_is_an_error() -> None:
+    with pytest.raises(ValueError, match="finite training loss"):
+        Watch([math.nan], LENGTH, TOLERANCE)
+    with pytest.raises(ValueError, match="iterations = 0"):
+        Watch([2.0], 0, TOLERANCE)
+    with pytest.raises(ValueError, match="tolerance_nats"):
+        Watch([2.0], LENGTH, 0.0)
+    watch = Watch([2.0], LENGTH, TOLERANCE)
+    watch.observe(5, 2.0)
+    with pytest.raises(ValueError, match="does not follow 5"):
+        watch.observe(5, 2.0)

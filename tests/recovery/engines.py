@@ -1,0 +1,71 @@
+"""The engines of `worker.py`'s job: one model that returns its loss, and one in pipeline stages that does not."""
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ITEMS, BATCH, FEATURES, WIDTH = 48, 4, 6, 16
+SEED = 7
+
+
+class Regression(nn.Module):
+    """Returns its loss; the dropout makes random states matter, the buffer is state outside the optimizer."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        parameter = next(self.layers.parameters())
+        return nn.functional.mse_loss(self.layers(x.to(parameter.dtype)).float(), y)
+
+
+def dataset() -> TensorDataset:
+    """Inputs, targets, and each item's index, by which a batch is known."""
+    x = torch.randn(ITEMS, FEATURES)
+    return TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(ITEMS, 1), torch.arange(ITEMS))
+
+
+def loader(data: TensorDataset, parts: int, part: int) -> "DataLoader[Any]":
+    """Shuffled by a seeded sampler, one part of it for each data-parallel rank."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=parts, rank=part, seed=3)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=True)
+
+
+def initialize(module: nn.Module, config: Any) -> Any:
+    """A DeepSpeed engine with AdamW and a falling learning rate."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    return engine
+
+
+def configuration(zero: int, precision: str, micro_batches: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    return config | ({precision: {"enabled": True}} if precision != "fp32" else {})
+
+
+def pipeline(stages: int) -> PipelineModule:
+    layers = [
+        LayerSpec(nn.Linear, FEATURES, WIDTH),
+        LayerSpec(nn.Tanh),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        LayerSpec(nn.Dropout, 0.1),
+        LayerSpec(nn.Linear, WIDTH, 1),
+    ]
+    return PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")

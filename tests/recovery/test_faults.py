@@ -1,0 +1,461 @@
+"""Bad input and faults of one process: what is refused, what is survived, and what is said."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
+from cpsr.journal import JournalReader
+
+INTERVAL = 3
+
+
+class CrashError(Exception):
+    """What ends a life here without a clean end."""
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+class Loop:
+    """A user's script: model, optimizer and what CPSR is given."""
+
+    def __init__(self, width: int = 8, seed: int = 0, module: nn.Module | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = Model(width) if module is None else module
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.adapter = TorchAdapter(self.model, self.optimizer)
+
+    def step(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def loader() -> "DataLoader[Any]":
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    return DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+
+
+def config(run_dir: Path, **settings: Any) -> dict[str, Any]:
+    checkpoint = {"interval_iterations": INTERVAL, "fsync": False} | settings.pop("checkpoint", {})
+    return {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint} | settings
+
+
+def train(recovery: CPSRRecovery, loop: Loop, until: int, crash: bool = False, sigterm_at: int | None = None) -> None:
+    for x, y in recovery.resume(loader(), repeat=True):
+        if recovery.iteration == sigterm_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        loop.step(loop.model(x, y))
+        if recovery.iteration % INTERVAL == 0:
+            recovery._saver.finish()
+            recovery._writer.drain(10)  # tiny steps would outrun the disk
+        if recovery.iteration >= until:
+            break
+    if crash:
+        raise CrashError
+
+
+def life(
+    run_dir: Path, until: int, *, width: int = 8, seed: int = 0, crash: bool = False, **settings: Any
+) -> tuple[CPSRRecovery, list[torch.Tensor]]:
+    """One life; returns the recovery and the weights at its end."""
+    loop = Loop(width, seed)
+    try:
+        with CPSRRecovery(loop.adapter, config(run_dir, **settings)) as recovery:
+            train(recovery, loop, until, crash)
+    except CrashError:
+        pass
+    return recovery, [parameter.detach().clone() for parameter in loop.model.parameters()]
+
+
+def same(mine: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> list[torch.Tensor]:
+    _, weights = life(tmp_path / "reference", 20)
+    return list(weights)
+
+
+def test_no_checkpoint_yet_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
+    recovery, _ = life(tmp_path, 2, crash=True)
+    assert recovery.restored.method == "scratch"
+    assert recovery.restored.reason == "no checkpoint has been committed yet"
+    with JournalReader(tmp_path / "journal.db") as journal:
+        assert any("no checkpoint has been committed yet" in event.message for event in journal.events())
+    assert life(tmp_path, 2)[0].restored.method == "scratch"
+
+
+def test_exact_mode_is_bitwise_the_uninterrupted_run(tmp_path: Path, reference: list[torch.Tensor]) -> None:
+    life(tmp_path / "run", 11, crash=True)
+    recovery, weights = life(tmp_path / "run", 20, seed=5)
+    assert recovery.restored.restored_iteration == 9
+    assert recovery.restored.failure_iteration == 11
+    assert same(weights, reference)
+
+
+def test_a_clean_end_leaves_a_marker(tmp_path: Path, reference: list[torch.Tensor]) -> None:
+    life(tmp_path / "run", 10)
+    assert json.loads((tmp_path / "run" / "ended.json").read_text()) == {"ending": "clean", "iteration": 10}
+    recovery, weights = life(tmp_path / "run", 20, seed=5)
+    assert recovery.restored.restored_iteration == 10
+    assert recovery.restored.failure_iteration is None
+    assert same(weights, reference)
+    with JournalReader(tmp_path / "run" / "journal.db") as journal:
+        assert any("ended cleanly at iteration 10" in event.message for event in journal.events())
+        assert [entry.ending for entry in journal.lives()] == ["clean", "clean"]
+        assert journal.failures() == []
+
+
+@pytest.mark.parametrize("kind", ["params", "moments", "extra"])
+@pytest.mark.parametrize("damage", ["truncate", "flip"])
+def test_a_damaged_shard_is_skipped_for_an_older_one(
+    tmp_path: Path, reference: list[torch.Tensor], kind: str, damage: str
+) -> None:
+    life(tmp_path / "run", 11, crash=True)
+    path = tmp_path / "run" / "checkpoints" / "step-0000000009" / f"rank-00000.{kind}.safetensors"
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    else:
+        del data[-1:]
+    path.write_bytes(data)
+    recovery, _ = life(tmp_path / "run", 7, seed=5, crash=True)
+    assert recovery.restored.checkpoint_iteration == 6
+    assert list((tmp_path / "run" / "checkpoints").glob("damaged-step-0000000009*")), "kept until newer ones are there"
+    recovery, weights = life(tmp_path / "run", 20, seed=6)
+    assert recovery.restored.checkpoint_iteration == 6
+    assert same(weights, reference)
+    with JournalReader(tmp_path / "run" / "journal.db") as journal:
+        (event,) = [event for event in journal.events() if event.kind == "checkpoint damaged"]
+    assert path.name in event.message
+
+
+def test_all_checkpoints_damaged_is_not_a_new_start(tmp_path: Path) -> None:
+    life(tmp_path, 11, crash=True)
+    for info in scan(tmp_path / "checkpoints").checkpoints:
+        for path in info.directory.glob("*.safetensors"):
+            path.write_bytes(b"rust")
+    for _ in range(2):  # a launcher tries again by itself; the second try must not begin anew either
+        with pytest.raises(RecoveryError, match="none of the checkpoints of this run can be restored"):
+            life(tmp_path, 20)
+    assert not list((tmp_path / "checkpoints").glob("damaged-*")), "nothing was renamed"
+
+
+def test_another_model_is_refused_by_its_first_tensor(tmp_path: Path) -> None:
+    life(tmp_path, 4)
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with pytest.raises(RunMismatchError, match=r"'layers\.0\.bias', shape \(8,\) there and shape \(9,\) here"):
+        life(tmp_path, 4, width=9)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
+
+
+def test_another_world_size_is_refused(tmp_path: Path) -> None:
+    life(tmp_path, 4)
+    identity = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(identity | {"world_size": 4}))
+    with pytest.raises(RunMismatchError, match="a run of 4 ranks, this job has 1"):
+        life(tmp_path, 4)
+
+
+def in_process(script: str, *before: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python code that may import this module, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [*before, sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_training_goes_on_with_a_full_disk(tmp_path: Path) -> None:
+    """The checkpoints lie on a file system that holds two of them and not three."""
+    (tmp_path / "checkpoints").mkdir()
+    mounted = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    mounted += ['mount -t tmpfs -o size=400k tmpfs "$0" && exec "$@"', str(tmp_path / "checkpoints")]
+    ended = in_process(
+        f"""
+        from pathlib import Path
+        from cpsr.checkpoint.verify import verify_run
+        from tests.recovery.test_faults import life
+        recovery, _ = life(Path({str(tmp_path)!r}), 20, width=2000)
+        assert recovery.iteration == 20
+        assert verify_run(Path({str(tmp_path)!r})) == []
+        print("trained to the end")
+        """,
+        *mounted,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "trained to the end" in ended.stdout
+    assert "No space left on device" in ended.stderr
+    with JournalReader(tmp_path / "journal.db") as journal:
+        rows = {row.iteration: row for row in journal.checkpoints()}
+        failures = [event for event in journal.events() if event.kind == "checkpoint failed"]
+    assert [rows[iteration].status for iteration in (3, 6, 9)] == ["committed", "committed", "failed"]
+    assert "No space left on device" in rows[9].reason
+    assert "training goes on, older checkpoints are untouched" in failures[0].message
+
+
+def test_host_memory_that_does_not_suffice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpsr.checkpoint.resources.available_host_bytes", lambda: 1000)
+    with pytest.raises(ResourceError, match="1000 are available"):
+        life(tmp_path, 4)
+
+
+def test_a_disk_that_does_not_suffice_is_refused_but_not_for_what_the_run_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    short = {"history_span_iterations": 0}
+    life(tmp_path / "run", 12, width=500, crash=True, checkpoint=short)
+    held = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=held // 2))
+    with pytest.raises(ResourceError, match=f"{held // 2} are free"):
+        life(tmp_path / "another", 12, width=500, checkpoint=short)
+    assert life(tmp_path / "run", 13, width=500, checkpoint=short)[0].restored.restored_iteration == 12
+
+
+def test_configurations_that_are_refused(tmp_path: Path) -> None:
+    engine = Loop().adapter
+    with pytest.raises(ConfigError, match=r"did you mean 'checkpoint\.interval_iterations'"):
+        CPSRRecovery(engine, {"run_dir": tmp_path, "checkpoint": {"interval_seconds": 30}})
+    with pytest.raises(ConfigError, match=r"'checkpoint\.interval_iterations' = '50s'"):
+        CPSRRecovery(engine, {"run_dir": tmp_path, "checkpoint": {"interval_iterations": "50s"}})
+    with pytest.raises(ConfigError, match="no configuration"):
+        CPSRRecovery(engine)
+
+
+def test_resume_says_where_it_belongs(tmp_path: Path) -> None:
+    recovery = CPSRRecovery(Loop().adapter, config(tmp_path))
+    with pytest.raises(ConfigError, match="inside the `with CPSRRecovery"):
+        recovery.resume(loader())
+    with recovery, pytest.raises(ConfigError, match="give one of the two"):
+        recovery.resume(loader(), epochs=2, repeat=True)
+
+
+def test_passes_are_counted_over_restarts(tmp_path: Path) -> None:
+    """16 batches a pass: killed in the second of two, the run ends where it would have ended."""
+
+    def one_life(seed: int, crash_at: int | None) -> tuple[int, list[int]]:
+        loop, passes = Loop(seed=seed), []
+        try:
+            with CPSRRecovery(loop.adapter, config(tmp_path / "run")) as recovery:
+                for epoch in range(recovery.epoch, 2):
+                    passes.append(epoch)
+                    for x, y in recovery.resume(loader()):
+                        loop.step(loop.model(x, y))
+                        recovery._writer.drain(10)
+                        if recovery.iteration == crash_at:
+                            raise CrashError
+        except CrashError:
+            pass
+        return recovery.iteration, passes
+
+    assert one_life(0, 20) == (20, [0, 1])
+    assert one_life(5, None) == (32, [1])
+
+
+def test_registered_objects_come_back(tmp_path: Path) -> None:
+    class Counter:
+        count = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": self.count, "values": torch.full((2,), float(self.count))}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert torch.equal(state["values"], torch.full((2,), float(state["count"])))
+            self.count = state["count"]
+
+    loop, counter = Loop(), Counter()
+    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        recovery.register("counter", counter)
+        counter.count = 5
+        train(recovery, loop, 4)
+        with pytest.raises(ConfigError, match="'counter' is registered already"):
+            recovery.register("counter", counter)
+    again = Counter()
+    with CPSRRecovery(Loop().adapter, config(tmp_path)) as recovery:
+        recovery.register("counter", again)
+        assert again.count == 5
+
+
+def test_sigterm_commits_the_exact_state(tmp_path: Path, reference: list[torch.Tensor]) -> None:
+    loop = Loop()
+    recovery = CPSRRecovery(loop.adapter, config(tmp_path / "run"))
+
+    def leave() -> None:
+        with recovery:
+            train(recovery, loop, 20, sigterm_at=7)
+
+    with pytest.raises(SystemExit) as left:
+        leave()
+    assert left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    stopped_at = recovery.iteration
+    assert stopped_at == 8
+    recovery, weights = life(tmp_path / "run", 20, seed=5)
+    assert recovery.restored.restored_iteration == stopped_at
+    assert same(weights, reference)
+
+
+def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -> None:
+    def one_life(until: int, crash: bool, mode: Literal["exact", "predict"]) -> CPSRRecovery:
+        loop = Loop(module=nn.Linear(4, 1))
+
+        def loss_fn(batch: Any) -> torch.Tensor:
+            return nn.functional.mse_loss(loop.model(batch[0]), batch[1])
+
+        try:
+            with CPSRRecovery(loop.adapter, config(tmp_path), loss_fn=loss_fn, mode=mode) as recovery:
+                for batch in recovery.resume(loader(), repeat=True):
+                    loop.step(loss_fn(batch))
+                    recovery._writer.drain(10)
+                    if recovery.iteration >= until:
+                        break
+                if crash:
+                    raise CrashError
+        except CrashError:
+            pass
+        return recovery
+
+    one_life(20, True, "exact")
+    back = one_life(24, False, "predict")
+    assert back.restored.method == "line", back.restored.reason
+    assert back.restored.guard["loss"]["loss_checkpoint"] > 0
+
+
+def test_a_killed_process_is_found_by_its_counter(tmp_path: Path) -> None:
+    """No exception handler runs: the step of the failure comes from the mapped counter alone."""
+    ended = in_process(
+        f"""
+        import os, signal
+        from pathlib import Path
+        from tests.recovery.test_faults import Loop, config, train
+        from cpsr import CPSRRecovery
+        loop = Loop()
+        with CPSRRecovery(loop.adapter, config(Path({str(tmp_path)!r}))) as recovery:
+            train(recovery, loop, 11)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    recovery, _ = life(tmp_path, 12, mode="predict")
+    assert recovery.restored.failure_iteration == 11
+    assert recovery.restored.checkpoint_iteration == 9
+    assert recovery.restored.method == "line"
+    assert recovery.restored.restored_iteration == 11
+
+
+class Average:
+    """Keeps what it is given and changes it in place, as many users' objects do."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"values": torch.zeros(2), "seen": []}
+
+    def update(self, iteration: int) -> None:
+        self.state["values"] += 1
+        self.state["seen"].append(iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) -> None:
+    """Diverging, rolled back, killed right behind it: the checkpoint is still there, and so are the users' values."""
+
+    def one_life(until: int, mode: Literal["exact", "predict"], poison: bool = False) -> tuple[CPSRRecovery, Average]:
+        loop, average = Loop(), Average()
+        try:
+            with CPSRRecovery(loop.adapter, config(tmp_path), mode=mode) as recovery:
+                recovery.register("average", average)
+                for x, y in recovery.resume(loader(), repeat=True):
+                    poisoned = 1e3 if poison and recovery.restored.predicted else 1.0
+                    loop.step(loop.model(x, poisoned * y))
+                    average.update(recovery.iteration)
+                    recovery._writer.drain(10)
+                    if recovery.iteration == until and not (poison and recovery.restored.predicted):
+                        raise CrashError
+        except CrashError:
+            pass
+        return recovery, average
+
+    one_life(20, "exact")
+    back, average = one_life(20, "predict", poison=True)
+    assert back.restored.method == "exact"
+    assert "diverged" in back.restored.reason
+    # The user's update comes after the step, so the checkpoint of step 18 holds 17; the roll-back ended one step more.
+    assert average.state["seen"] == [*range(1, 18), 18, 19, 20]
+    assert average.state["values"].tolist() == [20.0, 20.0]
+    again, _ = one_life(22, "exact")
+    assert again.restored.checkpoint_iteration == 18
+
+
+def test_a_skipped_last_checkpoint_is_taken_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are busy when the last iteration's checkpoint is due; at the end they are not."""
+    begin = SnapshotPool.begin
+    calls: list[int] = []
+
+    def busy_once(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any) -> Any:
+        calls.append(iteration)
+        return None if calls == [3, 6, 9, 12] else begin(pool, shard, iteration, scalars)
+
+    monkeypatch.setattr(SnapshotPool, "begin", busy_once)
+    life(tmp_path, 12)
+    assert calls == [3, 6, 9, 12, 12]
+    assert scan(tmp_path / "checkpoints").checkpoints[-1].iteration == 12
+
+
+def test_a_buffer_that_changes_its_shape_skips_checkpoints_and_says_so(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.model.register_buffer("cache", torch.zeros(2), persistent=False)
+    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        train(recovery, loop, 4)
+        loop.model.register_buffer("cache", torch.zeros(5), persistent=False)
+        train(recovery, loop, 8)
+    with JournalReader(tmp_path / "journal.db") as journal:
+        rows = {row.iteration: row for row in journal.checkpoints()}
+    assert rows[3].status == "committed"
+    assert rows[6].status == "skipped"
+    assert "cache" in rows[6].reason
+
+
+def test_state_that_nobody_registered_again_is_carried_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    logging.getLogger("cpsr").propagate = True
+    loop, average = Loop(), Average()
+    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        recovery.register("average", average)
+        average.update(0)
+        train(recovery, loop, 4)
+    life(tmp_path, 8)
+    assert "holds state of ['average'], not registered in this job" in caplog.text
+    again = Average()
+    with CPSRRecovery(Loop().adapter, config(tmp_path)) as recovery:
+        recovery.register("average", again)
+        recovery.register("another", Average())
+    assert again.state["seen"] == [0]
+    assert "'another' is registered, but the checkpoint holds no state of that name" in caplog.text

@@ -1,0 +1,78 @@
+"""A PipelineModule whose data iterator is `recovery.resume(loader)`: a stage killed, and the job brought back."""
+
+from typing import Any
+
+import pytest
+
+from cpsr.journal import JournalReader
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import ITERATIONS, Job
+
+CHECKPOINT, FAILURE, MICRO_BATCHES = 20, 23, 2
+PIPELINE: dict[str, Any] = {"zero": 0, "micro_batches": MICRO_BATCHES}
+
+
+def killed_at_stage_1(job: Job, stages: int) -> None:
+    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, ranks=stages, stages=stages, **PIPELINE)
+    assert ended.statuses[1] == -9, ended.output
+
+
+def guard_of(job: Job) -> dict[str, Any]:
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    assert recovery is not None
+    return dict(recovery.guard)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, stages: int) -> None:
+    killed_at_stage_1(job, stages)
+    back = job.launch(ranks=stages, stages=stages, **PIPELINE)
+    assert back.statuses == [0] * stages, back.output[0][-3000:]
+    reference = uninterrupted(ranks=stages, stages=stages, **PIPELINE)
+    for rank in range(stages):
+        mine, exact = back.result(rank), reference.result(rank)
+        assert mine["started"]["iteration"] == CHECKPOINT
+        # The stage in the middle loads nothing.
+        assert len(exact["batches"]) == (0 if rank == 1 and stages == 3 else ITERATIONS * MICRO_BATCHES)
+        assert mine["batches"] == exact["batches"][CHECKPOINT * MICRO_BATCHES :]
+        assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
+
+
+# What the user gives for the loss veto -> what the guard notes of it.
+VETO = {
+    "with loss_fn": "nats",
+    "without loss_fn": "a pipeline's loss exists on its last stage only",
+    "": "there are no probe batches on some rank",
+}
+
+
+@pytest.mark.parametrize(
+    ("stages", "probes"), [(2, "with loss_fn"), (3, "with loss_fn"), (2, "without loss_fn"), (2, "")]
+)
+def test_prediction(job: Job, uninterrupted: Uninterrupted, stages: int, probes: str) -> None:
+    killed_at_stage_1(job, stages)
+    back = job.launch(mode="predict", ranks=stages, stages=stages, probes=probes, **PIPELINE)
+    assert back.statuses == [0] * stages, back.output[0][-3000:]
+    reference = uninterrupted(ranks=stages, stages=stages, **PIPELINE)
+    for rank in range(stages):
+        mine = back.result(rank)
+        assert (mine["started"]["iteration"], mine["started"]["method"]) == (FAILURE, "line")
+        assert mine["batches"] == reference.result(rank)["batches"][FAILURE * MICRO_BATCHES :]
+        assert mine["iteration"] == ITERATIONS
+    loss = guard_of(job)["loss"]
+    assert loss["accepted"] is True
+    assert VETO[probes] in loss["reason"]
+    assert ("loss_checkpoint" in loss) == (probes == "with loss_fn")
+
+
+def test_a_vetoed_prediction_is_undone_on_every_stage(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed_at_stage_1(job, 2)
+    strict = {"guard": {"loss_tolerance_nats": 1e-9}}
+    back = job.launch(mode="predict", ranks=2, stages=2, probes="reversed", settings=strict, **PIPELINE)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert guard_of(job)["loss"]["accepted"] is False
+    for rank in range(2):
+        exact = uninterrupted(ranks=2, stages=2, **PIPELINE).result(rank)
+        assert "vetoed" in back.result(rank)["started"]["reason"]
+        assert back.result(rank)["state"] == exact["state"]

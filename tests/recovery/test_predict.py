@@ -1,0 +1,150 @@
+"""A killed job that restarts near the point of failure: where it continues, and when it is refused or given up."""
+
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.journal import JournalReader, RecoveryRow
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import INTERVAL, ITERATIONS, Job
+
+FAILURE, CHECKPOINT = 23, 20
+# A step far past anything sensible, which only the limits under test can stop.
+WILD = {"predictor": {"window_iterations": 100, "gain": 5.0}, "guard": {"displacement_limit": 1e9}}
+
+
+def recovery_of(job: Job) -> RecoveryRow:
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    assert recovery is not None
+    return recovery
+
+
+def killed(job: Job) -> None:
+    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT)
+    assert -9 in ended.statuses, ended.output
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: int) -> None:
+    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, zero=zero)
+    assert -9 in ended.statuses, ended.output
+    back = job.launch(mode="predict", zero=zero)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        result = back.result(rank)
+        assert result["started"]["iteration"] == FAILURE
+        assert result["started"]["method"] == "line"
+        # The batch after the failure's is the next; nothing is trained twice and nothing is left out.
+        assert result["batches"] == uninterrupted(zero).result(rank)["batches"][FAILURE:]
+        assert result["learning_rate"] == uninterrupted(zero).result(rank)["learning_rate"]
+        assert result["iteration"] == ITERATIONS
+        assert result["state"] != uninterrupted(zero).result(rank)["state"]
+
+    recovery = recovery_of(job)
+    assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (FAILURE, CHECKPOINT)
+    assert recovery.method == "line"
+    assert recovery.settings["used_iterations"][-1] == CHECKPOINT
+    assert recovery.guard["loss"]["accepted"] is True
+    assert recovery.guard["finite"]["not_finite"] == 0
+    assert {source.rank for source in recovery.sources} == {0, 1}
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        (failure,) = journal.failures()
+        origins = {row.iteration: row.origin for row in journal.checkpoints() if row.status == "committed"}
+    assert failure.iteration == FAILURE
+    assert origins[CHECKPOINT] == "trained"
+    assert origins[ITERATIONS] == "predicted"
+    newest = scan(job.run_dir / "checkpoints").checkpoints[-1]
+    assert newest.label == "predicted"
+
+
+def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrupted: Uninterrupted) -> None:
+    """Two checkpoints show no direction: auto falls back to exact, says so, and is bitwise."""
+    ended = job.launch(fault=f"step:1:{2 * INTERVAL + 1}", committed=2 * INTERVAL)
+    assert -9 in ended.statuses
+    back = job.launch(mode="auto")
+    assert back.result()["started"] | {"reason": ""} == {"iteration": 2 * INTERVAL, "method": "exact", "reason": ""}
+    assert "2 usable checkpoints" in back.result()["started"]["reason"]
+    assert back.result()["state"] == uninterrupted().result()["state"]
+
+
+def test_a_wild_prediction_is_vetoed(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed(job)
+    settings: dict[str, Any] = {**WILD, "guard": {**WILD["guard"], "loss_tolerance_nats": 1e-9}}
+    back = job.launch(mode="predict", settings=settings)
+    recovery = recovery_of(job)
+    assert recovery.guard["loss"]["accepted"] is False, recovery.guard
+    assert recovery.outcome == "vetoed"
+    assert "vetoed" in back.result()["started"]["reason"]
+    assert back.result()["started"]["iteration"] == CHECKPOINT
+    for rank in range(2):
+        assert back.result(rank)["state"] == uninterrupted().result(rank)["state"]
+
+
+def test_a_long_step_is_shortened(job: Job) -> None:
+    killed(job)
+    settings: dict[str, Any] = {**WILD, "guard": {"displacement_limit": 1e-3}}
+    back = job.launch(mode="predict", settings=settings)
+    assert back.statuses == [0, 0]
+    guard = recovery_of(job).guard
+    assert guard["shortened"] == 4
+    assert 0 < guard["smallest_scale"] < 0.1
+
+
+def test_a_diverging_state_is_rolled_back(job: Job, uninterrupted: Uninterrupted) -> None:
+    """In the same life, to the checkpoint, dealing its batches again: in the end nothing has happened."""
+    killed(job)
+    back = job.launch(mode="predict", poison=True)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    recovery = recovery_of(job)
+    assert recovery.outcome == "rolled_back", recovery.guard
+    assert recovery.guard["watch"]["status"] == "diverged"
+    for rank in range(2):
+        mine, exact = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == FAILURE
+        # The step that ended in the roll-back is noted at the checkpoint's iteration; from there on all is as it was.
+        rolled_back_at = next(place for place, batch in enumerate(mine["batches"]) if batch[0] <= CHECKPOINT)
+        assert mine["batches"][rolled_back_at + 1 :] == exact["batches"][CHECKPOINT:]
+        assert mine["state"] == exact["state"]
+        assert mine["rng"] == exact["rng"]
+
+
+def test_a_diverging_state_without_a_way_back_is_reported(job: Job, uninterrupted: Uninterrupted) -> None:
+    """A one-shot data iterator: training goes on, and a restart does what this life could not."""
+    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, one_shot=True)
+    assert -9 in ended.statuses, ended.output
+    diverged = job.launch(mode="predict", fault="step:1:28", poison=True, one_shot=True)
+    assert diverged.statuses[1] == -9, diverged.output
+    recovery = recovery_of(job)
+    assert recovery.outcome == "kept"
+    assert recovery.guard["watch"]["status"] == "diverged"
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        (message,) = [event.message for event in journal.events() if event.kind == "diverged" and event.rank == 0]
+    assert f"restart it with mode 'exact' to recompute from checkpoint {CHECKPOINT}" in message
+
+    back = job.launch(mode="exact", one_shot=True)
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted(one_shot=True).result(rank)
+        assert mine["started"]["iteration"] == CHECKPOINT
+        assert mine["batches"] == reference["batches"][CHECKPOINT:]
+        assert mine["state"] == reference["state"]
+
+
+def test_killed_again_during_the_watch(job: Job, uninterrupted: Uninterrupted) -> None:
+    """Before the next checkpoint: predicted once more from the same one, to where the second life came."""
+    killed(job)
+    again = FAILURE + 2
+    ended = job.launch(mode="predict", fault=f"step:1:{again}")
+    assert ended.statuses[1] == -9, ended.output
+    assert scan(job.run_dir / "checkpoints").checkpoints[-1].iteration == CHECKPOINT
+    back = job.launch(mode="predict")
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        assert back.result(rank)["started"]["iteration"] == again
+        assert back.result(rank)["started"]["method"] == "line"
+        assert back.result(rank)["batches"] == uninterrupted().result(rank)["batches"][again:]
+    recovery = recovery_of(job)
+    assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (again, CHECKPOINT)
+    assert recovery.outcome == "kept"
+    assert recovery.guard["watch"]["status"] == "unfinished"  # the run ended before the watch

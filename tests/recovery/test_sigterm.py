@@ -1,0 +1,53 @@
+"""SIGTERM to some ranks of a job: all leave at one step, with their exact state committed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.progress import read_progress
+from cpsr.journal import JournalReader
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import RANKS, Job
+
+AT = 13
+EVERY = {"stop_check_iterations": 5}
+
+# fault, settings -> where all leave: the vote that is cast at one check is counted at the next.
+CASES = {
+    "rank 1": (f"sigterm:1:{AT}", {}, 15),
+    "both ranks": (f"sigterm:all:{AT}", {}, 15),
+    "twice": (f"sigterm-twice:all:{AT}", {}, 15),
+    "checked every 5": (f"sigterm:0:{AT}", EVERY, 20),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_leave_together_and_nothing_is_lost(job: Job, uninterrupted: Uninterrupted, case: str) -> None:
+    fault, settings, left_at = CASES[case]
+    left = job.launch(fault=fault, settings=settings)
+    assert left.statuses == [128 + 15] * RANKS, left.output
+    assert json.loads((job.run_dir / "ended.json").read_text()) == {"ending": "sigterm", "iteration": left_at}
+    progress = read_progress(job.run_dir, RANKS)
+    assert progress is not None
+    assert progress.iteration == progress.newest == left_at
+    assert scan(job.run_dir / "checkpoints").checkpoints[-1].iteration == left_at
+    assert "its state is committed" in left.output[0]
+
+    back = job.launch(mode="predict")  # nothing was lost, so that there is nothing to predict
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    for rank in range(RANKS):
+        mine, reference = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == left_at
+        assert mine["started"]["method"] == "exact"
+        assert mine["batches"] == reference["batches"][left_at:]
+        assert {**mine, "batches": [], "started": {}} == {**reference, "batches": [], "started": {}}
+    check_journal(job.run_dir, left_at)
+
+
+def check_journal(run_dir: Path, left_at: int) -> None:
+    with JournalReader(run_dir / "journal.db") as journal:
+        assert [life.ending for life in journal.lives()] == ["sigterm", "clean"]
+        assert journal.failures() == []
+        assert any(f"left after SIGTERM at iteration {left_at}" in event.message for event in journal.events())

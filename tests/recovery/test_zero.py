@@ -1,0 +1,46 @@
+"""Every ZeRO stage, bf16 and gradient accumulation: killed, and back at the checkpoint bit for bit."""
+
+from typing import Any
+
+import pytest
+
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import ITERATIONS, RANKS, Job
+
+CHECKPOINT, FAILURE = 20, 22
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
+    "zero 2": {"zero": 2},
+    "zero 3": {"zero": 3},
+    "bf16": {"precision": "bf16"},
+    "accumulating": {"micro_batches": 2},
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -> None:
+    options = ENGINES[engine]
+    # Where a step has two batches, the rank dies between them.
+    phase = "step" if engine != "accumulating" else "micro"
+    killed = job.launch(fault=f"{phase}:1:{FAILURE}", committed=CHECKPOINT, **options)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(**options)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(RANKS):
+        mine, reference = back.result(rank), uninterrupted(**options).result(rank)
+        assert mine["started"]["iteration"] == CHECKPOINT
+        assert mine["batches"] == reference["batches"][CHECKPOINT * options.get("micro_batches", 1) :]
+        assert {**mine, "batches": [], "started": {}} == {**reference, "batches": [], "started": {}}
+
+
+def test_prediction_continues_with_the_next_micro_batch(job: Job, uninterrupted: Uninterrupted) -> None:
+    """Two batches a step: what a step that was not finished has used is dealt again."""
+    killed = job.launch(fault=f"micro:1:{FAILURE}", committed=CHECKPOINT, micro_batches=2)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(mode="predict", micro_batches=2)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(RANKS):
+        assert back.result(rank)["started"]["iteration"] == FAILURE
+        assert back.result(rank)["started"]["method"] == "line"
+        assert back.result(rank)["batches"] == uninterrupted(micro_batches=2).result(rank)["batches"][2 * FAILURE :]
+        assert back.result(rank)["iteration"] == ITERATIONS

@@ -1,0 +1,232 @@
+"""One rank of a small DeepSpeed job under CPSR, which can kill itself at a chosen point.
+
+The final state and the batches that were trained on are left as JSON, so that runs can be compared bit for bit.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+import cpsr.checkpoint.store as store_module
+from cpsr import CPSRRecovery
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import CheckpointWriter
+from tests.recovery.engines import BATCH, SEED, Regression, configuration, dataset, initialize, loader, pipeline
+
+SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one life of the job does.
+
+    Attributes:
+        config: CPSR's configuration.
+        result: where the result goes, `.<rank>.json` appended.
+        iterations: end of the run.
+        fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
+        committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
+        zero, precision, micro_batches: of the DeepSpeed configuration.
+        stages: pipeline stages, 0 is no pipeline.
+        probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
+            `reversed` grows as training goes on.
+        poison: train a predicted state on targets that blow it up.
+        one_shot: give `resume` an iterator that cannot be started again.
+        load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
+        block: hand CPSR its configuration in that of DeepSpeed, as a `mapping` or a `file`.
+        odd_rank: a rank whose model has a buffer of another shape.
+    """
+
+    config: dict[str, Any]
+    result: Path
+    iterations: int
+    fault: str = ""
+    committed: Path | None = None
+    zero: int = 1
+    precision: str = "fp32"
+    micro_batches: int = 1
+    stages: int = 0
+    probes: str = ""
+    poison: bool = False
+    one_shot: bool = False
+    load_back: tuple[int, int] | None = None
+    block: str = ""
+    odd_rank: int | None = None
+
+
+def main(options: Options, rank: int, ranks: int) -> None:
+    faults = Faults(options, rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Through a file: a port that was free a moment ago may be taken by now.
+    meeting = f"file://{options.result.with_suffix('.ranks')}"
+    deepspeed.init_distributed(
+        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
+    )
+    torch.manual_seed(SEED)
+    engine, batches = build(options, rank)
+    loop = train_pipeline if options.stages else train
+    config = None if options.block else options.config
+    with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
+        restored = recovery.restored
+        started = {"iteration": recovery.iteration, "method": restored.method, "reason": restored.reason}
+        dealt = loop(recovery, engine, batches, options, faults)
+        result = {"started": started, "batches": dealt} | final_state(recovery, engine)
+    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+
+
+def build(options: Options, rank: int) -> tuple[Any, Any]:
+    """The engine and the data, both the same in every life."""
+    ds_config: Any = configuration(options.zero, options.precision, options.micro_batches)
+    if options.block:
+        ds_config["cpsr"] = options.config
+    if options.block == "file":
+        path = options.result.with_suffix(f".deepspeed-{rank}.json")
+        path.write_text(json.dumps(ds_config))
+        ds_config = str(path)
+    model = pipeline(options.stages) if options.stages else Regression()
+    ranks = torch.distributed.get_world_size()
+    data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)))
+    engine = initialize(model, ds_config)
+    if rank == options.odd_rank:
+        engine.module.register_buffer("seen", torch.zeros(2))
+    return engine, (batch for _ in range(100) for batch in data) if options.one_shot else data
+
+
+def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, Any]:
+    if not options.probes:
+        return {}
+    inputs, targets, _ = batches.dataset[:BATCH]
+    probe = inputs, -targets if options.probes == "reversed" else targets
+    if options.probes == "without loss_fn":
+        return {"probe_batches": [probe]}
+    repeated = engine.gradient_accumulation_steps()
+    return {"probe_batches": [probe], "loss_fn": lambda batch: engine.eval_batch(iter([batch] * repeated))}
+
+
+def train(recovery: CPSRRecovery, engine: Any, batches: Any, options: Options, faults: "Faults") -> list[list[int]]:
+    """The usual loop; returns the iteration after, and the indices of, every batch."""
+    dealt, loaded = [], False
+    for inputs, targets, indices in recovery.resume(batches, repeat=True):
+        faults.at_batch(recovery.iteration, engine.micro_steps % options.micro_batches)
+        loss = engine(inputs, 100 * targets if options.poison and recovery.restored.predicted else targets)
+        engine.backward(loss)
+        engine.step()
+        keep_pace(recovery)
+        dealt.append([recovery.iteration, *indices.tolist()])
+        if options.load_back is not None:
+            folder = str(options.result.with_suffix(".user"))
+            if recovery.iteration == options.load_back[0] and not loaded:
+                engine.save_checkpoint(folder)
+            if recovery.iteration == options.load_back[1] and not loaded:
+                loaded = True
+                engine.load_checkpoint(folder)
+        if recovery.iteration >= options.iterations:
+            break
+    return dealt
+
+
+def train_pipeline(
+    recovery: CPSRRecovery, engine: Any, batches: Any, options: Options, faults: "Faults"
+) -> list[list[int]]:
+    """The same over `train_batch`; a stage in the middle is dealt nothing."""
+    dealt = []
+
+    def noted() -> Iterator[Any]:
+        for inputs, targets, indices in recovery.resume(batches, repeat=True):
+            dealt.append([recovery.iteration + 1, *indices.tolist()])
+            yield inputs, targets
+
+    data = noted()
+    while recovery.iteration < options.iterations:
+        faults.at_batch(recovery.iteration, 0)
+        engine.train_batch(data)
+        keep_pace(recovery)
+    return dealt
+
+
+def keep_pace(recovery: CPSRRecovery) -> None:
+    """Before a checkpoint is due, let the last be written: steps this short would outrun the disk, and skip it."""
+    if recovery._saver.is_due(recovery.iteration + 1):
+        recovery._writer.drain(SAVE_SECONDS)
+
+
+def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for _, tensor in sorted(recovery._adapter.shard().tensors()):
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return {
+        "iteration": recovery.iteration,
+        "state": digest.hexdigest(),
+        "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        "learning_rate": engine.get_lr(),
+    }
+
+
+class Faults:
+    """What happens to this rank, and when.
+
+    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
+    `sigterm` (before a step). Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
+    `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
+    """
+
+    def __init__(self, options: Options, rank: int) -> None:
+        phase, victim, at = options.fault.split(":") if options.fault else ("", "", "0")
+        self._phase = phase if victim in (str(rank), "all") else ""
+        self._at = int(at)
+        self._committed = options.committed
+        if self._phase:
+            self._arm()
+
+    def at_batch(self, iteration: int, micro_batch: int) -> None:
+        if iteration != self._at:
+            return
+        if self._phase == ("micro" if micro_batch else "step"):
+            self._die()
+        if self._phase in ("sigterm", "sigterm-twice"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _die(self) -> None:
+        deadline = time.monotonic() + 30
+        while self._committed is not None and not self._committed.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _arm(self) -> None:
+        at, step = self._at, f"step-{self._at:010d}"
+        if self._phase == "snapshot":
+            before(
+                SnapshotPool, "_copy_on_host", lambda _, buffer, snapshot, shard: snapshot.iteration == at, self._die
+            )
+        elif self._phase == "persist":
+            due = lambda path, *rest, **more: path.parent.name == step and "moments" in path.name  # noqa: E731
+            before(store_module, "write_tensors", due, self._die)
+        elif self._phase == "commit":
+            before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
+        elif self._phase == "load":
+            before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
+        elif self._phase == "sigterm-twice":
+            again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+            before(CheckpointWriter, "close", lambda writer, timeout: True, again)
+
+
+def before(owner: Any, name: str, is_due: Callable[..., bool], act: Callable[[], None]) -> None:
+    """Act at the start of `owner.name(...)` where `is_due` says so of its arguments."""
+    original = getattr(owner, name)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if is_due(*args, **kwargs):
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)

@@ -1,0 +1,67 @@
+"""The ranks agree, on real gloo processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+from cpsr.group import Group
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, os, sys
+    import torch, torch.distributed as dist
+    from cpsr.group import Group
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = Group()
+    found = {
+        "gather": group.gather({"rank": rank, "text": "x" * 10 * rank}),
+        "broadcast": group.broadcast(["from", rank]),
+        "all": [group.all(True), group.all(rank == 0)],
+        "sum": group.sum(0.5 + rank),
+        "max": group.reduce(torch.tensor([rank, -rank]), "max").tolist(),
+    }
+    votes = group.votes()
+    found["votes"] = [votes.exchange(rank == 1 and at == 2, 7 if (rank, at) == (0, 1) else 0) for at in range(5)]
+    votes.finish()
+    group.barrier()
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    """
+)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "found")]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert first["gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 10}]
+    assert first["broadcast"] == ["from", 0]
+    assert first["all"] == [True, False]
+    assert first["sum"] == 2.0
+    assert first["max"] == [1, 0]
+    # What is said at one call is agreed at the next, on both ranks.
+    assert first["votes"] == [[False, 0], [False, 0], [False, 7], [True, 0], [False, 0]]
+
+
+def test_alone() -> None:
+    group = Group()
+    assert (group.rank, group.size) == (0, 1)
+    assert group.gather(3) == [3]
+    assert group.broadcast("x") == "x"
+    assert group.mean(2.5) == 2.5
+    assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert group.votes().exchange(True, 5) == (True, 5)

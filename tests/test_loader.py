@@ -1,0 +1,189 @@
+"""A restarted loader deals exactly the batches that the uninterrupted one would have dealt."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, TensorDataset
+
+from cpsr import codec
+from cpsr.errors import RecoveryError
+from cpsr.loader import ResumableLoader
+from cpsr.scalars import DataPosition, capture_rng, restore_rng
+
+ITEMS = 23
+DATA = TensorDataset(torch.arange(ITEMS))
+
+
+class Noisy(TensorDataset):
+    """Augments each item from the global generator, as image pipelines do."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return (self.tensors[0][index] + torch.rand(()),)
+
+
+class Permuted(Sampler[int]):
+    """Shuffles with NumPy's or Python's global generator, as hand-written samplers do."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        if self._library == "numpy":
+            return iter(numpy.random.permutation(ITEMS).tolist())
+        return iter(random.sample(range(ITEMS), ITEMS))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ITEMS))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(DATA, batch_size=4),
+    "shuffled, own generator": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=seeded(1)),
+    "shuffled, global generator": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+    "with replacement": lambda: DataLoader(
+        DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True, generator=seeded(2))
+    ),
+    "distributed": lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 1, seed=3)),
+    "numpy sampler": lambda: DataLoader(DATA, batch_size=4, sampler=Permuted("numpy")),
+    "python sampler": lambda: DataLoader(DATA, batch_size=4, sampler=Permuted("python")),
+    "unbatched": lambda: DataLoader(DATA, batch_size=None, shuffle=True, generator=seeded(4)),
+    "augmented": lambda: DataLoader(
+        Noisy(torch.arange(ITEMS)), batch_size=4, shuffle=True, generator=seeded(5), drop_last=True
+    ),
+    "iterable": lambda: DataLoader(Stream(), batch_size=4),
+    "list": lambda: [torch.tensor([i]) for i in range(6)],
+}
+
+
+def value(batch: Any) -> list[float]:
+    tensor = batch[0] if isinstance(batch, list | tuple) else batch
+    return [float(item) for item in tensor.reshape(-1)]
+
+
+def train(stream: ResumableLoader, steps: int) -> list[list[float]]:
+    dealt = []
+    for _ in range(steps):
+        dealt.append(value(next(stream)))
+        torch.rand(3)  # training draws too (dropout, augmentation)
+        numpy.random.rand(2)
+        random.random()
+    return dealt
+
+
+def saved(stream: ResumableLoader) -> tuple[DataPosition, dict[str, Any]]:
+    tree, tensors = codec.encode({"data": vars(stream.position), "rng": capture_rng()})
+    tree = codec.decode(tree, tensors)
+    return DataPosition(**tree["data"]), tree["rng"]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@settings(deadline=None, max_examples=12)
+@given(steps=st.integers(1, 40))
+def test_restart_continues_bitwise(kind: str, steps: int) -> None:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    train(stream, steps)
+    position, rng = saved(stream)
+    expected = train(stream, 15)
+
+    torch.manual_seed(99)
+    numpy.random.seed(99)
+    random.seed(99)
+    restarted = ResumableLoader(LOADERS[kind](), position, until_epoch=None, on_positioned=lambda: restore_rng(rng))
+    assert train(restarted, 15) == expected
+    assert restarted.position.batches == steps + 15
+
+
+@pytest.mark.parametrize("kind", ["shuffled, own generator", "distributed", "in order"])
+@settings(deadline=None, max_examples=12)
+@given(steps=st.integers(1, 20), ahead=st.integers(1, 20))
+def test_position_ahead_of_the_checkpoint(kind: str, steps: int, ahead: int) -> None:
+    """A predicted restart continues after the batch of the failure step, which no checkpoint has seen."""
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    train(stream, steps)
+    position, _ = saved(stream)
+    train(stream, ahead)
+    expected = train(stream, 10)
+
+    restarted = ResumableLoader(LOADERS[kind](), position.advanced(ahead), until_epoch=None)
+    assert train(restarted, 10) == expected
+
+
+def test_roll_back_deals_the_same_batches_again() -> None:
+    stream = ResumableLoader(LOADERS["shuffled, own generator"](), DataPosition(), until_epoch=None)
+    train(stream, 8)
+    position, _ = saved(stream)
+    expected = train(stream, 9)
+    stream.seek(position)
+    assert train(stream, 9) == expected
+
+
+def test_one_pass_a_call() -> None:
+    loader = LOADERS["shuffled, own generator"]()
+    first = ResumableLoader(loader, DataPosition(), until_epoch=1)
+    dealt = list(first)
+    assert len(dealt) == 6
+    assert (first.position.epoch, first.position.batch, first.position.batches) == (1, 0, 6)
+
+
+def test_passes_count_from_the_start_of_the_run() -> None:
+    """A restart in the second of three passes ends after the third."""
+    loader = LOADERS["shuffled, own generator"]()
+    stream = ResumableLoader(loader, DataPosition(), until_epoch=3)
+    train(stream, 8)
+    position, _ = saved(stream)
+    rest = list(stream)
+    assert len(rest) == 10
+    again = ResumableLoader(LOADERS["shuffled, own generator"](), position, until_epoch=3)
+    assert [value(batch) for batch in again] == [value(batch) for batch in rest]
+    assert list(ResumableLoader(loader, again.position, until_epoch=3)) == []
+
+
+def test_repeating_loader_is_unwrapped() -> None:
+    class RepeatingLoader:
+        def __init__(self, loader: Any) -> None:
+            self.loader = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("the inner loader is to be used")
+
+    stream = ResumableLoader(RepeatingLoader([1, 2]), DataPosition(), until_epoch=None)
+    assert [next(stream) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert stream.position.epoch == 2
+
+
+def test_one_shot_iterators_cannot_go_back() -> None:
+    stream = ResumableLoader(iter([1, 2, 3]), DataPosition(), until_epoch=None)
+    assert next(stream) == 1
+    with pytest.raises(RecoveryError, match="one-shot"):
+        stream.seek(DataPosition())
+    assert not stream.can_seek
+
+
+def test_an_empty_loader_is_not_an_endless_loop() -> None:
+    with pytest.raises(RecoveryError, match="no batch"):
+        next(ResumableLoader([], DataPosition(), until_epoch=None))
+
+
+def test_another_shuffling_is_refused() -> None:
+    stream = ResumableLoader(LOADERS["shuffled, own generator"](), DataPosition(), until_epoch=1)
+    next(stream)
+    with pytest.raises(RecoveryError, match="same sampler"):
+        next(ResumableLoader(LOADERS["in order"](), stream.position, until_epoch=1))
