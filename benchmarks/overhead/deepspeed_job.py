@@ -40,6 +40,7 @@ def main() -> None:
         pairs = measure_pairs(adapter, recovery, loader, step, arguments.pairs)
     if adapter.rank == 0:
         arguments.result.write_text(json.dumps([asdict(pair) for pair in pairs]), encoding="utf-8")
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
 def _engine() -> Any:

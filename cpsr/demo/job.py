@@ -50,6 +50,7 @@ def main() -> None:
                 _validate(engine, chunks, recovery.iteration, arguments.run_dir)
             if recovery.iteration >= arguments.iterations:
                 break
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit, and torchrun start once more
 
 
 def _note_first_step(recovery: CPSRRecovery, run_dir: Path) -> None:

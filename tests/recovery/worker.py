@@ -82,6 +82,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         dealt = loop(recovery, engine, batches, options, faults)
         result = {"started": started, "batches": dealt} | final_state(recovery, engine)
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
 def build(options: Options, rank: int) -> tuple[Any, Any]:
