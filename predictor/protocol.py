@@ -98,6 +98,13 @@ class StatePredictor(Protocol):
     def predict(self, history: History, forecast: Forecast) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32."""
 
+    def learn(self, history: History) -> Iterator[None]:
+        """Take in the newest checkpoint of the history, in slices.
+
+        Every `next` does one bounded piece of work, whatever the model's size. It may be paused between any two for
+        any time, or abandoned: then that checkpoint counts as not seen, and nothing is half taken in.
+        """
+
     def record(self, outcome: dict[str, Any]) -> None:
         """Note how one recovery went (its settings and what was measured afterwards), as plain JSON-like data."""
 

@@ -136,6 +136,10 @@ class SeriesPredictor(ABC):
             raise ValueError(f"this forecast is not feasible: {forecast.reason}")
         return combine(history, forecast.coefficients, self._chunk_elements)
 
+    def learn(self, history: History) -> Iterator[None]:
+        """Nothing to learn: coefficients follow from the times alone."""
+        return iter(())
+
     def record(self, outcome: dict[str, Any]) -> None:
         """Note how one recovery went; the newest 64 are kept.
 
