@@ -110,7 +110,8 @@ def persistent_lag(
     begin, end = failure_iteration + first, failure_iteration + last
     around = faultfree.between(begin - max_lag_iterations, end + max_lag_iterations)
     spline = _spline(around)
-    _refuse_flat(faultfree.between(begin, end), begin)
+    # One knot further to both sides: training noise hides the slope of a short stretch that falls steadily.
+    _refuse_flat(faultfree.between(begin - KNOT_ITERATIONS, end + KNOT_ITERATIONS), begin)
 
     bounds = (
         max(float(inside.iterations[-1] - around.iterations[-1]), -float(max_lag_iterations)),
