@@ -23,6 +23,7 @@ ORACLE = "oracle"
 
 # The mean that looks best at injection and lies furthest behind.
 MEAN_CHECKPOINTS = 3
+BANDS_WINDOW_ITERATIONS = 300
 
 
 class Stale(SeriesPredictor):
@@ -64,23 +65,23 @@ class MeanOfRecent(SeriesPredictor):
 
 
 class DenoisedBands(SeriesPredictor):
-    """FDD alone: the low band extrapolated and the mid band continued, over the prior's window."""
+    """FDD alone: the low band extrapolated and the mid band continued, over 300 iterations, at least 3 checkpoints."""
 
     name = "fdd"
 
     def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
-        return too_few(points, prior.MIN_CHECKPOINTS) or too_far(target, points[_prior_start(points, target) :])
+        return too_few(points, prior.MIN_CHECKPOINTS) or too_far(target, points[_bands_start(points) :])
 
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        places = distinct_times(points, range(_prior_start(points, target), len(points)))
+        places = distinct_times(points, range(_bands_start(points), len(points)))
         split = bands([points[place].time for place in places])
         row = numpy.zeros(len(points))
         row[places] = split.baseline_at(target.time) + split.mid_at(target.time)
         return Fit(tuple(row.tolist()))
 
 
-def _prior_start(points: Sequence[HistoryEntry], target: Target) -> int:
-    return window_start(points, prior.choose(target, points).window_iterations)
+def _bands_start(points: Sequence[HistoryEntry]) -> int:
+    return min(window_start(points, BANDS_WINDOW_ITERATIONS), len(points) - prior.MIN_CHECKPOINTS)
 
 
 def _line(window_iterations: int) -> Callable[..., StatePredictor]:

@@ -1,46 +1,45 @@
-"""How far a forecast moves each operator, against the pace of its own history."""
+"""How far a forecast moves each operator, against the path of its own history."""
 
-import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from cpsr.predictor.combine import read_piece
-from cpsr.predictor.protocol import Forecast, History, Target
-from cpsr.predictor.series import newest_used, operator_series
+from cpsr.predictor.protocol import Forecast, History
+from cpsr.predictor.series import newest_used
 
-__all__ = ["Displacements", "measure", "shorten"]
+__all__ = ["Displacements", "measure", "of_length", "shorten"]
+
+# A sum above it holds no square that was lost below float32's smallest number and would count.
+SMALLEST_SQUARE = 1e-25
 
 
 @dataclass(frozen=True)
 class Displacements:
     """Squared norms of displacements by operator, float64 on the CPU.
 
-    Where ranks own slices of the same operators, sum `predicted_squared`, `history_squared` and `not_finite` over the
-    ranks (`all_reduce`, all with the same `operators`); the times are alike wherever an operator is owned.
+    Where ranks own slices of the same operators, sum all three over the ranks (`all_reduce`, all with the same
+    `operators`).
 
     Attributes:
         operators: names of the rows, `n` of them.
         predicted_squared: predicted minus newest used snapshot, `(n,)`.
         history_squared: between consecutive used snapshots, `(n, entries - 1)`, zero where there is none.
-        history_time: cumulative learning rate between those snapshots, `(n, entries - 1)`.
-        target_time: cumulative learning rate from the newest used snapshot to the target, `(n,)`.
         not_finite: predicted values that are NaN or infinite, `(n,)`, as float64 counts.
     """
 
     operators: tuple[str, ...]
     predicted_squared: torch.Tensor
     history_squared: torch.Tensor
-    history_time: torch.Tensor
-    target_time: torch.Tensor
     not_finite: torch.Tensor
 
 
 def measure(
     history: History,
     forecast: Forecast,
-    target: Target,
     pieces: Iterable[tuple[str, int, torch.Tensor]],
     operators: Sequence[str] | None = None,
 ) -> Displacements:
@@ -49,7 +48,6 @@ def measure(
     Args:
         history: what was predicted from.
         forecast: a feasible forecast from it.
-        target: where it was predicted.
         pieces: what the predictor's `predict` streams for them.
         operators: rows of the result; the same on every rank where norms are summed over ranks. An operator that
             this rank does not own has zeros. None: the history's own.
@@ -60,12 +58,10 @@ def measure(
     names = tuple(history.operators if operators is None else operators)
     row_of = {name: place for place, name in enumerate(names)}
     gaps = max(len(history.entries) - 1, 0)
-    result = Displacements(names, _zeros(len(names)), _zeros(len(names), gaps), _zeros(len(names), gaps),
-                           _zeros(len(names)), _zeros(len(names)))  # fmt: skip
+    result = Displacements(names, _zeros(len(names)), _zeros(len(names), gaps), _zeros(len(names)))
     for operator in history.operators:
         if operator not in row_of:
             raise ValueError(f"operator '{operator}' is missing in the list of operators to measure")
-        _fill_times(result, row_of[operator], history, forecast, target, operator)
     for operator, start, values in pieces:
         _add_piece(result, row_of[operator], history, forecast, operator, start, values)
     return result
@@ -82,22 +78,27 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
     return replace(forecast, coefficients=rows)
 
 
+def of_length(forecast: Forecast, length: float) -> Forecast:
+    """The forecast with all of its displacement this much as long; its settings say so.
+
+    Args:
+        forecast: a feasible one.
+        length: in (0, 1].
+    """
+    if length == 1.0:
+        return forecast
+    shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
+    numbers = ("gain", "base")
+    scaled: dict[str, Any] = {key: forecast.settings[key] * length for key in numbers if key in forecast.settings}
+    return replace(shorter, settings={**forecast.settings, **scaled})
+
+
 def _zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 
 def _used(forecast: Forecast, operator: str) -> list[int]:
     return [position for position, value in enumerate(forecast.coefficients[operator]) if value != 0.0]
-
-
-def _fill_times(
-    result: Displacements, place: int, history: History, forecast: Forecast, target: Target, operator: str
-) -> None:
-    used = _used(forecast, operator)
-    times = [point.time for point in operator_series(history, operator, used).points]
-    for gap, (older, newer) in enumerate(itertools.pairwise(times)):
-        result.history_time[place, gap] = newer - older
-    result.target_time[place] = target.time - times[-1]
 
 
 def _add_piece(
@@ -116,10 +117,16 @@ def _add_piece(
         newer = read_piece(history, operator, position, start, stop)
         result.history_squared[place, gap] += _squared(newer - older)
         older = newer
-    result.predicted_squared[place] += _squared(values - older)
-    result.not_finite[place] += float(values.numel() - int(torch.isfinite(values).sum()))
+    moved_squared = _squared(values - older)
+    result.predicted_squared[place] += moved_squared
+    if not math.isfinite(moved_squared):  # NaN and infinity reach the norm: else none is there to be counted
+        result.not_finite[place] += float(values.numel() - int(torch.isfinite(values).sum()))
 
 
 def _squared(values: torch.Tensor) -> float:
-    # The sum is taken in float64: float32 would lose a tenth of a percent over a million elements and overflow early.
+    # `sum` adds in pairs, so that float32 loses nothing that counts, at twice the speed of a norm in float64. That is
+    # for squares beyond float32's range.
+    squared = float(values.square().sum())
+    if SMALLEST_SQUARE < squared < math.inf:
+        return squared
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

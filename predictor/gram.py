@@ -7,7 +7,7 @@ import torch
 from cpsr.predictor.combine import read_piece
 from cpsr.predictor.protocol import History
 
-__all__ = ["BLOCK_ELEMENTS", "gram"]
+__all__ = ["BLOCK_ELEMENTS", "difference_rows", "gram"]
 
 # Float64 values that the differences of one block hold, over all snapshots: 4 MiB, and the products of a block run at
 # the memory's pace. Fixed, so that a sum of rounded products does not depend on how predicted values are streamed.
@@ -48,10 +48,17 @@ def gram(
     for start in range(0, numel, length):
         stop = min(start + length, numel)
         block = differences[:, : stop - start]
-        older = read_piece(history, operator, places[0], start, stop)
-        for row, position in zip(block, places[1:], strict=True):
-            newer = read_piece(history, operator, position, start, stop)
-            torch.sub(newer, older, out=row)
-            older = newer
+        difference_rows(history, operator, places, start, stop, block)
         total.addmm_(block, block.T)
     return total
+
+
+def difference_rows(
+    history: History, operator: str, positions: Sequence[int], start: int, stop: int, out: torch.Tensor
+) -> None:
+    """Write `x_(k+1) - x_k` of the elements `[start, stop)` into row k of `out`, `(K - 1, stop - start)` float64."""
+    older = read_piece(history, operator, positions[0], start, stop)
+    for row, position in zip(out, positions[1:], strict=True):
+        newer = read_piece(history, operator, position, start, stop)
+        torch.sub(newer, older, out=row)
+        older = newer

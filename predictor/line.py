@@ -1,27 +1,40 @@
 """The line: every weight follows its least-squares slope over the recent checkpoints, further by a gain."""
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from cpsr.predictor import prior
+from cpsr.predictor.calibration import Calibration, Context, Direction, Expected, Observation, Setting
 from cpsr.predictor.obstacles import too_far, too_few, window_start
-from cpsr.predictor.protocol import HistoryEntry, Target
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, SeriesPredictor
 
 __all__ = ["LinePredictor", "line_coefficients"]
+
+# A setting must be expected to be good, and known to be: its standard deviation counts against it.
+CAUTION_DEVIATIONS = 1.0
+# What to try in a rehearsal is what may be good and is little known.
+CURIOSITY_DEVIATIONS = -1.0
+# The other direction must promise this much less lag before it is taken up, or the two would take turns: recoveries
+# from one failure differ by as much for no reason.
+HYSTERESIS_ITERATIONS = 5.0
 
 
 class LinePredictor(SeriesPredictor):
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. It needs three usable checkpoints
-    within the window, and goes no further ahead than the line is fitted over, nor 10 intervals.
+    Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. Window, gain and base are those of the
+    lowest expected lag, by the offline table and by what this run has measured; where even that is no less than
+    recomputing, the forecast's `expected_lag_iterations` says so. It needs three usable checkpoints within the window,
+    and goes no further ahead than the line is fitted over, nor 10 intervals.
 
     Args:
-        window_iterations: span of history the line is fitted over; None: the prior's.
-        gain: factor on the fitted displacement; None: the prior's.
-        base: start from the checkpoint's weights or from the line's value there; None: the prior's blend.
+        window_iterations: span of history the line is fitted over; None: by expected lag.
+        gain: factor on the fitted displacement; None: by expected lag.
+        base: start from the checkpoint's weights or from the line's value there; None: by expected lag.
         chunk_elements: elements per piece; memory is about four such pieces of float32.
         agree: as in `SeriesPredictor`.
         name: as in `SeriesPredictor`.
@@ -48,44 +61,105 @@ class LinePredictor(SeriesPredictor):
             raise ValueError(f"gain = {gain}: expected a finite number, 0 or larger")
         self._window_iterations = window_iterations
         self._gain = gain
-        self._base = None if base is None else float(base == "line")
+        self._bases = prior.BASES if base is None else (float(base == "line"),)
+        self._calibration = Calibration()
+        self._deviations = CAUTION_DEVIATIONS
+        self._direction: Direction = "line"
+
+    def candidates(self, history: History, target: Target) -> list[Forecast]:
+        """What a rehearsal of this failure would tell most by: the setting that may be best, as far as is known.
+
+        Raises:
+            ValueError: as `forecast`.
+        """
+        curious = copy.copy(self)
+        curious._deviations = CURIOSITY_DEVIATIONS
+        return [curious.forecast(history, target)]
+
+    def record(self, outcome: dict[str, Any]) -> None:
+        """Note how one recovery or rehearsal went; a measured lag changes what is expected of settings.
+
+        Raises:
+            ValueError: the outcome is not plain JSON data.
+        """
+        super().record(outcome)
+        for observation in _observations([outcome]):
+            self._calibration.observe(observation)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` returned.
+
+        Raises:
+            ValueError: the state was written by another predictor or a newer version.
+        """
+        super().load_state_dict(state)
+        self._calibration = Calibration(observations=_observations(self._outcomes))
+
+    def _directions(self) -> tuple[Direction, ...]:
+        """Directions that this predictor can take now."""
+        return ("line",)
 
     def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
         few = too_few(points, prior.MIN_CHECKPOINTS)
         if few is not None:
             return few
-        window = self._window(points, target)
+        window = max(self._windows(points))
         fitted = points[window_start(points, window) :]
         if len(fitted) < prior.MIN_CHECKPOINTS:
             return f"{len(fitted)} usable checkpoints within {window} iterations; {prior.MIN_CHECKPOINTS} are needed"
         return too_far(target, fitted)
 
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        chosen = prior.choose(target, points)
-        window = self._window(points, target)
-        gain = chosen.gain if self._gain is None else self._gain
-        base = chosen.base if self._base is None else self._base
+        context = prior.context_of(target, points)
+        setting, expected = self._choose(context, points)
+        window = int(setting.window_iterations)
+        gain = setting.reach_iterations / context.horizon_iterations
         start = window_start(points, window)
-        row = line_coefficients([point.time for point in points[start:]], target.time, gain, base)
+        row = line_coefficients([point.time for point in points[start:]], target.time, gain, setting.base)
         settings = {
             "window_iterations": window,
             "gain": gain,
-            "base": base,
-            "expected_lag_fraction": chosen.expected_lag_fraction,
+            "base": setting.base,
+            "direction": setting.direction,
+            "expected_lag_iterations": expected.lag_iterations,
+            "expected_deviation_iterations": expected.deviation_iterations,
+            "context": asdict(context),
         }
         return Fit((0.0,) * start + row, settings=settings)
 
-    def _window(self, points: Sequence[HistoryEntry], target: Target) -> int:
-        if self._window_iterations is not None:
-            return self._window_iterations
-        return prior.choose(target, points).window_iterations
+    def _choose(self, context: Context, points: Sequence[HistoryEntry]) -> tuple[Setting, Expected]:
+        windows, directions = self._windows(points), self._directions()
+        considered = prior.settings(context, windows, self._bases, self._gain, directions)
+        best = self._calibration.best(context, considered, self._deviations)
+        usual = [setting for setting in considered if setting.direction == self._direction]
+        if best[0].direction != self._direction and usual:
+            before = self._calibration.best(context, usual, self._deviations)
+            gained = before[1].bound(self._deviations) - best[1].bound(self._deviations)
+            best = best if gained > HYSTERESIS_ITERATIONS else before
+        return best
+
+    def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
+        return prior.windows(points) if self._window_iterations is None else [self._window_iterations]
 
     def _sentence(self, settings: Mapping[str, Any]) -> str:
         return (
-            f"line over {len(settings['used_iterations'])} checkpoints ({settings['window_iterations']} iterations), "
-            f"gain {settings['gain']:.2f}, base {settings['base']:.2f}, {settings['horizon_iterations']} iterations "
-            "ahead"
+            f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
+            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f}, base {settings['base']:.2f}, "
+            f"{settings['horizon_iterations']} iterations ahead; expected lag "
+            f"{settings['expected_lag_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
         )
+
+
+def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
+    """What was measured of settings of the line, in outcomes of any kind."""
+    for outcome in outcomes:
+        settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
+        if lag is None or "context" not in settings:
+            continue
+        context = Context(**settings["context"])
+        reach = settings["gain"] * context.horizon_iterations
+        setting = Setting(settings["window_iterations"], reach, settings["base"], settings["direction"])
+        yield Observation(context, setting, float(lag), float(outcome["standard_error_iterations"]))
 
 
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:

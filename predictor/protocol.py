@@ -42,7 +42,10 @@ class History(Protocol):
         """Iteration at which this operator was taken in that entry (older than the entry for sparse snapshots)."""
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        """Weights `[start, stop)` of the operator's slice in that entry: 1-D, float32, on the CPU, may be a view."""
+        """Weights `[start, stop)` of the operator's slice in that entry: 1-D, float32, on the CPU, may be a view.
+
+        Where a checkpoint holds half precision, it is widened here: predictors refuse any other dtype.
+        """
 
 
 @dataclass(frozen=True)

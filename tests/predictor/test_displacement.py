@@ -29,14 +29,12 @@ def test_norms_are_those_of_the_whole_tensors(make_history: MakeHistory) -> None
     history = make_history(ITERATIONS, weights)
     predictor = LinePredictor(gain=2.0, base="line", window_iterations=300, chunk_elements=4)
     forecast = predictor.forecast(history, TARGET)
-    norms = measure(history, forecast, TARGET, predictor.predict(history, forecast))
+    norms = measure(history, forecast, predictor.predict(history, forecast))
     predicted = torch.cat([values for name, _, values in predictor.predict(history, forecast) if name == "a"])
     assert norms.operators == ("a", "b")
     assert norms.predicted_squared[0].item() == pytest.approx((predicted - weights[-1]["a"]).square().sum().item())
     steps = [(weights[k + 1]["a"] - weights[k]["a"]).square().sum().item() for k in range(6)]
     assert norms.history_squared[0].tolist() == pytest.approx(steps)
-    assert norms.history_time[0].tolist() == [50.0] * 6
-    assert norms.target_time.tolist() == [60.0, 60.0]
     assert norms.not_finite.tolist() == [0.0, 0.0]
 
 
@@ -48,13 +46,13 @@ def test_norms_of_ranks_add_up_to_those_of_one(make_history: MakeHistory) -> Non
         parts = []
         for history in histories:
             forecast = predictor.forecast(history, TARGET)
-            parts.append(measure(history, forecast, TARGET, predictor.predict(history, forecast), ["a", "b"]))
+            parts.append(measure(history, forecast, predictor.predict(history, forecast), ["a", "b"]))
         predicted = torch.stack([part.predicted_squared for part in parts]).sum(0)
         path = torch.stack([part.history_squared for part in parts]).sum(0)
         for part in parts:
             part.predicted_squared.copy_(predicted)
             part.history_squared.copy_(path)
-        return [Guard(displacement_limit=0.3).limit(part) for part in parts]
+        return [Guard(displacement_limit=0.05).limit(part) for part in parts]
 
     whole = scales_of([make_history(ITERATIONS, weights)])[0]
     left = [{"a": step["a"][:17]} for step in weights]
@@ -69,35 +67,24 @@ def test_a_straight_line_is_never_shortened(make_history: MakeHistory) -> None:
     weights = [{"w": torch.full((5,), i / 100)} for i in ITERATIONS]
     history = make_history(ITERATIONS, weights)
     predictor = LinePredictor(gain=2.0, window_iterations=300)
-    for failure in (1001, 1030, 1300):
+    for failure in (1001, 1030, 1150):  # followed no further than it was fitted over
         target = Target(failure, float(failure), 1.0)
         forecast = predictor.forecast(history, target)
-        scale = Guard().limit(measure(history, forecast, target, predictor.predict(history, forecast)))
+        scale = Guard().limit(measure(history, forecast, predictor.predict(history, forecast)))
         assert scale.tolist() == [1.0]
 
 
 def test_a_jump_is_shortened_to_the_limit(make_history: MakeHistory) -> None:
     weights = [{"w": torch.full((4,), float(i)), "still": torch.ones(2)} for i in ITERATIONS]
     history = make_history(ITERATIONS, weights)
-    predictor = LinePredictor(gain=5.0, window_iterations=300)
+    predictor = LinePredictor(gain=8.0, window_iterations=300)
     forecast = predictor.forecast(history, TARGET)
-    scale = Guard().limit(measure(history, forecast, TARGET, predictor.predict(history, forecast)))
-    assert scale.tolist() == pytest.approx([3.0 / 5.0, 1.0])
+    scale = Guard().limit(measure(history, forecast, predictor.predict(history, forecast)))
+    assert scale.tolist() == pytest.approx([300 / (8 * 60), 1.0])
     capped = shorten(forecast, {"w": scale[0].item(), "still": scale[1].item()})
     out = {name: values for name, _, values in predictor.predict(history, capped)}
-    torch.testing.assert_close(out["w"], torch.full((4,), 1000.0 + 3 * 60))
+    torch.testing.assert_close(out["w"], torch.full((4,), 1300.0))
     assert torch.equal(out["still"], torch.ones(2))
-
-
-def test_short_horizons_may_move_like_a_random_walk(make_history: MakeHistory) -> None:
-    iterations = ITERATIONS[1:]  # an even count: with an odd one the middle has no weight in a slope and is not read
-    history = make_history(iterations, [{"w": torch.tensor([float(i)])} for i in iterations])
-    target = Target(1002, 1002.0, 1.0)
-    predictor = LinePredictor(gain=1.0, window_iterations=300)
-    forecast = predictor.forecast(history, target)
-    norms = measure(history, forecast, target, predictor.predict(history, forecast))
-    norms.predicted_squared[0] = 100.0**2
-    assert Guard().limit(norms).item() == pytest.approx(3.0 * (50 * 2) ** 0.5 / 100)
 
 
 def test_values_that_are_not_finite_are_counted_and_vetoed(make_history: MakeHistory) -> None:
@@ -106,7 +93,7 @@ def test_values_that_are_not_finite_are_counted_and_vetoed(make_history: MakeHis
     predictor = LinePredictor(gain=2.0, window_iterations=300)
     target = Target(1020, 1020.0, 1.0)
     forecast = predictor.forecast(history, target)
-    norms = measure(history, forecast, target, predictor.predict(history, forecast))
+    norms = measure(history, forecast, predictor.predict(history, forecast))
     decision = Guard().finite(norms)
     assert not decision.accepted
     assert decision.numbers == {"not_finite": 1, "operators": ["w"]}
@@ -118,4 +105,4 @@ def test_an_operator_missing_from_the_list_is_an_error(make_history: MakeHistory
     predictor = LinePredictor()
     forecast = predictor.forecast(history, TARGET)
     with pytest.raises(ValueError, match="'b' is missing"):
-        measure(history, forecast, TARGET, predictor.predict(history, forecast), ["a"])
+        measure(history, forecast, predictor.predict(history, forecast), ["a"])

@@ -7,21 +7,21 @@ from cpsr.predictor.displacement import Displacements
 from cpsr.predictor.guard import Guard
 
 
-def norms(predicted: float, path: list[float], distance: float = 50.0) -> Displacements:
-    gaps = torch.tensor([[50.0] * len(path)], dtype=torch.float64)
+def norms(predicted: float, path: list[float]) -> Displacements:
     return Displacements(
         ("w",),
         torch.tensor([predicted**2], dtype=torch.float64),
         torch.tensor([[step**2 for step in path]], dtype=torch.float64),
-        gaps,
-        torch.tensor([distance], dtype=torch.float64),
         torch.zeros(1, dtype=torch.float64),
     )
 
 
 @pytest.mark.parametrize(("predicted", "scale"), [(0.0, 1.0), (2.9, 1.0), (3.0, 1.0), (6.0, 0.5), (300.0, 0.01)])
-def test_limit_is_three_times_the_pace(predicted: float, scale: float) -> None:
-    assert Guard().limit(norms(predicted, [1.0, 1.0, 1.0])).item() == pytest.approx(scale)
+def test_the_limit_is_the_path_of_the_history(predicted: float, scale: float) -> None:
+    moved = norms(predicted, [1.0, 0.5, 1.5])
+    assert Guard().limit(moved).item() == pytest.approx(scale)
+    half = 1.0 if predicted <= 1.5 else 1.5 / predicted
+    assert Guard(displacement_limit=0.5).limit(moved).item() == pytest.approx(half)
 
 
 def test_a_step_where_history_never_moved_is_taken_back() -> None:

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.predictor.line import LinePredictor, line_coefficients
+from cpsr.predictor.calibration import Calibration, Context, Setting
+from cpsr.predictor.line import CAUTION_DEVIATIONS, LinePredictor, line_coefficients
+from cpsr.predictor.prior import context_of, windows
+from cpsr.predictor.prior import settings as prior_settings
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.series_predictor import MAX_OUTCOMES
 
@@ -274,10 +277,73 @@ def test_memory_is_a_few_chunks_whatever_the_history(make_history: MakeHistory) 
     assert history.largest_piece == chunk
 
 
-def test_settings_are_the_priors_unless_given(make_history: MakeHistory) -> None:
+TARGET = Target(1030, 1030.0, 1.0)
+
+
+def setting_of(forecast: Forecast) -> Setting:
+    chosen = forecast.settings
+    return Setting(chosen["window_iterations"], chosen["gain"] * 30, chosen["base"], chosen["direction"])
+
+
+def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
-    chosen = LinePredictor().forecast(history, Target(1030, 1030.0, 1.0)).settings
-    assert (chosen["window_iterations"], chosen["gain"], chosen["base"]) == (300, 2.0, 0.0)
+    forecast = LinePredictor().forecast(history, TARGET)
+    context = context_of(TARGET, history.entries)
+    considered = prior_settings(context, windows(history.entries))
+    best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS)
+    assert setting_of(forecast) == best
+    assert forecast.expected_lag_iterations == expected.lag_iterations
+    assert forecast.settings["expected_deviation_iterations"] == expected.deviation_iterations
+    assert Context(**forecast.settings["context"]) == context
+
+
+def test_measured_lags_change_the_setting_and_survive(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
+    predictor = LinePredictor()
+    before = predictor.forecast(history, TARGET)
+    for _ in range(3):  # what it liked best did not come ahead, three times
+        settings = before.settings
+        predictor.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 5.0})
+    after = predictor.forecast(history, TARGET)
+    assert setting_of(after).reach_iterations < setting_of(before).reach_iterations
+    successor = LinePredictor()
+    successor.load_state_dict(predictor.state_dict())
+    assert successor.forecast(history, TARGET) == after
+
+
+def test_outcomes_without_a_lag_change_nothing(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
+    predictor = LinePredictor()
+    before = predictor.forecast(history, TARGET)
+    predictor.record({"outcome": "kept", "settings": before.settings, "watch": {"status": "passed"}})
+    predictor.record({"outcome": "rolled_back", "settings": {}, "lag_iterations": 10.0})
+    assert predictor.forecast(history, TARGET) == before
+
+
+def test_it_says_where_recomputing_is_expected_to_be_cheaper(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
+    predictor = LinePredictor()
+    for _ in range(20):  # whatever it chooses costs more than recomputing
+        forecast = predictor.forecast(history, TARGET)
+        predictor.record(
+            {"settings": forecast.settings, "lag_iterations": 60.0, "standard_error_iterations": 0.0},
+        )
+    assert predictor.forecast(history, TARGET).expected_lag_iterations > 30
+
+
+def test_a_rehearsal_tries_what_may_be_best(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
+    predictor = LinePredictor()
+    (candidate,) = predictor.candidates(history, TARGET)
+    usual = predictor.forecast(history, TARGET)
+    assert candidate.feasible
+    bounds = [one.expected_lag_iterations - one.settings["expected_deviation_iterations"] for one in (candidate, usual)]
+    assert bounds[0] <= bounds[1]
+    assert predictor.forecast(history, TARGET) == usual  # asking changes nothing
+
+
+def test_given_settings_are_taken(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
     given_ones = LinePredictor(150, 1.2, "line").forecast(history, Target(1030, 1030.0, 1.0)).settings
     assert (given_ones["window_iterations"], given_ones["gain"], given_ones["base"]) == (150, 1.2, 1.0)
     assert given_ones["used_iterations"] == [850, 900, 950, 1000]

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.prior import choose, expected_lag_fraction, gain
+from cpsr.predictor.prior import (
+    BASES,
+    REACH_OF_HORIZON,
+    REACH_OF_WINDOW,
+    WINDOWS_ITERATIONS,
+    context_of,
+    reaches,
+    settings,
+    windows,
+)
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 PEAK = 1e-3
@@ -16,98 +25,61 @@ def cosine(iteration: int) -> float:
 
 
 def series(newest: int, interval: int, count: int = 100) -> list[HistoryEntry]:
-    times = [0.0]
-    for iteration in range(newest):
-        times.append(times[-1] + cosine(iteration))
     iterations = range(max(newest - (count - 1) * interval, newest % interval), newest + 1, interval)
-    return [HistoryEntry(i, times[i], cosine(i)) for i in iterations]
+    return [HistoryEntry(iteration, float(iteration), cosine(iteration)) for iteration in iterations]
 
 
-def target(iteration: int) -> Target:
-    return Target(iteration, sum(cosine(i) for i in range(iteration)), PEAK)
+def test_what_is_known_of_a_failure() -> None:
+    context = context_of(Target(1542, 1.0, PEAK), series(1500, 50))
+    assert (context.horizon_iterations, context.age_iterations, context.interval_iterations) == (42, 1500, 50)
+    assert context.learning_rate_ratio == pytest.approx(0.5)
 
 
-def test_mid_training_takes_the_full_gain_from_the_checkpoint() -> None:
-    chosen = choose(target(1542), series(1500, 50))
-    assert chosen.window_iterations == 300
-    assert (chosen.gain, chosen.base) == (2.0, 0.0)
-    assert chosen.expected_lag_fraction == pytest.approx(0.18)
+def test_a_learning_rate_of_zero_throughout_counts_as_not_decayed() -> None:
+    entries = [HistoryEntry(iteration, 0.0, 0.0) for iteration in (10, 20, 30)]
+    assert context_of(Target(35, 0.0, 0.0), entries).learning_rate_ratio == 1.0
 
 
-def test_a_quarter_in_at_interval_50_still_takes_the_full_gain() -> None:
-    assert choose(target(792), series(750, 50)).gain == pytest.approx(2.0)
-
-
-def test_a_quarter_in_and_far_ahead_steps_less() -> None:
-    chosen = choose(target(830), series(750, 100, count=8))
-    assert 1.0 <= chosen.gain <= 1.6
-    assert chosen.expected_lag_fraction == pytest.approx(0.39, abs=0.05)
-    assert choose(target(780), series(700, 100, count=8)).gain <= 1.5
-
-
-def test_decayed_learning_rate_moves_to_the_line_with_less_gain() -> None:
-    late = choose(target(2740), series(2700, 50))
-    assert (late.gain, late.base) == (1.5, 1.0)
-    between = choose(target(2340), series(2300, 50))
-    assert 0.0 < between.base < 1.0
-    assert 1.5 < between.gain < 2.0
-
-
-def test_the_window_is_iterations_and_not_a_count() -> None:
-    for interval in (20, 50, 100):
-        assert choose(target(1510), series(1500, interval)).window_iterations == 300
-
-
-def test_the_window_stretches_to_three_checkpoints() -> None:
-    chosen = choose(target(1620), series(1600, 400))
-    assert chosen.window_iterations == 800
-    assert chosen.expected_lag_fraction == 1.0  # half the run's age: recomputing costs the same
-
-
-def test_a_run_that_never_had_a_learning_rate_counts_as_not_decayed() -> None:
-    entries = [HistoryEntry(i, 0.0, 0.0) for i in (100, 200, 300)]
-    assert choose(Target(310, 0.0, 0.0), entries).base == 0.0
-
-
-shares = st.floats(0, 20)
-
-
-@given(shares, shares, shares, shares, st.floats(0, 1), st.floats(0, 1))
-def test_gain_never_increases_and_stays_in_range(
-    youth: float, more_youth: float, reach: float, more_reach: float, decayed: float, more_decayed: float
-) -> None:
-    before = gain(youth, reach, min(decayed, more_decayed))
-    after = gain(youth + more_youth, reach + more_reach, max(decayed, more_decayed))
-    assert 0.0 <= after <= before <= 2.0
-
-
-@given(shares, shares, shares, shares, shares, shares)
-def test_expected_lag_never_decreases(
-    a: float, b: float, c: float, more_a: float, more_b: float, more_c: float
-) -> None:
-    before = expected_lag_fraction(a, b, c)
-    after = expected_lag_fraction(a + more_a, b + more_b, c + more_c)
-    assert 0.18 <= before <= after <= 1.0
-
-
-@given(st.floats(0, 2), st.floats(0, 2), st.floats(-1e-6, 1e-6))
-def test_gain_has_no_jumps(youth: float, reach: float, step: float) -> None:
-    assert abs(gain(youth, reach, 0.3) - gain(abs(youth + step), abs(reach + step), 0.3)) < 1e-4
-
-
-@given(
-    st.lists(st.integers(0, 100_000), min_size=3, max_size=20, unique=True).map(sorted),
-    st.integers(0, 50_000),
-    st.floats(0, 1e-2),
-    st.floats(0, 1e-2),
+@pytest.mark.parametrize(
+    ("newest", "interval", "count", "expected"),
+    [
+        (1500, 50, 100, [100, 150, 200, 300, 400]),
+        (1500, 100, 100, [200, 300, 400]),
+        (1500, 50, 6, [100, 150, 200]),  # five intervals are there
+        (500, 50, 100, [100, 150, 200]),  # half of its age
+        (60, 20, 4, [40]),  # less than the smallest window, but three checkpoints
+        (900, 300, 4, [600]),  # three checkpoints, further apart than the largest window
+    ],
 )
-def test_every_history_gets_finite_settings(iterations: list[int], horizon: int, rate: float, peak: float) -> None:
-    entries = [HistoryEntry(i, i * rate, rate) for i in iterations]
-    failure = iterations[-1] + horizon
-    chosen = choose(Target(failure, failure * rate, peak), entries)
-    assert 0.0 <= chosen.gain <= 2.0
-    assert 0.0 <= chosen.base <= 1.0
-    assert 0.18 <= chosen.expected_lag_fraction <= 1.0
-    assert chosen.window_iterations >= iterations[-1] - iterations[-3]
-    later = choose(Target(failure + 10, (failure + 10) * rate, peak), entries)
-    assert later.gain <= chosen.gain
+def test_windows_hold_three_checkpoints_and_no_more_than_there_is(
+    newest: int, interval: int, count: int, expected: list[int]
+) -> None:
+    assert windows(series(newest, interval, count)) == expected
+
+
+@given(st.integers(3, 40), st.integers(1, 400), st.integers(1, 300))
+def test_there_is_always_a_setting(count: int, interval: int, horizon: int) -> None:
+    entries = [HistoryEntry(place * interval, float(place), PEAK) for place in range(1, count + 1)]
+    target = Target(entries[-1].iteration + horizon, float(count + 1), PEAK)
+    context = context_of(target, entries)
+    found = settings(context, windows(entries))
+    assert found
+    for setting in found:
+        furthest = max(REACH_OF_WINDOW[-1] * setting.window_iterations, REACH_OF_HORIZON[-1] * horizon)
+        assert REACH_OF_HORIZON[0] * horizon <= setting.reach_iterations <= furthest
+        fits = [entry for entry in entries if entry.iteration >= entries[-1].iteration - setting.window_iterations]
+        assert len(fits) >= 3
+
+
+def test_a_gain_fixes_how_far_the_line_is_followed() -> None:
+    context = context_of(Target(1540, 1.0, PEAK), series(1500, 50))
+    found = settings(context, [300], gain=2.0, directions=("line", "vitp"))
+    assert {setting.reach_iterations for setting in found} == {80.0}
+    assert {setting.base for setting in found} == set(BASES)
+    assert {setting.direction for setting in found} == {"line", "vitp"}
+
+
+def test_reaches_ascend_without_repeats() -> None:
+    found = reaches(40.0, float(WINDOWS_ITERATIONS[-1]))
+    assert found == sorted(set(found))
+    assert (found[0], found[-1]) == (20.0, 200.0)

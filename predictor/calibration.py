@@ -1,0 +1,226 @@
+"""What a recovery will cost with a setting of the line: fitted offline over many runs, updated by this run's own.
+
+Nothing that can be computed from weights alone finds the best setting (see `prior_table.json`'s source, the script
+`cpsr bench prior`): errors per element, curvature and loss at injection all say "step less" where following the line
+several horizons ahead leaves the run *ahead* of the one that never failed. So the lag itself is modelled,
+
+    lag = features(context, setting) . coefficients + noise        (all in iterations),
+
+linear in coefficients that differ from run to run around a common mean: `coefficients ~ N(mean, covariance)`, both
+fitted over the table's runs. Every measured recovery or rehearsal of the present run is one more equation, and the
+posterior is Bayesian linear regression in closed form (Bishop, Pattern Recognition and Machine Learning, 3.3).
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
+
+import numpy
+from numpy.typing import NDArray
+
+__all__ = ["FEATURES", "Calibration", "Context", "Expected", "Observation", "Setting", "Table", "features", "table"]
+
+TABLE_VERSION = 1
+# Windows are compared with this one, the span of history that is kept by default being 400.
+REFERENCE_WINDOW_ITERATIONS = 300
+Direction = Literal["line", "vitp"]
+_Array = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known of a failure before anything is predicted.
+
+    Attributes:
+        horizon_iterations: u, from the newest checkpoint to the failure.
+        age_iterations: c, of the newest checkpoint.
+        interval_iterations: mean distance of the newest checkpoints.
+        learning_rate_ratio: learning rate at the checkpoint over the largest one so far, in [0, 1].
+    """
+
+    horizon_iterations: float
+    age_iterations: float
+    interval_iterations: float
+    learning_rate_ratio: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the line is followed.
+
+    Attributes:
+        window_iterations: it is fitted over the checkpoints at most this far before the newest.
+        reach_iterations: how far it is followed, at the checkpoint's pace; the gain is this over the horizon.
+        base: where it begins: 0 the checkpoint's weights, 1 the fitted line's value there.
+        direction: of the displacement: the line's, or as the network bends it.
+    """
+
+    window_iterations: float
+    reach_iterations: float
+    base: float
+    direction: Direction = "line"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One recovery or rehearsal of this run: its persistent lag and the standard error of that."""
+
+    context: Context
+    setting: Setting
+    lag_iterations: float
+    standard_error_iterations: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Lag that a setting is expected to have, and the standard deviation of that expectation, in iterations.
+
+    The standard deviation is that of the mean lag of such recoveries in this run; a single one scatters more.
+    """
+
+    lag_iterations: float
+    deviation_iterations: float
+
+    def bound(self, deviations: float) -> float:
+        """The lag, so many standard deviations further."""
+        return self.lag_iterations + deviations * self.deviation_iterations
+
+
+FEATURES = (
+    "horizon",
+    "horizon * decay",
+    "horizon * horizon / age",
+    "base * window",
+    "base * horizon",
+    "base * interval",
+    "reach",
+    "reach * decay",
+    "reach * log(window / 300)",
+    "reach * window / age",
+    "reach * interval / window",
+    "reach * reach / window",
+    "reach * reach / age",
+    "reach * reach / window * decay",
+    "reach * bent",
+)
+"""Terms of the expected lag, each in iterations; `decay` is 1 - learning_rate_ratio, `bent` is 1 for the network's
+direction and 0 for the line's."""
+
+
+def features(context: Context, setting: Setting) -> _Array:
+    """The terms of `FEATURES`, `(len(FEATURES),)`."""
+    horizon, age = context.horizon_iterations, max(context.age_iterations, 1.0)
+    window, reach, base = setting.window_iterations, setting.reach_iterations, setting.base
+    decay = 1.0 - context.learning_rate_ratio
+    interval = context.interval_iterations
+    return numpy.array(
+        [
+            horizon,
+            horizon * decay,
+            horizon * horizon / age,
+            base * window,
+            base * horizon,
+            base * interval,
+            reach,
+            reach * decay,
+            reach * math.log(window / REFERENCE_WINDOW_ITERATIONS),
+            reach * window / age,
+            reach * interval / window,
+            reach * reach / window,
+            reach * reach / age,
+            reach * reach / window * decay,
+            reach * float(setting.direction == "vitp"),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """The offline fit.
+
+    Attributes:
+        mean: of the coefficients over runs, `(n,)`.
+        covariance: of one run's coefficients around the mean, `(n, n)`.
+        noise_iterations: standard deviation of a single recovery's lag around its run's expectation.
+        source: how it was made, for people.
+    """
+
+    mean: _Array
+    covariance: _Array
+    noise_iterations: float
+    source: Mapping[str, Any]
+
+    @classmethod
+    def from_json(cls, text: str) -> "Table":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: another version, or other features.
+        """
+        found = json.loads(text)
+        if found.get("version") != TABLE_VERSION or found.get("features") != list(FEATURES):
+            raise ValueError(f"a prior table of version {found.get('version')!r}, this is version {TABLE_VERSION}")
+        mean, covariance = numpy.array(found["mean"]), numpy.array(found["covariance"])
+        return cls(mean, covariance, float(found["noise_iterations"]), found["source"])
+
+    def to_json(self) -> str:
+        """Plain JSON, one line a number."""
+        content = {
+            "version": TABLE_VERSION,
+            "features": list(FEATURES),
+            "mean": self.mean.tolist(),
+            "covariance": self.covariance.tolist(),
+            "noise_iterations": self.noise_iterations,
+            "source": dict(self.source),
+        }
+        return json.dumps(content, indent=1) + "\n"
+
+
+@cache
+def table() -> Table:
+    """The table that is shipped."""
+    return Table.from_json((resources.files(__package__) / "prior_table.json").read_text(encoding="utf-8"))
+
+
+class Calibration:
+    """Expected lag of settings: the table, and what this run has measured since.
+
+    Args:
+        prior: the offline fit; None: the shipped one.
+        observations: of this run, in any order.
+    """
+
+    def __init__(self, prior: Table | None = None, observations: Iterable[Observation] = ()) -> None:
+        self._prior = table() if prior is None else prior
+        self._mean, self._covariance = self._prior.mean, self._prior.covariance
+        for observation in observations:
+            self.observe(observation)
+
+    def observe(self, observation: Observation) -> None:
+        """Take in a measured lag: the posterior of the coefficients under one more equation."""
+        terms = features(observation.context, observation.setting)
+        noise = self._prior.noise_iterations**2 + observation.standard_error_iterations**2
+        spread = self._covariance @ terms
+        weight = spread / (noise + terms @ spread)
+        self._mean = self._mean + weight * (observation.lag_iterations - terms @ self._mean)
+        self._covariance = self._covariance - numpy.outer(weight, spread)
+
+    def expected(self, context: Context, setting: Setting) -> Expected:
+        """The lag of a setting."""
+        terms = features(context, setting)
+        return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
+
+    def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
+        """The setting of the lowest bound, and what it is expected to cost.
+
+        Args:
+            context: of the failure.
+            settings: at least one.
+            deviations: above 0 is cautious, below 0 looks for what may be good and is little known.
+        """
+        expected = ((setting, self.expected(context, setting)) for setting in settings)
+        return min(expected, key=lambda one: one[1].bound(deviations))

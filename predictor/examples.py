@@ -1,0 +1,231 @@
+"""What VITP's head learns from: small Gram matrices of past windows, in which the later motion is known."""
+
+import math
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from cpsr.predictor.protocol import HistoryEntry
+from cpsr.predictor.series import distinct_times
+from cpsr.predictor.statistics import OperatorMotion, merged
+from cpsr.predictor.vitp_network import MIN_SNAPSHOTS, Geometry, undisturbed
+
+__all__ = ["MIN_LATER", "Examples", "Question", "Windows", "windows"]
+
+STATE_VERSION = 1
+# The direction of later motion takes two checkpoints after the newest one that is seen.
+MIN_LATER = 2
+# Noise of single checkpoints lasts for 20 to 50 iterations. A line over these many later ones tells the slow motion:
+# with less, at short intervals, the head learns to follow noise that lasts from one checkpoint to the next.
+LATER_ITERATIONS = (100, 200)
+# Those operators that move farthest; 360 examples of 20 snapshots are 0.27 MB in every checkpoint.
+OPERATORS_PER_CHECKPOINT = 40
+MAX_EXAMPLES = 360
+OPERATORS_AT_ONCE = 64  # between two yields: about a millisecond
+# Every second window is thinned: gaps of other lengths, and horizons that are short against them, are seen too.
+THINNED_SHARE = 0.5
+DROPPED_SHARE = 1.0 / 3.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A direction asked of B operators with the same snapshots, and what they did later.
+
+    Attributes:
+        geometry: of the K snapshots that are seen.
+        seen_products: Gram matrices of the differences between them, `(B, K - 1, K - 1)`.
+        seen: their places in the window, `(K,)` int64.
+        later: displacement of the line through later snapshots, a row over the window's m snapshots, `(m,)`.
+        products: Gram matrices of the window, `(B, m - 1, m - 1)`.
+        weights: of the operators, `(B,)`.
+    """
+
+    geometry: Geometry
+    seen_products: torch.Tensor
+    seen: torch.Tensor
+    later: torch.Tensor
+    products: torch.Tensor
+    weights: torch.Tensor
+
+    def over_window(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows over the snapshots that are seen, `(B, K)`, as rows over the window, `(B, m)`."""
+        full = torch.zeros(len(rows), len(self.later), dtype=rows.dtype, device="cpu")
+        return full.index_copy(1, self.seen, rows)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of B operators that were taken at the same times.
+
+    Attributes:
+        points: when the m snapshots were taken, strictly ascending in time.
+        products: Gram matrices of the differences between them, each of trace 1, `(B, m - 1, m - 1)` float32.
+        weights: how far each operator moved over the window, as a share of all that were taken, `(B,)` float32. An
+            error in direction costs in proportion to that. Squares would leave all to the largest embedding.
+    """
+
+    points: tuple[HistoryEntry, ...]
+    products: torch.Tensor
+    weights: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def newest_question(self) -> Question:
+        """The newest difference, asked for from all snapshots before it: nothing of it was learned from before."""
+        count = len(self.points)
+        return self._question(list(range(count - MIN_LATER)), list(range(count - MIN_LATER, count)))
+
+    def draw(self, generator: torch.Generator) -> Question:
+        """A random newest snapshot, window before it, and span of later checkpoints."""
+        newest = _integer(generator, MIN_SNAPSHOTS - 1, _newest_seen(self.points) + 1)
+        oldest = _integer(generator, 0, newest - MIN_SNAPSHOTS + 2)
+        reach = self.points[newest].iteration + _integer(generator, LATER_ITERATIONS[0], LATER_ITERATIONS[1] + 1)
+        within = [place for place, point in enumerate(self.points) if place > newest and point.iteration <= reach]
+        kept = _uniform(generator, newest + 1)
+        thinned = _uniform(generator, 1)[0] < THINNED_SHARE
+        seen = [
+            place
+            for place in range(oldest, newest + 1)
+            if place in (oldest, newest) or not thinned or kept[place] >= DROPPED_SHARE
+        ]
+        if len(seen) < MIN_SNAPSHOTS:
+            seen = list(range(oldest, newest + 1))
+        return self._question(seen, list(range(newest + 1, newest + 1 + max(MIN_LATER, len(within)))))
+
+    def _question(self, seen: list[int], later: list[int]) -> Question:
+        # The later motion is told by later checkpoints alone. A displacement from the newest seen one, however it is
+        # denoised, would share its noise with the input, and teach the head to undo that noise.
+        times = numpy.array([self.points[place].time for place in later])
+        row = torch.zeros(len(self.points), dtype=torch.float32, device="cpu")
+        row[later] = torch.from_numpy(times - times.mean()).float() / float(numpy.abs(times - times.mean()).max())
+        points = [self.points[place] for place in seen]
+        return Question(
+            Geometry.of(points, float(times.mean())),
+            merged(self.products, seen),
+            torch.tensor(seen, device="cpu"),
+            row,
+            self.products,
+            self.weights,
+        )
+
+
+def windows(operators: Mapping[str, OperatorMotion]) -> Generator[None, None, list[Windows]]:
+    """Windows of the operators that moved farthest, grouped by their snapshots; none where these are too few.
+
+    Yields after every 64 operators, and returns the windows.
+    """
+    places_of: dict[tuple[HistoryEntry, ...], list[int]] = {}  # most operators share one series
+    moved: list[tuple[float, OperatorMotion]] = []
+    for count, motion in enumerate(operators.values(), start=1):
+        if motion.points not in places_of:
+            places_of[motion.points] = _usable(motion.points)
+        places = places_of[motion.points]
+        squared = float(motion.products[places[0] :, places[0] :].sum()) if places else 0.0
+        if 0.0 < squared < math.inf:
+            moved.append((math.sqrt(squared), motion))
+        if count % OPERATORS_AT_ONCE == 0:
+            yield
+    moved = sorted(moved, key=lambda item: -item[0])[:OPERATORS_PER_CHECKPOINT]
+    total = sum(distance for distance, _ in moved)
+    grouped: dict[tuple[HistoryEntry, ...], list[tuple[float, OperatorMotion]]] = {}
+    for distance, motion in moved:
+        grouped.setdefault(motion.points, []).append((distance / total, motion))
+    with undisturbed():
+        return [_stacked(points, places_of[points], group) for points, group in grouped.items()]
+
+
+def _usable(points: Sequence[HistoryEntry]) -> list[int]:
+    """Places of the snapshots at distinct times; none where the motion after none of them is told by enough."""
+    places = distinct_times(points, range(len(points)))
+    return places if _newest_seen([points[place] for place in places]) >= MIN_SNAPSHOTS - 1 else []
+
+
+def _stacked(
+    points: Sequence[HistoryEntry], places: Sequence[int], group: Sequence[tuple[float, OperatorMotion]]
+) -> Windows:
+    products = merged(torch.stack([motion.products for _, motion in group]), places)
+    traces = products.diagonal(dim1=1, dim2=2).sum(dim=1)
+    return Windows(
+        tuple(points[place] for place in places),
+        (products / traces[:, None, None]).float(),
+        torch.tensor([share for share, _ in group], dtype=torch.float32, device="cpu"),
+    )
+
+
+class Examples:
+    """The newest windows of the run, at most 512 of single operators; they outlive the history's weights."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Windows] = deque()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._windows))
+
+    def copy(self) -> "Examples":
+        """Another collection of the same windows."""
+        other = Examples()
+        other._windows = self._windows.copy()
+        return other
+
+    def add(self, taken: Windows) -> None:
+        """Take in windows; the oldest leave where they become too many."""
+        self._windows.append(taken)
+        while len(self) > MAX_EXAMPLES:
+            self._windows.popleft()
+
+    def draw(self, generator: torch.Generator) -> Question:
+        """A random question of random windows, those of more operators more often."""
+        sizes = torch.tensor([len(taken) for taken in self._windows], dtype=torch.float32, device="cpu")
+        return self._windows[int(torch.multinomial(sizes, 1, generator=generator))].draw(generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The windows, as plain data and tensors."""
+        kept = []
+        for taken in self._windows:
+            rows, columns = torch.triu_indices(taken.products.shape[1], taken.products.shape[1], device="cpu")
+            points = [[point.iteration, point.time, point.learning_rate] for point in taken.points]
+            kept.append({"points": points, "weights": taken.weights, "products": taken.products[:, rows, columns]})
+        return {"version": STATE_VERSION, "windows": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` returned.
+
+        Raises:
+            ValueError: the state was written by another version.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"examples of version {state.get('version')!r}; this is version {STATE_VERSION}")
+        loaded = deque[Windows]()
+        for taken in state["windows"]:
+            size = len(taken["points"]) - 1
+            rows, columns = torch.triu_indices(size, size, device="cpu")
+            products = torch.zeros(len(taken["weights"]), size, size, dtype=torch.float32, device="cpu")
+            products[:, rows, columns] = taken["products"]
+            products[:, columns, rows] = taken["products"]
+            loaded.append(Windows(tuple(HistoryEntry(*point) for point in taken["points"]), products, taken["weights"]))
+        self._windows = loaded
+
+
+def _newest_seen(points: Sequence[HistoryEntry]) -> int:
+    """Place of the newest snapshot with enough later ones to tell its motion; -1 where there is none."""
+    told = [
+        place
+        for place, point in enumerate(points[:-MIN_LATER])
+        if points[-1].iteration - point.iteration >= LATER_ITERATIONS[0]
+    ]
+    return max(told, default=-1)
+
+
+def _uniform(generator: torch.Generator, count: int) -> list[float]:
+    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu").tolist()
+    return numbers
+
+
+def _integer(generator: torch.Generator, low: int, high: int) -> int:
+    """Uniform in `[low, high)`."""
+    return int(torch.randint(low, high, (1,), generator=generator, device="cpu"))

@@ -1,0 +1,231 @@
+"""The network of VITP: a small transformer from an operator's Gram matrix to one coefficient per snapshot.
+
+Source: CPSR, section III-A: checkpoints at irregular times are tokens, the dynamic time embedding is added to their
+features before the position embedding. Here a token is a whole snapshot of an operator, described by products of
+differences alone, so that the work does not depend on the size of the operator.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from cpsr.predictor.denoise import bands
+from cpsr.predictor.line import line_coefficients
+from cpsr.predictor.protocol import HistoryEntry
+from cpsr.predictor.statistics import MAX_SNAPSHOTS
+
+__all__ = [
+    "MIN_SNAPSHOTS",
+    "PARAMETERS",
+    "Geometry",
+    "corrections",
+    "cosines",
+    "initial_parameters",
+    "squared_norms",
+    "undisturbed",
+]
+
+# Of three snapshots no mid band is left, and the low band is the line.
+MIN_SNAPSHOTS = 4
+# Some 20 thousand weights: as many as a run's few hundred small examples can bear, and 0.2 MB with their moments.
+DIMENSION = 32
+HEADS = 4
+LAYERS = 2
+HIDDEN = 64
+# Periods of 4 to 1/4 of the window's span: the longest tells the target's side of the window, the shortest neighbours.
+TIME_FREQUENCIES = tuple(0.25 * 2.0**octave for octave in range(5))
+# Cosines with this many of the newest differences: a row of the normalised Gram matrix, cut or padded.
+COSINES = 8
+FEATURES = 4 + COSINES
+# Below this share of the mean squared difference, or of the largest, a product says nothing: rounding of float32.
+TINY = 1e-12
+
+Matrix = NDArray[numpy.float64]
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "features.weight": (DIMENSION, FEATURES),
+        "features.bias": (DIMENSION,),
+        "time.weight": (DIMENSION, 1 + 2 * len(TIME_FREQUENCIES)),
+        "position": (MAX_SNAPSHOTS, DIMENSION),
+        "query": (DIMENSION,),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"{layer}.norm1": (2, DIMENSION),
+            f"{layer}.attention.weight": (3 * DIMENSION, DIMENSION),
+            f"{layer}.attention.bias": (3 * DIMENSION,),
+            f"{layer}.mix.weight": (DIMENSION, DIMENSION),
+            f"{layer}.norm2": (2, DIMENSION),
+            f"{layer}.hidden.weight": (HIDDEN, DIMENSION),
+            f"{layer}.hidden.bias": (HIDDEN,),
+            f"{layer}.back.weight": (DIMENSION, HIDDEN),
+        }
+    return shapes | {"norm": (2, DIMENSION), "head.weight": (1, DIMENSION)}
+
+
+SHAPES = _shapes()
+PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
+"""Length of the flat vector that holds all weights of the network."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all operators with the same snapshots share.
+
+    Attributes:
+        line: the line's displacement over the K snapshots, scaled to norm 1, `(K,)`; sums to 0.
+        denoised: low and mid band, `(K, K)`.
+        scalars: of each snapshot: time before the newest in spans (negative), learning rate over the largest, gap in
+            mean gaps (0 for the oldest), `(K, 3)`.
+        query: where the direction is asked for, in spans after the newest.
+    """
+
+    line: torch.Tensor
+    denoised: torch.Tensor
+    scalars: torch.Tensor
+    query: float
+
+    @staticmethod
+    def of(points: Sequence[HistoryEntry], time: float) -> "Geometry":
+        """Of snapshots at strictly ascending times, asked for the direction at `time`, after the newest."""
+        times = numpy.array([point.time for point in points])
+        rates = numpy.array([point.learning_rate for point in points])
+        span, count = times[-1] - times[0], len(points)
+        line = numpy.array(line_coefficients(times.tolist(), times[-1] + span, gain=1.0, base=0.0))
+        line[-1] -= 1.0
+        gaps = numpy.diff(times, prepend=times[0]) * (count - 1) / span
+        largest = rates.max()
+        scalars = numpy.stack([(times - times[-1]) / span, rates / largest if largest > 0 else rates, gaps], axis=1)
+        return Geometry(
+            _float32(line / numpy.linalg.norm(line)),
+            _float32(bands(times.tolist()).denoised),
+            _float32(scalars),
+            float((time - times[-1]) / span),
+        )
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Gradients in float32, whatever mode the training loop around is in; never held across a `yield` of `learn`."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def initial_parameters(generator: torch.Generator) -> torch.Tensor:
+    """Weights of a new network, `(PARAMETERS,)` float32: its directions are exactly the line's."""
+    pieces = []
+    for name, shape in SHAPES.items():
+        piece = torch.zeros(shape, dtype=torch.float32, device="cpu")
+        if "norm" in name:
+            piece[0] = 1.0
+        elif not name.endswith("bias") and name != "head.weight":
+            piece = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(shape[-1])
+        pieces.append(piece.flatten())
+    return torch.cat(pieces)
+
+
+def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
+    """What is added to the line's direction, for B operators with the same K snapshots.
+
+    Args:
+        parameters: `(PARAMETERS,)` float32.
+        geometry: of their snapshots.
+        products: Gram matrices of the differences between them, of any scale, `(B, K - 1, K - 1)` float32.
+
+    Returns:
+        `(B, K)` float32: rows over the snapshots that sum to 0, in the low and mid band, against `geometry.line`.
+    """
+    weights = _named(parameters)
+    coefficients = _transformed(weights, _tokens(weights, geometry, products))
+    return (coefficients - coefficients.mean(dim=1, keepdim=True)) @ geometry.denoised
+
+
+def cosines(rows: torch.Tensor, others: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """Cosines between displacements `rows` and `others`, each `(B, K)` or `(K,)` over the same K snapshots.
+
+    Args:
+        rows: coefficients that sum to 0.
+        others: likewise.
+        products: Gram matrices of the differences between the snapshots, `(B, K - 1, K - 1)`, each of trace 1 or so.
+
+    Returns:
+        `(B,)`; 0 where one of the two displacements vanishes.
+    """
+    inner = _inner(rows, products, others)
+    scale = _inner(rows, products, rows).clamp_min(TINY) * _inner(others, products, others).clamp_min(TINY)
+    return inner / scale.sqrt()
+
+
+def squared_norms(rows: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
+    """Squared norms of the displacements `rows`, `(B, K)` or `(K,)`; `products` as in `cosines`. Returns `(B,)`."""
+    return _inner(rows, products, rows)
+
+
+def _inner(rows: torch.Tensor, products: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    # A row over the snapshots that sums to 0 is one over the differences: minus its partial sums.
+    first, second = -rows.cumsum(dim=-1)[..., :-1], -others.cumsum(dim=-1)[..., :-1]
+    return (first.unsqueeze(-2) @ products @ second.unsqueeze(-1)).reshape(len(products))
+
+
+def _named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+    pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
+    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
+
+
+def _tokens(weights: Mapping[str, torch.Tensor], geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
+    """Embedded snapshots, oldest first, and the query: `(B, K + 1, DIMENSION)`."""
+    batch, count = len(products), len(geometry.line)
+    squared = products.diagonal(dim1=1, dim2=2)
+    norms = (squared / squared.mean(dim=1, keepdim=True).clamp_min(TINY)).clamp_min(TINY).sqrt()
+    cosine = products / (squared.unsqueeze(1) * squared.unsqueeze(2)).clamp_min(TINY**2).sqrt()
+    newest = cosine.flip(2)[..., :COSINES]
+    features = torch.zeros(batch, count, FEATURES, dtype=torch.float32, device="cpu")
+    features[..., :3] = geometry.scalars
+    features[:, 1:, 3] = norms.log()
+    features[:, 1:, 4 : 4 + newest.shape[2]] = newest
+    snapshots = functional.linear(features, weights["features.weight"], weights["features.bias"])
+    times = torch.cat([geometry.scalars[:, 0], torch.tensor([geometry.query], dtype=torch.float32, device="cpu")])
+    query = weights["query"].expand(batch, 1, DIMENSION)
+    timed = torch.cat([snapshots, query], dim=1) + _time_embedding(weights, times)
+    positions = torch.cat([weights["position"][:count].flip(0), torch.zeros_like(weights["position"][:1])])
+    return timed + positions
+
+
+def _time_embedding(weights: Mapping[str, torch.Tensor], times: torch.Tensor) -> torch.Tensor:
+    phases = 2.0 * math.pi * torch.outer(times, torch.tensor(TIME_FREQUENCIES, dtype=torch.float32, device="cpu"))
+    waves = torch.cat([times.unsqueeze(1), phases.cos(), phases.sin()], dim=1)
+    return functional.linear(waves, weights["time.weight"])
+
+
+def _transformed(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """One coefficient per snapshot, `(B, K)`: pre-norm layers of attention among all tokens."""
+    batch, length, _ = tokens.shape
+    for layer in range(LAYERS):
+        normed = _normed(tokens, weights[f"{layer}.norm1"])
+        mixed = functional.linear(normed, weights[f"{layer}.attention.weight"], weights[f"{layer}.attention.bias"])
+        queries, keys, values = mixed.view(batch, length, 3, HEADS, DIMENSION // HEADS).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(queries, keys, values)
+        attended = attended.transpose(1, 2).reshape(batch, length, DIMENSION)
+        tokens = tokens + functional.linear(attended, weights[f"{layer}.mix.weight"])
+        normed = _normed(tokens, weights[f"{layer}.norm2"])
+        hidden = functional.gelu(
+            functional.linear(normed, weights[f"{layer}.hidden.weight"], weights[f"{layer}.hidden.bias"])
+        )
+        tokens = tokens + functional.linear(hidden, weights[f"{layer}.back.weight"])
+    return functional.linear(_normed(tokens, weights["norm"])[:, :-1], weights["head.weight"]).squeeze(2)
+
+
+def _normed(tokens: torch.Tensor, scale_and_shift: torch.Tensor) -> torch.Tensor:
+    return functional.layer_norm(tokens, (DIMENSION,), scale_and_shift[0], scale_and_shift[1])
+
+
+def _float32(values: Matrix) -> torch.Tensor:
+    return torch.from_numpy(values).float()

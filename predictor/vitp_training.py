@@ -1,0 +1,116 @@
+"""Training VITP's head on past windows: a bounded number of small steps for each checkpoint."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from cpsr.predictor.examples import Examples, Question, Windows
+from cpsr.predictor.vitp_network import PARAMETERS, corrections, cosines, initial_parameters, undisturbed
+
+__all__ = ["STEPS_PER_CHECKPOINT", "Head"]
+
+STATE_VERSION = 1
+# 0.1 s of one core for each checkpoint, at 3 ms a step. Of 1e-3 and 3e-4 the latter found slow directions better on a
+# byte-level GPT at intervals of 20 and 50 iterations, where 1e-3 was behind the line at 20.
+STEPS_PER_CHECKPOINT = 32
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 1e-2  # AdamW's usual one: with nothing to learn the head goes back to the line
+# Any number: what matters is that it is the same in every life of every run.
+SEED = 20_261_121
+
+
+class Head:
+    """The network's weights and what their training goes on from.
+
+    Attributes:
+        parameters: all weights, `(PARAMETERS,)` float32 on the CPU.
+        steps: how often they were updated.
+    """
+
+    parameters: torch.Tensor
+    steps: int
+
+    def __init__(self) -> None:
+        parameters = initial_parameters(torch.Generator(device="cpu").manual_seed(SEED))
+        self._stand(parameters, torch.zeros_like(parameters), torch.zeros_like(parameters), steps=0)
+
+    def copy(self) -> "Head":
+        """Another head that goes on from here."""
+        other = Head()
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def step(self, examples: Examples, generator: torch.Generator) -> None:
+        """One update towards the later motion of one random window."""
+        with undisturbed():
+            question = examples.draw(generator)
+            loss = 1.0 - _weighted(self.answer(question), question) / question.weights.sum()
+            self._optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._optimizer.step()
+        self.steps += 1
+
+    def answer(self, question: Question) -> torch.Tensor:
+        """Directions for a question's operators, rows over its window, `(B, m)`."""
+        corrected = question.geometry.line + corrections(self.parameters, question.geometry, question.seen_products)
+        return question.over_window(corrected)
+
+    def accuracy(self, taken: Sequence[Windows]) -> Generator[None, None, dict[str, float]]:
+        """Mean cosines of the line and of this head with the newest difference of each window, by distance moved.
+
+        Yields after each window, and returns `line_cosine` and `vitp_cosine`.
+        """
+        line, vitp, weights = 0.0, 0.0, 0.0
+        for window in taken:
+            with undisturbed(), torch.no_grad():
+                question = window.newest_question()
+                straight = question.over_window(question.geometry.line.expand(len(window), -1))
+                line += float(_weighted(straight, question))
+                vitp += float(_weighted(self.answer(question), question))
+                weights += float(question.weights.sum())
+            yield
+        return {"line_cosine": line / weights, "vitp_cosine": vitp / weights}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and the optimizer's moments, as tensors."""
+        moments = self._optimizer.state[self.parameters]
+        return {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "parameters": self.parameters.detach().clone(),
+            "exp_avg": moments["exp_avg"].clone(),
+            "exp_avg_sq": moments["exp_avg_sq"].clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` returned.
+
+        Raises:
+            ValueError: the state was written by another version, or for another network.
+        """
+        if state.get("version") != STATE_VERSION or state["parameters"].shape != (PARAMETERS,):
+            raise ValueError(
+                f"VITP head of version {state.get('version')!r} with {state['parameters'].numel()} weights; this is "
+                f"version {STATE_VERSION} with {PARAMETERS}"
+            )
+        self._stand(state["parameters"], state["exp_avg"], state["exp_avg_sq"], state["steps"])
+
+    def _stand(self, parameters: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, steps: int) -> None:
+        with undisturbed():
+            self.parameters = parameters.clone().requires_grad_()
+            self._optimizer = torch.optim.AdamW(
+                [self.parameters], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, foreach=False
+            )
+            # Given here, so that the optimizer never makes a tensor by the training loop's own defaults.
+            self._optimizer.state[self.parameters] = {
+                "step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
+                "exp_avg": exp_avg.clone(),
+                "exp_avg_sq": exp_avg_sq.clone(),
+            }
+        self.steps = steps
+
+
+def _weighted(rows: torch.Tensor, question: Question) -> torch.Tensor:
+    """Sum of the cosines with what was asked for, each by its operator's weight."""
+    return (cosines(rows, question.later, question.products) * question.weights).sum()

@@ -1,0 +1,105 @@
+import json
+from dataclasses import replace
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.predictor.calibration import (
+    FEATURES,
+    Calibration,
+    Context,
+    Expected,
+    Observation,
+    Setting,
+    Table,
+    features,
+    table,
+)
+
+CONTEXT = Context(horizon_iterations=42, age_iterations=1500, interval_iterations=50, learning_rate_ratio=0.5)
+SETTING = Setting(window_iterations=300, reach_iterations=120, base=0.0)
+
+
+def small_table() -> Table:
+    """Following the line is expected to save half of the reach."""
+    mean = numpy.zeros(len(FEATURES))
+    mean[FEATURES.index("horizon")] = 1.0
+    mean[FEATURES.index("reach")] = -0.5
+    return Table(mean, 0.01 * numpy.eye(len(FEATURES)), 5.0, {"recoveries": 3})
+
+
+def test_features_are_what_their_names_say() -> None:
+    setting = Setting(window_iterations=200, reach_iterations=100, base=0.5, direction="vitp")
+    names = {"horizon": 42, "age": 1500, "interval": 50, "decay": 0.5, "window": 200, "reach": 100, "base": 0.5}
+    values = {**names, "bent": 1.0, "log": numpy.log}
+    expected = [eval(name, {"__builtins__": {}}, values) for name in FEATURES]
+    assert features(CONTEXT, setting) == pytest.approx(expected)
+
+
+def test_the_expectation_is_the_tables() -> None:
+    calibration = Calibration(small_table())
+    expected = calibration.expected(CONTEXT, SETTING)
+    assert expected.lag_iterations == pytest.approx(42 - 60)
+    assert expected.deviation_iterations == pytest.approx(0.1 * numpy.linalg.norm(features(CONTEXT, SETTING)))
+
+
+def test_the_posterior_is_that_of_all_equations_at_once() -> None:
+    prior = small_table()
+    observations = [
+        Observation(CONTEXT, SETTING, -5.0, 3.0),
+        Observation(replace(CONTEXT, horizon_iterations=20), replace(SETTING, reach_iterations=200), 4.0, 6.0),
+        Observation(CONTEXT, replace(SETTING, base=1.0), 11.0, 2.0),
+    ]
+    terms = numpy.array([features(one.context, one.setting) for one in observations])
+    lags = numpy.array([one.lag_iterations for one in observations])
+    precision = numpy.array([1 / (25 + one.standard_error_iterations**2) for one in observations])
+    covariance = numpy.linalg.inv(numpy.linalg.inv(prior.covariance) + terms.T @ (precision[:, None] * terms))
+    mean = covariance @ (numpy.linalg.solve(prior.covariance, prior.mean) + terms.T @ (precision * lags))
+    found = Calibration(prior, observations).expected(CONTEXT, SETTING)
+    at = features(CONTEXT, SETTING)
+    assert found.lag_iterations == pytest.approx(at @ mean)
+    assert found.deviation_iterations == pytest.approx(numpy.sqrt(at @ covariance @ at))
+
+
+@given(st.floats(-300, 300), st.floats(0.0, 50))
+def test_a_measurement_draws_the_expectation_towards_it_and_makes_it_surer(lag: float, error: float) -> None:
+    before = Calibration().expected(CONTEXT, SETTING)
+    after = Calibration(observations=[Observation(CONTEXT, SETTING, lag, error)]).expected(CONTEXT, SETTING)
+    assert after.deviation_iterations < before.deviation_iterations
+    assert abs(after.lag_iterations - lag) <= abs(before.lag_iterations - lag)
+
+
+def test_caution_and_curiosity_choose_differently() -> None:
+    prior = small_table()
+    near, far = SETTING, replace(SETTING, reach_iterations=124.0, window_iterations=3000.0)
+    calibration = Calibration(prior)
+    assert calibration.expected(CONTEXT, far).lag_iterations < calibration.expected(CONTEXT, near).lag_iterations
+    assert calibration.best(CONTEXT, [near, far], 1.0)[0] == near
+    assert calibration.best(CONTEXT, [near, far], -1.0)[0] == far
+    assert Expected(10.0, 2.0).bound(-1.0) == 8.0
+
+
+def test_a_table_survives_its_file() -> None:
+    found = Table.from_json(small_table().to_json())
+    assert numpy.array_equal(found.mean, small_table().mean)
+    assert numpy.array_equal(found.covariance, small_table().covariance)
+    assert (found.noise_iterations, found.source) == (5.0, {"recoveries": 3})
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"features": ["horizon"]}])
+def test_another_table_is_refused(change: dict[str, object]) -> None:
+    content = json.loads(small_table().to_json()) | change
+    with pytest.raises(ValueError, match="version"):
+        Table.from_json(json.dumps(content))
+
+
+def test_the_shipped_table_is_usable() -> None:
+    shipped = table()
+    assert shipped.mean.shape == (len(FEATURES),)
+    assert numpy.linalg.eigvalsh(shipped.covariance).min() > 0.0
+    assert shipped.noise_iterations > 0.0
+    assert "digits-cosine" not in json.dumps(dict(shipped.source))
+    expected = Calibration().expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
+    assert 0.3 * 42 < expected.lag_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon

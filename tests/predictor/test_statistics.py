@@ -1,0 +1,253 @@
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpsr import codec
+from cpsr.predictor.gram import gram
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
+
+MakeHistory = Callable[..., Any]
+ITERATIONS = [100, 150, 210, 220, 300, 350, 410]
+SIZES = {"w": 700, "bias": 9, "scalar": 1}
+Steps = list[dict[str, torch.Tensor]]
+
+
+def walk(count: int, seed: int = 0, sizes: Mapping[str, int] = SIZES) -> Steps:
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    steps = []
+    for _ in range(count):
+        state = {name: values + 0.1 * torch.randn(len(values), generator=generator) for name, values in state.items()}
+        steps.append(state)
+    return steps
+
+
+def take_in(statistics: MotionStatistics, history: Any) -> int:
+    return sum(1 for _ in statistics.update(history))
+
+
+def products(statistics: MotionStatistics, operator: str) -> torch.Tensor:
+    return statistics.operators[operator].products
+
+
+def one_by_one(make_history: MakeHistory, steps: Steps, span: int, statistics: MotionStatistics, **options: Any) -> Any:
+    """Take in checkpoint after checkpoint, each time from a history of the newest `span`; returns the last one."""
+    for end in range(1, len(steps) + 1):
+        begin = max(0, end - span)
+        history = make_history(ITERATIONS[begin:end], steps[begin:end], **options)
+        take_in(statistics, history)
+    return history
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("span", [7, 4])
+def test_checkpoint_by_checkpoint_gives_the_gram_matrix(
+    make_history: MakeHistory, dtype: torch.dtype, span: int
+) -> None:
+    steps = [{name: values.to(dtype).float() for name, values in step.items()} for step in walk(7)]
+    statistics = MotionStatistics(slice_elements=64)
+    history = one_by_one(make_history, steps, span, statistics)
+    assert statistics.seen == tuple(ITERATIONS[-span:])
+    for operator in SIZES:
+        motion = statistics.operators[operator]
+        torch.testing.assert_close(motion.products, gram(history, operator), rtol=1e-12, atol=1e-12)
+        assert torch.equal(motion.products, motion.products.T)
+        assert motion.points == history.entries
+
+
+def test_all_at_once_is_the_same(make_history: MakeHistory) -> None:
+    steps = walk(7)
+    slowly, at_once = MotionStatistics(), MotionStatistics()
+    history = one_by_one(make_history, steps, 7, slowly)
+    take_in(at_once, history)
+    for operator in SIZES:
+        torch.testing.assert_close(products(slowly, operator), products(at_once, operator), rtol=1e-12, atol=1e-12)
+
+
+def test_snapshots_of_different_ages_are_their_own_series(make_history: MakeHistory) -> None:
+    steps = walk(7)
+    # "w" is fresh in every entry, "bias" was taken 20 earlier, "scalar" only in every second entry.
+    rare = [ITERATIONS[place - place % 2] for place in range(7)]
+    for place in range(7):
+        steps[place]["scalar"] = steps[place - place % 2]["scalar"]
+    taken = {"bias": [iteration - 20 for iteration in ITERATIONS], "scalar": rare}
+    statistics = MotionStatistics()
+    for end in range(1, 8):
+        sub = {name: at[:end] for name, at in taken.items()}
+        history = make_history(ITERATIONS[:end], steps[:end], taken=sub)
+        take_in(statistics, history)
+    expected = {"w": range(7), "bias": range(7), "scalar": [0, 2, 4, 6]}
+    for operator, positions in expected.items():
+        result = gram(history, operator, list(positions))
+        torch.testing.assert_close(products(statistics, operator), result, rtol=1e-12, atol=1e-12)
+    assert [point.iteration for point in statistics.operators["bias"].points] == taken["bias"]
+    assert [point.iteration for point in statistics.operators["scalar"].points] == [100, 210, 300, 410]
+
+
+def test_a_snapshot_that_is_repeated_costs_no_reading(make_history: MakeHistory) -> None:
+    steps = walk(2, sizes={"w": 5})
+    statistics = MotionStatistics()
+    take_in(statistics, make_history([100, 150], steps, taken={"w": [100, 150]}))
+    history = make_history([100, 150, 210], [*steps, steps[-1]], taken={"w": [100, 150, 150]})
+    assert take_in(statistics, history) == 1  # a slice for each operator, however little there is to do
+    assert history.pieces_read == 0
+    assert statistics.seen == (100, 150, 210)
+
+
+def test_slices_of_ranks_add_up(make_history: MakeHistory) -> None:
+    steps = walk(7)
+    whole, parts = MotionStatistics(), [MotionStatistics(), MotionStatistics()]
+    one_by_one(make_history, steps, 5, whole)
+    for part, cut in zip(parts, (slice(0, 222), slice(222, None)), strict=True):
+        one_by_one(make_history, [{"w": step["w"][cut]} for step in steps], 5, part)
+    summed = products(parts[0], "w") + products(parts[1], "w")
+    torch.testing.assert_close(summed, products(whole, "w"), rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(chosen=st.sets(st.integers(0, 6), min_size=2), seed=st.integers(0, 1000))
+def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: set[int], seed: int) -> None:
+    history = make_history(ITERATIONS, walk(7, seed))
+    statistics = MotionStatistics()
+    take_in(statistics, history)
+    places = sorted(chosen)
+    expected = gram(history, "w", places)
+    found = statistics.operators["w"].between([ITERATIONS[place] for place in places])
+    assert found is not None
+    # Differences over several checkpoints are rounded once in float32, sums of differences several times.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged(products(statistics, "w"), places), found, rtol=0, atol=0)
+
+
+def test_unknown_snapshots_have_no_matrix(make_history: MakeHistory) -> None:
+    statistics = MotionStatistics()
+    take_in(statistics, make_history(ITERATIONS, walk(7)))
+    assert statistics.operators["w"].between([100, 110]) is None
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 5, 20])
+def test_what_is_abandoned_is_not_seen(make_history: MakeHistory, stop_after: int) -> None:
+    steps = walk(7)
+    statistics = MotionStatistics(slice_elements=200)
+    take_in(statistics, make_history(ITERATIONS[:5], steps[:5]))
+    before = products(statistics, "w").clone()
+    work = statistics.update(make_history(ITERATIONS, steps))
+    for _ in range(stop_after):
+        next(work)
+    del work
+    assert statistics.seen == tuple(ITERATIONS[:5])
+    assert torch.equal(products(statistics, "w"), before)
+    history = make_history(ITERATIONS, steps)
+    assert take_in(statistics, history) > stop_after
+    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-12, atol=1e-12)
+
+
+def test_a_slice_reads_a_bounded_number_of_elements(make_history: MakeHistory) -> None:
+    steps = walk(7)
+    statistics = MotionStatistics(slice_elements=70)
+    take_in(statistics, make_history(ITERATIONS[:6], steps[:6]))
+    history = make_history(ITERATIONS, steps)
+    work = statistics.update(history)
+    read: list[int] = []
+    reader = history.read
+
+    def counting(operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        piece: torch.Tensor = reader(operator, entry, start, stop)
+        return piece
+
+    history.read = counting
+    slices = []
+    for _ in work:
+        slices.append(sum(read))
+        read.clear()
+    assert max(slices) <= 70
+    assert sum(slices) == 8 * sum(SIZES.values())  # the new one twice: first to see whether it is finite
+    assert len(slices) >= sum(slices) / 70
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: MakeHistory, poison: float) -> None:
+    steps = walk(7)
+    steps[3] = {name: values.clone() for name, values in steps[3].items()}
+    steps[3]["bias"][4] = poison
+    statistics = MotionStatistics()
+    history = one_by_one(make_history, steps, 7, statistics)
+    assert statistics.left_out == (220,)
+    for operator in SIZES:
+        expected = gram(history, operator, [0, 1, 2, 4, 5, 6])
+        torch.testing.assert_close(products(statistics, operator), expected, rtol=1e-12, atol=1e-12)
+    # Once the history has lost it nobody needs to know of it.
+    take_in(statistics, make_history(ITERATIONS[4:], steps[4:]))
+    assert not statistics.left_out
+
+
+def test_a_history_without_a_finite_checkpoint_is_none(make_history: MakeHistory) -> None:
+    statistics = MotionStatistics()
+    take_in(statistics, make_history([10, 20], [{"w": torch.tensor([math.nan])}, {"w": torch.tensor([math.inf])}]))
+    assert statistics.left_out == (10, 20)
+    assert not statistics.seen
+    assert not statistics.operators
+
+
+def test_a_tensor_that_changed_its_size_starts_anew(make_history: MakeHistory) -> None:
+    statistics = MotionStatistics()
+    take_in(statistics, make_history(ITERATIONS[:4], walk(4)))
+    resized = walk(4, seed=1, sizes={"w": 33, "bias": 9, "scalar": 1})
+    history = make_history(ITERATIONS[3:], resized)
+    take_in(statistics, history)
+    assert statistics.operators["w"].numel == 33
+    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_the_history_lost_is_bridged(make_history: MakeHistory) -> None:
+    steps = walk(7)
+    statistics = MotionStatistics()
+    take_in(statistics, make_history(ITERATIONS[:6], steps[:6]))
+    kept = [0, 1, 2, 4, 6]  # one of the middle is gone, and the newest that was known
+    history = make_history([ITERATIONS[k] for k in kept], [steps[k] for k in kept])
+    take_in(statistics, history)
+    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_kept_is_bounded_small_and_survives(make_history: MakeHistory) -> None:
+    count = MAX_SNAPSHOTS + 9
+    iterations = list(range(0, 20 * count, 20))
+    steps = walk(count, sizes={f"layer.{place}.weight": 2 for place in range(300)})
+    statistics = MotionStatistics()
+    take_in(statistics, make_history(iterations, steps))
+    assert len(statistics.operators["layer.0.weight"].points) == MAX_SNAPSHOTS
+    data, tensors = codec.encode(statistics.state_dict())
+    assert len(json.dumps(data)) + sum(tensor.nbytes for tensor in tensors.values()) < 0.5 * 2**20
+    later = MotionStatistics()
+    later.load_state_dict(codec.decode(json.loads(json.dumps(data)), tensors))
+    assert (later.seen, later.left_out) == (statistics.seen, statistics.left_out)
+    for operator, motion in statistics.operators.items():
+        assert later.operators[operator].points == motion.points
+        assert torch.equal(later.operators[operator].products, motion.products)
+    more = make_history([*iterations, iterations[-1] + 20], [*steps, steps[0]])
+    take_in(statistics, more)
+    take_in(later, more)
+    assert torch.equal(products(statistics, "layer.7.weight"), products(later, "layer.7.weight"))
+
+
+def test_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="version 2; this is version 1"):
+        MotionStatistics().load_state_dict({"version": 2})
+
+
+def test_an_empty_history_and_empty_statistics_are_fine(make_history: MakeHistory) -> None:
+    statistics = MotionStatistics()
+    assert take_in(statistics, make_history([], [])) == 0
+    MotionStatistics().load_state_dict(statistics.state_dict())
+
+
+def test_slices_that_hold_no_snapshot_are_an_error() -> None:
+    with pytest.raises(ValueError, match="slice_elements = 3"):
+        MotionStatistics(slice_elements=3)

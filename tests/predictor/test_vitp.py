@@ -1,0 +1,537 @@
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from cpsr import codec
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
+from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor
+from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT
+
+MakeHistory = Callable[..., Any]
+Steps = list[dict[str, torch.Tensor]]
+INTERVAL = 50
+SPAN = 9  # checkpoints that the history holds: 400 iterations
+LINE: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "base": "checkpoint"}
+OPERATORS = tuple(f"layer.{place}.weight" for place in range(8))
+SIZE = 200
+
+
+def circle(operator: int, place: float) -> torch.Tensor:
+    """A slow motion that turns by 0.25 in an interval, in a plane of its own."""
+    plane = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(operator), dtype=torch.float64)
+    angle = 0.25 * place + operator
+    return math.cos(angle) * plane[0] + math.sin(angle) * plane[1]
+
+
+def straight(operator: int, place: float) -> torch.Tensor:
+    direction = torch.randn(SIZE, generator=torch.Generator().manual_seed(operator), dtype=torch.float64)
+    return 0.25 * place * direction
+
+
+def noisy(motion: Callable[[int, float], torch.Tensor], count: int, noise: float = 0.1) -> Steps:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        {
+            name: (motion(k, place) + noise * torch.randn(SIZE, generator=generator, dtype=torch.float64)).float()
+            for k, name in enumerate(OPERATORS)
+        }
+        for place in range(count)
+    ]
+
+
+def until(make_history: MakeHistory, steps: Steps, count: int) -> Any:
+    """The newest checkpoints after `count` of them, at iterations 0, 50, ..."""
+    begin = max(0, count - SPAN)
+    return make_history([INTERVAL * place for place in range(begin, count)], steps[begin:count])
+
+
+def teach(predictor: VITPPredictor, make_history: MakeHistory, steps: Steps, first: int = 1) -> VITPPredictor:
+    for count in range(first, len(steps) + 1):
+        for _ in predictor.learn(until(make_history, steps, count)):
+            pass
+    return predictor
+
+
+def ahead(history: Any, iterations: int = 40) -> Target:
+    newest = history.entries[-1]
+    return Target(newest.iteration + iterations, newest.time + iterations, 1.0)
+
+
+def predicted(predictor: StatePredictor, history: History, forecast: Forecast) -> dict[str, torch.Tensor]:
+    out = {operator: torch.full((history.numel(operator),), math.nan) for operator in history.operators}
+    for operator, start, values in predictor.predict(history, forecast):
+        out[operator][start : start + values.numel()] = values
+    return out
+
+
+def true_cosine(
+    predictor: LinePredictor, make_history: MakeHistory, steps: Steps, motion: Callable[[int, float], torch.Tensor]
+) -> float:
+    """Of the predicted displacement with that of the motion without its noise, mean over the operators."""
+    history = until(make_history, steps, len(steps))
+    out = predicted(predictor, history, predictor.forecast(history, ahead(history)))
+    newest = len(steps) - 1
+    found = [
+        torch.cosine_similarity(
+            out[name].double() - steps[-1][name].double(), motion(k, newest + 0.8) - motion(k, newest), dim=0
+        )
+        for k, name in enumerate(OPERATORS)
+    ]
+    return float(torch.stack(found).mean())
+
+
+def test_where_the_direction_bends_it_beats_the_line(make_history: MakeHistory) -> None:
+    steps = noisy(circle, 22)
+    predictor = VITPPredictor(**LINE, direction="vitp")
+    line, vitp = [], []
+    for count in range(18, 23):
+        predictor = teach(predictor, make_history, steps[: count - 1], first=1 if count == 18 else count - 1)
+        # The checkpoint that is predicted from has not been learned yet, nor anything after it.
+        line.append(true_cosine(LinePredictor(**LINE), make_history, steps[:count], circle))
+        vitp.append(true_cosine(predictor, make_history, steps[:count], circle))
+    assert max(line) < 0.75
+    assert min(vitp) > max(line) + 0.1
+    late = predictor.accuracy()[-5:]
+    assert all(one["vitp_cosine"] > one["line_cosine"] + 0.1 for one in late)
+    assert [(one["iteration"], one["checkpoints"]) for one in late] == [(50 * k, k + 1) for k in range(16, 21)]
+
+
+def test_where_nothing_bends_it_is_no_worse_than_the_line(make_history: MakeHistory) -> None:
+    steps = noisy(straight, 18, noise=0.5)
+    predictor = teach(VITPPredictor(**LINE, direction="vitp"), make_history, steps[:-1])
+    line = true_cosine(LinePredictor(**LINE), make_history, steps, straight)
+    assert line < 0.99  # there is noise to be misled by
+    assert true_cosine(predictor, make_history, steps, straight) > line - 0.01
+
+
+@pytest.fixture(scope="module")
+def taught(make_history: MakeHistory) -> dict[str, Any]:
+    """What a predictor knows after 16 checkpoints that bend."""
+    return teach(VITPPredictor(**LINE), make_history, noisy(circle, 16)).state_dict()
+
+
+def loaded(state: dict[str, Any], **options: Any) -> VITPPredictor:
+    predictor = VITPPredictor(**{**LINE, "direction": "vitp", **options})
+    predictor.load_state_dict(state)
+    return predictor
+
+
+def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
+    history = until(make_history, noisy(circle, 12), 12)
+    for base in ("checkpoint", "line"):
+        options: dict[str, Any] = {**LINE, "base": base}
+        expected = LinePredictor(**options).forecast(history, ahead(history))
+        found = VITPPredictor(**options, direction="vitp").forecast(history, ahead(history))
+        assert found.coefficients == expected.coefficients
+        assert found.settings["direction"] == "vitp"
+
+
+def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    steps = noisy(circle, 16)
+    history = until(make_history, steps, 16)
+    for base in ("checkpoint", "line"):
+        options: dict[str, Any] = {**LINE, "base": base, "gain": 2.0}
+        line, vitp = LinePredictor(**options), loaded(taught, **options)
+        rest = LinePredictor(**{**options, "gain": 0.0})
+        start, straight_on, turned = (
+            predicted(one, history, one.forecast(history, ahead(history))) for one in (rest, line, vitp)
+        )
+        for name in OPERATORS:
+            moved, expected = turned[name] - start[name], straight_on[name] - start[name]
+            torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
+            assert torch.cosine_similarity(moved, expected, dim=0) < 0.97
+
+
+def test_it_says_what_it_did(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    history = until(make_history, noisy(circle, 16), 16)
+    forecast = loaded(taught).forecast(history, ahead(history))
+    assert forecast.method == "vitp"
+    assert "8 operators in a learned direction" in forecast.reason
+    assert forecast.settings["direction"] == "vitp"
+    assert forecast.settings["updates"] == 11 * STEPS_PER_CHECKPOINT  # the first window has 6 checkpoints
+    assert (forecast.settings["line_operators"], forecast.settings["line_names"]) == (0, [])
+    refused = loaded(taught, direction="line").forecast(history, ahead(history))
+    assert refused.coefficients == LinePredictor(**LINE).forecast(history, ahead(history)).coefficients
+    assert refused.settings["direction"] == "line"
+
+
+def test_before_it_is_trained_nobody_asks_it(make_history: MakeHistory) -> None:
+    steps = noisy(circle, 8)
+    predictor = teach(VITPPredictor(**LINE), make_history, steps)
+    history = until(make_history, steps, 8)
+    forecast = predictor.forecast(history, ahead(history))
+    assert forecast.settings["direction"] == "line"
+    assert f"has had {3 * STEPS_PER_CHECKPOINT} of {MIN_UPDATES} updates" in forecast.reason
+    assert forecast.coefficients == LinePredictor(**LINE).forecast(history, ahead(history)).coefficients
+
+
+def test_operators_that_cannot_be_turned_keep_the_line_and_are_named(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    steps = [{"still": torch.full((3,), 0.1), "rare": step[OPERATORS[1]], **step} for step in noisy(circle, 16)]
+    history = until(make_history, steps, 16)
+    iterations = [entry.iteration for entry in history.entries]
+    rare = [iterations[place - place % 3] for place in range(SPAN)]  # three snapshots of its own
+    for place in range(SPAN):
+        steps[7 + place]["rare"] = steps[7 + place - place % 3]["rare"]
+    history = make_history(iterations, steps[7:], taken={"rare": rare})
+    forecast = loaded(taught).forecast(history, ahead(history))
+    line = LinePredictor(**LINE).forecast(history, ahead(history))
+    assert forecast.settings["line_names"] == ["rare", "still"] or forecast.settings["line_names"] == ["still", "rare"]
+    assert forecast.settings["line_operators"] == 2
+    for name in ("still", "rare"):
+        assert forecast.coefficients[name] == line.coefficients[name]
+    assert torch.equal(predicted(loaded(taught), history, forecast)["still"], torch.full((3,), 0.1))
+
+
+def test_many_constant_tensors_are_counted_and_some_named(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    steps = [{**step, **{f"still.{k}": torch.ones(2) for k in range(20)}} for step in noisy(circle, 16)]
+    forecast = loaded(taught).forecast(history := until(make_history, steps, 16), ahead(history))
+    assert forecast.settings["line_operators"] == 20
+    assert forecast.settings["line_names"] == [f"still.{k}" for k in range(8)]
+
+
+def test_operators_of_other_ages_are_predicted_from_their_own_series(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    steps = noisy(circle, 16)
+    earlier = [INTERVAL * place - 20 for place in range(16)]
+    name = OPERATORS[2]
+    alone = make_history(earlier[7:], [{name: step[name]} for step in steps[7:]])
+    target = ahead(until(make_history, steps, 16))
+    expected = loaded(taught).forecast(alone, target)
+    history = make_history([i + 20 for i in earlier[7:]], steps[7:], taken={name: earlier[7:]})
+    found = loaded(taught).forecast(history, target)
+    assert found.coefficients[name] == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
+    assert found.coefficients[OPERATORS[3]] != found.coefficients[name]
+
+
+def test_a_damaged_checkpoint_is_left_out_of_learning_and_of_the_row(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    steps = noisy(circle, 18)
+    steps[16][OPERATORS[0]][3] = math.nan
+    predictor = teach(loaded(taught), make_history, steps, first=17)
+    assert predictor.left_out == (800,)
+    assert [one["iteration"] for one in predictor.accuracy()[-2:]] == [750, 850]
+    history = until(make_history, steps, 18)
+    forecast = predictor.forecast(history, ahead(history))
+    assert forecast.settings["left_out_not_finite"] == [800]
+    assert all(row[-2] == 0.0 for row in forecast.coefficients.values())
+    assert all(bool(torch.isfinite(values).all()) for values in predicted(predictor, history, forecast).values())
+    assert forecast.settings["line_operators"] == 0
+
+
+def test_a_checkpoint_that_was_damaged_after_it_was_learned_is_bridged(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    steps = noisy(circle, 16)
+    steps[14][OPERATORS[0]][3] = math.nan
+    history = until(make_history, steps, 16)
+    forecast = loaded(taught).forecast(history, ahead(history))
+    assert forecast.settings["left_out_not_finite"] == [700]
+    assert forecast.settings["line_operators"] == 0
+    without = [place for place in range(SPAN) if place != 7]
+    known = make_history([history.entries[k].iteration for k in without], [steps[7 + k] for k in without])
+    expected = loaded(taught).forecast(known, ahead(known))
+    for name in OPERATORS:
+        row = [forecast.coefficients[name][place] for place in without]
+        assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
+
+
+def test_what_was_not_learned_yet_is_read_now(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    steps = noisy(circle, 17)
+    history = until(make_history, steps, 17)
+    ready, late = loaded(taught, trains=False), loaded(taught, trains=False)
+    for _ in ready.learn(history):
+        pass
+    expected = ready.forecast(history, ahead(history))
+    history.pieces_read = 0
+    ready.forecast(history, ahead(history))
+    once = history.pieces_read
+    found = late.forecast(history, ahead(history))
+    assert history.pieces_read > 2 * once
+    for name in OPERATORS:
+        assert found.coefficients[name] == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
+
+
+def test_the_same_history_gives_the_same_result(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    again = teach(VITPPredictor(**LINE), make_history, noisy(circle, 16)).state_dict()
+    assert same(again, taught)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Equal as trees of plain data and tensors, to the last bit."""
+    trees = [codec.encode(tree) for tree in (first, second)]
+    tensors = [tree[1] for tree in trees]
+    return trees[0][0] == trees[1][0] and all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+
+
+@pytest.mark.parametrize("slices", [0, 1, 10, 17, 30, 49])
+def test_what_is_abandoned_counts_as_not_seen(make_history: MakeHistory, taught: dict[str, Any], slices: int) -> None:
+    steps = noisy(circle, 17)
+    predictor = loaded(taught)
+    work = predictor.learn(until(make_history, steps, 17))
+    for _ in range(slices):
+        next(work)
+    assert same(predictor.state_dict(), taught)
+    work.close()  # type: ignore[attr-defined]  # learn is a generator
+    straight_on = loaded(taught)
+    for one in (predictor, straight_on):
+        for _ in one.learn(until(make_history, steps, 17)):
+            pass
+    assert not same(predictor.state_dict(), taught)
+    assert same(predictor.state_dict(), straight_on.state_dict())
+
+
+def test_a_checkpoint_is_learned_once(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    predictor = loaded(taught)
+    for _ in predictor.learn(until(make_history, noisy(circle, 16), 16)):
+        pass
+    assert same(predictor.state_dict(), taught)
+    for _ in predictor.learn(make_history([], [])):
+        pass
+    assert predictor.accuracy() == taught["vitp"]["accuracy"]
+
+
+def test_a_rank_that_does_not_train_keeps_statistics_alone(make_history: MakeHistory) -> None:
+    predictor = teach(VITPPredictor(**LINE, trains=False), make_history, noisy(circle, 9))
+    state = predictor.state_dict()["vitp"]
+    assert (state["head"]["steps"], state["examples"]["windows"], state["accuracy"]) == (0, [], [])
+    assert len(state["statistics"]["operators"]) == len(OPERATORS)
+
+
+@pytest.mark.parametrize("mode", ["as usual", "inference", "autocast"])
+def test_learning_leaves_the_training_loop_alone(make_history: MakeHistory, taught: dict[str, Any], mode: str) -> None:
+    steps = noisy(circle, 17)
+    expected, predictor = loaded(taught), loaded(taught)
+    for _ in expected.learn(until(make_history, steps, 17)):
+        pass
+    modes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "as usual": torch.no_grad,
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    }
+    torch_state, numpy_state, threads = torch.get_rng_state(), repr(numpy.random.get_state()), torch.get_num_threads()
+    with modes[mode]():
+        grad = torch.is_grad_enabled()
+        for _ in predictor.learn(until(make_history, steps, 17)):
+            assert torch.is_grad_enabled() == grad
+        forecast = predictor.forecast(history := until(make_history, steps, 17), ahead(history))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert repr(numpy.random.get_state()) == numpy_state
+    assert torch.get_num_threads() == threads
+    assert forecast.coefficients == expected.forecast(history, ahead(history)).coefficients
+
+
+def test_it_goes_on_from_what_was_saved(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    data, tensors = codec.encode(taught)
+    restored = codec.decode(json.loads(json.dumps(data)), tensors)
+    steps = noisy(circle, 18)
+    straight_on = teach(VITPPredictor(**LINE), make_history, steps)
+    assert same(teach(loaded(restored), make_history, steps, first=17).state_dict(), straight_on.state_dict())
+
+
+def test_what_was_learned_stays_small(make_history: MakeHistory) -> None:
+    generator = torch.Generator().manual_seed(0)
+    names = [f"transformer.layers.{place // 10}.block.{place % 10}.weight" for place in range(300)]
+    steps = [{name: torch.randn(3, generator=generator) for name in names} for _ in range(22)]
+    predictor = VITPPredictor()
+    for count in range(16, 23):
+        history = make_history([20 * k for k in range(max(0, count - 20), count)], steps[max(0, count - 20) : count])
+        for _ in predictor.learn(history):
+            pass
+    data, tensors = codec.encode(predictor.state_dict())
+    assert len(json.dumps(data)) + sum(tensor.nbytes for tensor in tensors.values()) < 10**6
+
+
+def test_another_version_or_predictor_is_refused_and_changes_nothing(taught: dict[str, Any]) -> None:
+    predictor = loaded(taught)
+    learned = taught["vitp"]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({**taught, "version": 99}, "version 99"),
+        ({**taught, "predictor": "line"}, "learned state of predictor 'line'"),
+        ({**taught, "vitp": {**learned, "version": 2}}, "version 2; this is 1"),
+        ({key: value for key, value in taught.items() if key != "vitp"}, "version None; this is 1"),
+        ({**taught, "vitp": {**learned, "statistics": {"version": 5}}}, "version 5"),
+        ({**taught, "vitp": {**learned, "examples": {"version": 5}}}, "version 5"),
+        ({**taught, "vitp": {**learned, "head": {**learned["head"], "version": 5}}}, "version 5"),
+    ]
+    for state, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            predictor.load_state_dict(state)
+    assert same(predictor.state_dict(), taught)
+
+
+class Ranks:
+    """Two ranks in threads: what each passes in is exchanged at a barrier, as a collective does."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=20)
+        self._given: list[Any] = [None, None]
+        self.calls = [0, 0]
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.calls[rank] += 1
+        self._given[rank] = value
+        self._barrier.wait()
+        everything = list(self._given)
+        self._barrier.wait()
+        return everything
+
+    def options(self, rank: int) -> dict[str, Any]:
+        def reduce(products: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            summed: dict[str, torch.Tensor] = {}
+            for part in self.exchange(rank, products):
+                for name, matrix in part.items():
+                    summed[name] = summed[name] + matrix if name in summed else matrix
+            return summed
+
+        return {"reduce": reduce, "broadcast": lambda value: self.exchange(rank, value)[0], "trains": rank == 0}
+
+    @staticmethod
+    def together(work: Sequence[Callable[[], Forecast]]) -> list[Forecast]:
+        results: dict[int, Forecast] = {}
+
+        def run(rank: int) -> None:
+            results[rank] = work[rank]()
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(work))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [results[rank] for rank in range(len(work))]
+
+
+def halves(steps: Steps) -> list[Steps]:
+    """Slices as ZeRO makes them: one tensor is all rank 0's, one all rank 1's, the others are cut."""
+    cut = dict.fromkeys(OPERATORS, 77) | {OPERATORS[0]: SIZE, OPERATORS[1]: 0}
+    parts = [
+        [{name: step[name][: cut[name]] for name in OPERATORS if cut[name] > 0} for step in steps],
+        [{name: step[name][cut[name] :] for name in OPERATORS if cut[name] < SIZE} for step in steps],
+    ]
+    assert OPERATORS[1] not in parts[0][0]
+    assert OPERATORS[0] not in parts[1][0]
+    return parts
+
+
+def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistory) -> None:
+    steps, ranks = noisy(circle, 16), Ranks()
+    parts = halves(steps)
+    predictors = [
+        teach(VITPPredictor(**LINE, direction="vitp", **ranks.options(rank)), make_history, parts[rank])
+        for rank in range(2)
+    ]
+    histories = [until(make_history, part, 16) for part in parts]
+    target = ahead(histories[0])
+    forecasts = Ranks.together([partial(predictors[rank].forecast, histories[rank], target) for rank in range(2)])
+    assert ranks.calls == [2, 2]  # the weights of the network and the matrices, once each
+    # The unsplit run with rank 0's network.
+    whole = teach(VITPPredictor(**LINE, direction="vitp", trains=False), make_history, steps)
+    state = whole.state_dict()
+    state["vitp"]["head"] = predictors[0].state_dict()["vitp"]["head"]
+    whole.load_state_dict(state)
+    expected = whole.forecast(until(make_history, steps, 16), target)
+    line = LinePredictor(**LINE).forecast(until(make_history, steps, 16), target)
+    for forecast in forecasts:
+        assert forecast.settings["updates"] == expected.settings["updates"] > 0
+        for name, row in forecast.coefficients.items():
+            assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-5)
+            assert row != pytest.approx(line.coefficients[name], rel=1e-2, abs=1e-2)
+    shared = OPERATORS[3]
+    assert forecasts[0].coefficients[shared] == pytest.approx(forecasts[1].coefficients[shared], rel=1e-5, abs=1e-6)
+
+
+def test_collectives_are_called_once_whatever_a_rank_holds(make_history: MakeHistory) -> None:
+    steps = noisy(circle, 16)
+    ranks = Ranks()
+    predictors = [VITPPredictor(**LINE, direction="vitp", **ranks.options(rank)) for rank in range(2)]
+    full, empty = until(make_history, steps, 16), until(make_history, [{} for _ in steps], 16)
+    for iterations in (40, 0, 10**6):  # predicted, unchanged, infeasible
+        target = ahead(full, iterations)
+        forecasts = Ranks.together(
+            [partial(predictors[0].forecast, full, target), partial(predictors[1].forecast, empty, target)]
+        )
+        assert forecasts[0].feasible == forecasts[1].feasible == (iterations < 10**6)
+    assert ranks.calls == [6, 6]
+
+
+class MappedHistory:
+    """One large operator in files that are mapped; notes the process's own memory whenever a piece is read."""
+
+    def __init__(self, directory: Path, count: int, numel: int) -> None:
+        self.entries = [HistoryEntry(50 * k, 50.0 * k, 1.0) for k in range(count)]
+        self.operators = ["w"]
+        self.peak_bytes = 0
+        self._files = []
+        for place in range(count):
+            file = numpy.memmap(directory / f"{place}.bin", numpy.float32, "w+", shape=(numel,))  # sparse on disk
+            file[:: numel // 64] = float(place**2 % 7)
+            self._files.append(torch.from_numpy(file))
+
+    def numel(self, operator: str) -> int:
+        return self._files[0].numel()
+
+    def taken_at(self, operator: str, entry: int) -> int:
+        return self.entries[entry].iteration
+
+    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
+        self.peak_bytes = max(self.peak_bytes, own_memory_bytes())
+        return self._files[entry][start:stop]
+
+
+def own_memory_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_memory_does_not_grow_with_the_model(make_history: MakeHistory, tmp_path: Path) -> None:
+    teach(VITPPredictor(**LINE, direction="vitp"), make_history, noisy(circle, 8))  # what torch itself takes at first
+    history = MappedHistory(tmp_path, 7, numel=9 << 20)
+    predictor = VITPPredictor(**LINE, chunk_elements=1 << 17, direction="vitp")
+    before = history.peak_bytes = own_memory_bytes()
+    for _ in predictor.learn(history):
+        history.peak_bytes = max(history.peak_bytes, own_memory_bytes())
+    forecast = predictor.forecast(history, ahead(history))
+    for _, _, _ in predictor.predict(history, forecast):
+        history.peak_bytes = max(history.peak_bytes, own_memory_bytes())
+    assert forecast.settings["updates"] > 0
+    # 3.5 MiB of float64 differences; the tensor has 36 MiB in each checkpoint.
+    assert history.peak_bytes - before < 12 * 2**20
+
+
+def test_a_direction_it_does_not_know_is_an_error() -> None:
+    with pytest.raises(ValueError, match="direction = 'left'"):
+        VITPPredictor(direction="left")  # type: ignore[arg-type]
+
+
+def test_windows_of_more_snapshots_than_are_kept_are_turned_by_the_newest(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    steps = noisy(lambda k, place: circle(k, place / 5), 28)
+    history = make_history([10 * place for place in range(28)], steps)
+    predictor = loaded(taught)
+    for _ in predictor.learn(history):
+        pass
+    forecast = predictor.forecast(history, ahead(history))
+    line = LinePredictor(**LINE).forecast(history, ahead(history))
+    assert forecast.settings["line_operators"] == 0
+    turned, straight_on = predicted(predictor, history, forecast), predicted(predictor, history, line)
+    for name, row in forecast.coefficients.items():
+        assert math.fsum(row) == pytest.approx(1.0, abs=1e-12)
+        assert row != line.coefficients[name]
+        shares = [value / before for value, before in zip(row[:8], line.coefficients[name][:8], strict=True)]
+        assert shares == pytest.approx([shares[0]] * 8)  # the oldest are not corrected, only scaled
+        moved, expected = (out[name] - steps[-1][name] for out in (turned, straight_on))
+        torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
