@@ -65,7 +65,8 @@ class DigitsTask:
 
     def validation_losses(self, model: nn.Module) -> torch.Tensor:
         """Mean loss of each chunk of 24 held-out images, distorted once and for all."""
-        images, targets = self._validation
+        device = next(model.parameters()).device
+        images, targets = (part.to(device) for part in self._validation)
         losses = functional.cross_entropy(model(images), targets, reduction="none")
         return losses.view(VALIDATION_CHUNKS, CHUNK_IMAGES).mean(1)
 

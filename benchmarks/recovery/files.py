@@ -10,17 +10,43 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from cpsr.codec import decode, encode
 from cpsr.errors import CPSRError
 
-__all__ = ["open_tensors", "read_json", "write_json", "write_tensors"]
+__all__ = ["open_tensors", "read_json", "read_tree", "write_json", "write_tensors", "write_tree"]
+
+TREE = "tree"  # key of the plain part in a file's metadata
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file under a temporary name and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary(path)
-    save_file(dict(tensors), temporary)
+    save_file(dict(tensors), temporary, metadata)
     temporary.replace(path)
+
+
+def write_tree(path: Path, tree: Any) -> None:
+    """Write plain data with tensors in it as one safetensors file.
+
+    Raises:
+        UnsupportedEngineError: something in it is no plain data.
+    """
+    plain, tensors = encode(tree)
+    write_tensors(path, tensors, {TREE: json.dumps(plain)})
+
+
+def read_tree(path: Path) -> Any:
+    """What `write_tree` wrote.
+
+    Raises:
+        CPSRError: the file is torn, or another one.
+    """
+    with open_tensors(path) as file:
+        metadata = file.metadata() or {}
+        if TREE not in metadata:
+            raise _damaged(path, KeyError(TREE))
+        return decode(json.loads(metadata[TREE]), {key: file.get_tensor(key) for key in list(file.keys())})
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,18 +1,19 @@
 """Forming the state that a method goes on from after a failure."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cpsr.benchmarks.recovery.grid import Point
-from cpsr.benchmarks.recovery.methods import ORACLE, PREDICTORS
+from cpsr.benchmarks.recovery.guarded import guarded_state
+from cpsr.benchmarks.recovery.learning import learned
+from cpsr.benchmarks.recovery.methods import PREDICTORS
+from cpsr.benchmarks.recovery.predict import predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
-from cpsr.predictor.protocol import Target
 
-__all__ = ["Formed", "form"]
+__all__ = ["Formed", "form", "form_truth"]
 
 
 @dataclass(frozen=True)
@@ -22,54 +23,66 @@ class Formed:
     Attributes:
         state: where training goes on; None where the method advises against itself.
         reason: one sentence for people.
-        seconds: opening the history, forecasting, predicting and injecting.
+        seconds: opening the history, loading what was learned, forecasting, predicting and injecting.
         settings: of the forecast.
+        learning_seconds: spent on learning at the checkpoints before, not in `seconds`.
+        rehearsals: outcomes of the rehearsals before the failure.
+        rehearsal_iterations: what these cost the run, in training iterations.
+        accuracy: the predictor's own scores of itself, where it keeps any.
     """
 
     state: State | None
     reason: str
     seconds: float
     settings: dict[str, Any]
+    learning_seconds: float = 0.0
+    rehearsals: tuple[dict[str, Any], ...] = ()
+    rehearsal_iterations: float = 0.0
+    accuracy: list[dict[str, Any]] | None = None
 
 
-def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, failure: State) -> Formed:
-    """The state at the failure as `method` has it, injected into a trainer once to time it.
+def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, rehearsal_budget: float) -> Formed:
+    """The state at the failure as `method` predicts it, injected into a trainer once to time it.
 
     Args:
-        method: any but recomputing.
+        method: name of one that predicts.
         trajectory: the run that fails; its checkpoints are the history.
         point: where it fails.
         checkpoint: the true state at the last checkpoint, whose moments every method keeps, counting on from f.
-        failure: the true state at the failure, for the oracle alone.
+        rehearsal_budget: share of the training that rehearsals may take.
     """
+    lessons = learned(method, trajectory, point.interval, point.checkpoint, rehearsal_budget)
+    trainer = trajectory.trainer()
+    predictor = PREDICTORS[method].predictor(point.interval)
+    started = time.perf_counter()
+    history = trajectory.history(point.checkpoint, point.interval)
+    if lessons.state is not None:
+        predictor.load_state_dict(lessons.state)
+    asked = predictor, history, trajectory.workload, point.failure, checkpoint
+    guarded = PREDICTORS[method].guarded
+    forecast, state = guarded_state(*asked, trainer) if guarded else predicted_state(*asked)
+    if state is not None:
+        trainer.load(state)
+    seconds = time.perf_counter() - started
+    reason = forecast.reason
+    if state is not None and not state.is_finite():
+        state, reason = None, f"the predicted weights are not finite; {reason}"
+    accuracy = getattr(predictor, "accuracy", None)
+    return Formed(
+        state,
+        reason,
+        seconds,
+        forecast.settings,
+        lessons.seconds,
+        lessons.rehearsals,
+        lessons.rehearsal_iterations,
+        None if accuracy is None else [score for score in accuracy() if all(map(math.isfinite, score.values()))],
+    )
+
+
+def form_truth(trajectory: Trajectory, failure: State) -> Formed:
+    """The true state at the failure, as the oracle has it."""
     trainer = trajectory.trainer()
     started = time.perf_counter()
-    settings: dict[str, Any] = {}
-    reason = ""
-    if method == ORACLE:
-        state = failure
-    else:
-        predictor = PREDICTORS[method](point.interval)
-        history = trajectory.history(point.checkpoint, point.interval)
-        forecast = predictor.forecast(history, _target(trajectory, point))
-        settings, reason = forecast.settings, forecast.reason
-        if not forecast.feasible:
-            return Formed(None, reason, time.perf_counter() - started, settings)
-        weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
-        for name, start, values in predictor.predict(history, forecast):
-            weights[name][start : start + values.numel()] = values
-        state = _at(point, checkpoint, weights)
-    trainer.load(state)
-    seconds = time.perf_counter() - started
-    if not all(bool(torch.isfinite(values).all()) for values in state.weights.values()):
-        return Formed(None, f"the predicted weights are not finite; {reason}", seconds, settings)
-    return Formed(state, reason, seconds, settings)
-
-
-def _target(trajectory: Trajectory, point: Point) -> Target:
-    workload = trajectory.workload
-    return Target(point.failure, workload.times[point.failure], workload.peak_until(point.failure))
-
-
-def _at(point: Point, checkpoint: State, weights: dict[str, torch.Tensor]) -> State:
-    return State(point.failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq)
+    trainer.load(failure)
+    return Formed(failure, "", time.perf_counter() - started, {})

@@ -3,12 +3,15 @@
 from dataclasses import dataclass, replace
 
 from cpsr.benchmarks.recovery.methods import find_methods
-from cpsr.benchmarks.recovery.workload import WORKLOADS, find_workloads
+from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
+from cpsr.errors import ConfigError
 
 __all__ = [
+    "DEFAULT_REHEARSAL_BUDGET",
     "FRACTIONS",
     "FULL",
-    "INFEASIBLE_INTERVAL",
+    "HORIZON_SHARE",
+    "INFEASIBLE_INTERVALS",
     "INTERVALS",
     "QUICK",
     "Cell",
@@ -19,11 +22,12 @@ __all__ = [
 ]
 
 INTERVALS = (20, 50, 100)  # iterations between checkpoints: the feasible grid
-INFEASIBLE_INTERVAL = 300  # where prediction is expected to give up
+INFEASIBLE_INTERVALS = (300, 500)  # where prediction is expected to give up
 FRACTIONS = (0.25, 0.5, 0.75)
 # Iterations from checkpoint to failure, as a share of the interval: 0.84 +- 0.15, the dear half of all failures.
 HORIZON_SHARE = 0.84
 HORIZON_SPREAD = 0.15
+DEFAULT_REHEARSAL_BUDGET = 0.005  # the product's share of training for rehearsals; runs as short as these earn none
 # Failure points lie within this share of the training around the fraction's place.
 PLACE_SPREAD = 0.06
 # Steps of the golden ratio, and of the squared plastic number beside it: evenly spread however many points are taken,
@@ -66,6 +70,7 @@ class Selection:
         points: failure points in each cell and seed.
         seeds: 0, 1, ... of the training runs.
         methods: names, or None for all that there are.
+        rehearsal_budget: share of the training that rehearsals may take.
     """
 
     name: str
@@ -75,12 +80,13 @@ class Selection:
     points: int
     seeds: int
     methods: tuple[str, ...] | None
+    rehearsal_budget: float = DEFAULT_REHEARSAL_BUDGET
 
 
 QUICK = Selection(
     "quick", ("gpt-0.4M-cosine",), (50,), FRACTIONS, 4, 1, ("recompute", "stale", "line-8-1.5", "line", "oracle")
 )
-FULL = Selection("full", tuple(WORKLOADS), INTERVALS, FRACTIONS, 8, 2, None)
+FULL = Selection("full", EVERYWHERE, INTERVALS, FRACTIONS, 8, 2, None)
 
 
 def selection(
@@ -90,6 +96,8 @@ def selection(
     workloads: str | None = None,
     methods: str | None = None,
     infeasible: bool = False,
+    rehearsal_budget: float | None = None,
+    intervals: str | None = None,
 ) -> Selection:
     """The quick or the full selection, with what an option says in place of its own.
 
@@ -99,21 +107,44 @@ def selection(
         seeds: how many.
         workloads: names, comma-separated.
         methods: names, comma-separated.
-        infeasible: add the interval of 300 iterations.
+        infeasible: add the intervals of 300 and 500 iterations.
+        rehearsal_budget: share of the training that rehearsals may take.
+        intervals: iterations between checkpoints, comma-separated.
 
     Raises:
-        ConfigError: a workload or a method is unknown.
+        ConfigError: a workload or a method is unknown, or a workload's weights are not kept at some interval.
     """
     base = FULL if full else QUICK
+    spaced = base.intervals if intervals is None else _intervals(intervals)
     chosen = replace(
         base,
         workloads=base.workloads if workloads is None else find_workloads(workloads),
         methods=base.methods if methods is None else find_methods(methods.split(",")),
         points=points or base.points,
         seeds=seeds or base.seeds,
-        intervals=(*base.intervals, INFEASIBLE_INTERVAL) if infeasible else base.intervals,
+        intervals=(*spaced, *INFEASIBLE_INTERVALS) if infeasible else spaced,
+        rehearsal_budget=base.rehearsal_budget if rehearsal_budget is None else rehearsal_budget,
     )
+    _refuse_unkept(chosen)
     return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")
+
+
+def _intervals(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 1 for part in parts):
+        raise ConfigError(f"--intervals {text}: expected iterations between checkpoints, 2 or more, comma-separated")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _refuse_unkept(chosen: Selection) -> None:
+    for name in chosen.workloads:
+        kept = WORKLOADS[name].snapshot_iterations
+        wrong = [interval for interval in chosen.intervals if interval % kept]
+        if wrong:
+            raise ConfigError(
+                f"'{name}' keeps its weights every {kept} iterations, which the interval {wrong[0]} is no multiple of: "
+                "name others with --intervals"
+            )
 
 
 def points(iterations: int, interval: int, fraction: float, count: int) -> list[Point]:

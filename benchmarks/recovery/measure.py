@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import xxhash
 
 import cpsr.fitter
 from cpsr.benchmarks.recovery.files import read_json, write_json
-from cpsr.benchmarks.recovery.form import form
-from cpsr.benchmarks.recovery.grid import Point
-from cpsr.benchmarks.recovery.methods import HARNESS, ORACLE, RECOMPUTE, predictor_source, source_digest
+from cpsr.benchmarks.recovery.form import Formed, form, form_truth
+from cpsr.benchmarks.recovery.grid import DEFAULT_REHEARSAL_BUDGET, Point
+from cpsr.benchmarks.recovery.methods import HARNESS, HARNESS_VERSION, ORACLE, PREDICTORS, RECOMPUTE, predictor_source
+from cpsr.benchmarks.recovery.sources import files_digest, package_files
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, Trajectory
 from cpsr.errors import CPSRError
@@ -39,7 +40,12 @@ class Outcome:
         predicted: False where the method advises against itself, or recomputes: the cost is then the horizon.
         reason: one sentence of the predictor, or why no lag can be told.
         lag_iterations: persistent lag; None where it cannot be told.
-        recover_seconds: opening the history, forecasting, predicting and injecting; None for recomputing.
+        recover_seconds: opening the history, loading what was learned, forecasting, predicting and injecting; None for
+            recomputing.
+        learning_seconds: spent at the checkpoints before, on learning; None for recomputing.
+        rehearsal_iterations: what the rehearsals before the failure cost the run, in training iterations.
+        rehearsals: their outcomes.
+        accuracy: the predictor's own scores of itself, where it keeps any.
         settings: of the forecast.
         curve: what was measured after the recovery (see `_figures`); None where nothing was run.
     """
@@ -51,30 +57,33 @@ class Outcome:
     reason: str
     lag_iterations: float | None
     recover_seconds: float | None = None
+    learning_seconds: float | None = None
+    rehearsal_iterations: float = 0.0
+    rehearsals: tuple[dict[str, Any], ...] = ()
+    accuracy: list[dict[str, Any]] | None = None
     settings: dict[str, Any] | None = None
     curve: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Truth:
-    """The fault-free run at the checkpoint and at the failure, with its validation losses there."""
-
-    checkpoint: State
-    failure: State
-    losses: list[float]
 
 
 class PointMeasurement:
     """Measures methods at one failure point of a trajectory that reaches `needed_until` already.
 
-    What a method predicts is remembered under its name and the predictor's source; what a recovery cost under the
+    What a method predicts is remembered under its name and its predictor's source; what a recovery cost under the
     exact state that it began with, whichever method formed it. A changed predictor is thus formed anew, and trained
     anew only where it predicts something else.
+
+    Args:
+        trajectory: the run that fails.
+        point: where it fails.
+        rehearsal_budget: share of the training that rehearsals may take.
     """
 
-    def __init__(self, trajectory: Trajectory, point: Point) -> None:
+    def __init__(
+        self, trajectory: Trajectory, point: Point, rehearsal_budget: float = DEFAULT_REHEARSAL_BUDGET
+    ) -> None:
         self._trajectory = trajectory
         self._point = point
+        self._budget = rehearsal_budget
         self._directory = trajectory.directory / "points" / f"T{point.interval:03d}-f{point.failure:05d}"
         self._formed: tuple[str | None, State | None] = None, None  # the newest, with its key
 
@@ -90,7 +99,14 @@ class PointMeasurement:
             return outcome
         formed = read_json(self._formed_path(method)) or self._form(method)
         outcome = replace(
-            outcome, reason=formed["reason"], recover_seconds=formed["seconds"], settings=formed["settings"]
+            outcome,
+            reason=formed["reason"],
+            recover_seconds=formed["seconds"],
+            learning_seconds=formed["learning_seconds"],
+            rehearsal_iterations=formed["rehearsal_iterations"],
+            rehearsals=tuple(formed["rehearsals"]),
+            accuracy=formed["accuracy"],
+            settings=formed["settings"],
         )
         if formed["state"] is None:
             return outcome
@@ -105,21 +121,23 @@ class PointMeasurement:
         )
 
     def _formed_path(self, method: str) -> Path:
-        source = "harness" if method in HARNESS else predictor_source()
+        source = f"harness{HARNESS_VERSION}" if method in HARNESS else predictor_source(method)
+        if method not in HARNESS and PREDICTORS[method].rehearses:
+            source = f"budget{self._budget:g}-{source}"
         return self._directory / f"formed-{method}-{source}.json"
 
     def _form(self, method: str) -> dict[str, Any]:
-        formed = form(method, self._trajectory, self._point, self._truth.checkpoint, self._truth.failure)
+        formed = self._formed_by(method)
         key = None if formed.state is None else _curve_key(formed.state)
         self._formed = key, formed.state
-        record = {
-            "state": key,
-            "reason": formed.reason,
-            "seconds": formed.seconds,
-            "settings": formed.settings,
-        }
+        record = {field.name: getattr(formed, field.name) for field in fields(formed)} | {"state": key}
         write_json(self._formed_path(method), record)
         return record
+
+    def _formed_by(self, method: str) -> Formed:
+        if method == ORACLE:
+            return form_truth(self._trajectory, self._failure[0])
+        return form(method, self._trajectory, self._point, self._checkpoint, self._budget)
 
     def _curve(self, method: str, key: str) -> dict[str, Any]:
         """What followed after the state of that key, with figures by the present fitter."""
@@ -128,7 +146,7 @@ class PointMeasurement:
         if curve is None:
             curve = self._train(self._state(method, key))
             write_json(path, curve)
-        source = source_digest(cpsr.fitter)
+        source = files_digest(package_files(cpsr.fitter))
         if curve.get("fitter") != source:
             curve |= {"fitter": source} | _figures(curve, self._fault_free(curve), self._point)
             write_json(path, curve)
@@ -162,15 +180,21 @@ class PointMeasurement:
             "iterations": iterations,
             "losses": losses if finite else None,
             "step_seconds": statistics.median(seconds),
-            "fault_free_at_failure": self._truth.losses,
+            "fault_free_at_failure": self._failure[1],
         }
 
     @cached_property
-    def _truth(self) -> _Truth:
-        trainer = self._trajectory.at(self._point.checkpoint)
-        checkpoint = trainer.state()
+    def _checkpoint(self) -> State:
+        """The fault-free run at the checkpoint."""
+        return self._trajectory.at(self._point.checkpoint).state()
+
+    @cached_property
+    def _failure(self) -> tuple[State, list[float]]:
+        """The fault-free run at the failure, with its validation losses there."""
+        trainer = self._trajectory.trainer()
+        trainer.load(self._checkpoint)
         self._trajectory.advance(trainer, self._point.failure)
-        return _Truth(checkpoint, trainer.state(), trainer.validate().tolist())
+        return trainer.state(), trainer.validate().tolist()
 
     def _fault_free(self, curve: dict[str, Any]) -> LossCurve:
         """Around the failure, with its losses at the failure itself."""

@@ -10,11 +10,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import ORACLE, RECOMPUTE
+from cpsr.benchmarks.recovery.methods import DERIVED, ORACLE, RECOMPUTE, REHEARSED
 from cpsr.benchmarks.recovery.result import RecoveryResult
 from cpsr.benchmarks.recovery.statistics import CellResult
 
-__all__ = ["draw_cost", "draw_gaps"]
+__all__ = ["COLOURS", "COST_RANGE", "ZERO_WITHIN_NATS", "draw_cost", "draw_gaps", "where"]
 
 COLOURS = [to_hex(matplotlib.colormaps["tab20"](place)) for place in range(20)]
 GROUP_WIDTH = 0.76  # of the room between two cells; the methods stand side by side in it
@@ -25,7 +25,7 @@ ZERO_WITHIN_NATS = 0.01  # the gap's axis is linear up to here
 
 def draw_cost(result: RecoveryResult) -> Figure:
     """Persistent lag over the horizon, by interval and stage: one panel a workload (the paper's Fig. 7)."""
-    shown = [name for name in result.methods if name != RECOMPUTE]
+    shown = [name for name in result.methods if name not in (RECOMPUTE, REHEARSED)]
     panels = result.selection.workloads
     figure = Figure(figsize=(12, 1.3 + PANEL_HEIGHT * len(panels)), layout="constrained")
     axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -33,15 +33,15 @@ def draw_cost(result: RecoveryResult) -> Figure:
         _cost_panel(axes, [cell for cell in result.cells if cell.cell.workload == workload], shown)
         axes.set_title(workload, loc="left", fontsize=10)
     axes_of[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-    figure.suptitle(f"Persistent lag of a recovery, as a share of recomputing ({_where(result.machine)})", fontsize=11)
+    figure.suptitle(f"Persistent lag of a recovery, as a share of recomputing ({where(result.machine)})", fontsize=11)
     return figure
 
 
 def draw_gaps(result: RecoveryResult, outcomes: dict[str, list[Outcome]]) -> Figure:
     """Mean paired loss gap after the recovery: one row a workload, one column a stage."""
-    shown = [name for name in result.methods if name not in (RECOMPUTE, ORACLE)]
+    shown = [name for name in result.methods if name not in (RECOMPUTE, ORACLE, REHEARSED, *DERIVED)]
     workloads, fractions = result.selection.workloads, result.selection.fractions
-    size = (1.5 + 3.6 * len(fractions), 1.3 + PANEL_HEIGHT * len(workloads))
+    size = (max(9.0, 1.5 + 3.6 * len(fractions)), 1.3 + PANEL_HEIGHT * len(workloads))  # the title needs nine
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(workloads), len(fractions), squeeze=False, sharex=True)
     for row, workload in zip(grid, workloads, strict=True):
@@ -56,7 +56,7 @@ def draw_gaps(result: RecoveryResult, outcomes: dict[str, list[Outcome]]) -> Fig
     intervals = ", ".join(str(interval) for interval in result.selection.intervals)
     figure.suptitle(
         f"Validation loss over the run that never failed, checkpoints every {intervals} iterations "
-        f"({_where(result.machine)})",
+        f"({where(result.machine)})",
         fontsize=11,
     )
     return figure
@@ -112,5 +112,6 @@ def _mean_gaps(curves: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]
     return sorted(at), [float(numpy.mean(at[after])) for after in sorted(at)]
 
 
-def _where(machine: dict[str, Any]) -> str:
+def where(machine: dict[str, Any]) -> str:
+    """The machine, as a figure's title has it."""
     return f"{machine['cpu_model']}, {machine['cores']} cores, {machine['date'][:10]}"

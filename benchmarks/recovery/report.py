@@ -8,7 +8,7 @@ from rich.table import Table
 
 from cpsr.benchmarks.output import verdict as aim_text
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
-from cpsr.benchmarks.recovery.methods import ORACLE, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.methods import CELL_BEST, DERIVED, HINDSIGHT, ORACLE, RECOMPUTE, REHEARSED, STALE
 from cpsr.benchmarks.recovery.result import (
     LAG_AIM,
     PAPER_BELOW,
@@ -23,6 +23,10 @@ from cpsr.benchmarks.recovery.statistics import MIN_CLUSTERS, CellResult, Mean
 __all__ = ["show"]
 
 VERDICTS = ("better", "not worse", "undetermined", "worse")
+HOW_CHOSEN = {
+    HINDSIGHT: "the arm that cost least at each failure, chosen by the very measurement that judges it: optimistic",
+    CELL_BEST: "the arm that cost least over the cell's other failures",
+}
 STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
 
 
@@ -37,6 +41,8 @@ def show(console: Console, result: RecoveryResult) -> None:
         f"{MIN_CLUSTERS} independent ones; green is better than recomputing, red is worse."
     )
     console.print(_means_table(result))
+    if REHEARSED in result.methods:
+        console.print(_rehearsals_table(result))
     for line in _anchor_lines(result):
         console.print(line)
     for line in _verdict_lines(result):
@@ -55,7 +61,7 @@ def _cells_table(result: RecoveryResult, workload: str, interval: int) -> Table:
         table.add_column(f"at {fraction:.0%}", justify="right")
     for heading in ("gap at injection, nats", "predict + inject, iterations"):
         table.add_column(heading, justify="right")
-    for method in result.methods:
+    for method in _without_rehearsals(result):
         row = [cells.get((method, fraction)) for fraction in result.selection.fractions]
         gaps = " ".join(_number(cell.injection_gap_nats if cell else None, 3) for cell in row)
         costs = " ".join(_number(cell.recover_iterations if cell else None, 1) for cell in row)
@@ -66,9 +72,15 @@ def _cells_table(result: RecoveryResult, workload: str, interval: int) -> Table:
 def _means_table(result: RecoveryResult) -> Table:
     table = Table(title="Mean lag / u over the feasible grid", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in (*(f"at {fraction:.0%}" for fraction in result.selection.fractions), "all", "saved", "below"):
+    for heading in (
+        *(f"at {fraction:.0%}" for fraction in result.selection.fractions),
+        "all",
+        "saved",
+        "below",
+        "learning, s",
+    ):
         table.add_column(heading, justify="right")
-    for method in result.methods:
+    for method in _without_rehearsals(result):
         means = [result.mean(method, None, fraction) for fraction in (*result.selection.fractions, None)]
         whole = means[-1]
         saved = "-" if whole is None else f"{1 - whole.lag.value:.0%}"
@@ -76,10 +88,47 @@ def _means_table(result: RecoveryResult) -> Table:
             cell.below_recompute for cell in result.cells if cell.method == method and cell.below_recompute is not None
         ]
         share = f"{sum(below) / len(below):.0%}" if below else "-"
-        table.add_row(method, *("-" if mean is None else _mean_text(mean.lag) for mean in means), saved, share)
+        texts = ["-" if mean is None else _mean_text(mean.lag) for mean in means]
+        table.add_row(method, *texts, saved, share, _learning_text(result, method))
     table.caption = (
         "saved: of the cost of recomputing; below: share of the evaluations after a recovery with a lower loss than "
-        "recomputing after as many iterations"
+        "recomputing after as many iterations; learning: seconds a run had spent on it by the failure"
+    )
+    return table
+
+
+def _without_rehearsals(result: RecoveryResult) -> list[str]:
+    """What is shown in the same tables: rehearsals have a cost of their own, and a table of their own."""
+    return [method for method in result.methods if method != REHEARSED]
+
+
+def _learning_text(result: RecoveryResult, method: str) -> str:
+    seconds = [cell.learning_seconds for cell in result.cells if cell.method == method and cell.learning_seconds]
+    return f"{max(seconds):.1f}" if seconds else "-"
+
+
+def _rehearsals_table(result: RecoveryResult) -> Table:
+    budget = result.selection.rehearsal_budget
+    table = Table(title=f"With rehearsals, for which {budget:.1%} of the training are allowed", title_justify="left")
+    table.add_column("cell", no_wrap=True)
+    for heading in ("lag / u", "rehearsals / u", "lag + rehearsals, over u"):
+        table.add_column(heading, justify="right")
+    rehearsed = [cell for cell in result.cells if cell.method == REHEARSED]
+    for cell in rehearsed:
+        where = f"{cell.cell.workload}, every {cell.cell.interval}, at {cell.cell.fraction:.0%}"
+        both = cell.lag_and_rehearsals
+        if both is not None:
+            cost = both.value - cell.lag.value
+            table.add_row(where, _mean_text(cell.lag), f"{cost:.2f}", _mean_text(both))
+    charged = [cell for cell in rehearsed if cell.lag_and_rehearsals is not None]
+    if len(charged) > 1:
+        lag = sum(cell.lag.value for cell in charged) / len(charged)
+        both_mean = sum(cell.lag_and_rehearsals.value for cell in charged if cell.lag_and_rehearsals) / len(charged)
+        table.add_row("mean of these", f"{lag:+.2f}", f"{both_mean - lag:.2f}", f"{both_mean:+.2f}")
+    table.caption = (
+        "rehearsals: 60 iterations and the loading, each, all of them charged to this one failure"
+        if table.row_count
+        else "no rehearsal was earned: the results are the line's"
     )
     return table
 
@@ -94,13 +143,18 @@ def _anchor_lines(result: RecoveryResult) -> Iterator[str]:
 
 
 def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
-    for method in (name for name in result.methods if name not in (RECOMPUTE, ORACLE, STALE)):
+    aside = (RECOMPUTE, ORACLE, STALE, REHEARSED, *DERIVED)
+    for method in (name for name in result.methods if name not in aside):
         whole = result.mean(method)
         if whole is None:
             continue
         yield f"{_aim(result, whole)}  {method}: mean lag {_mean_text(whole.lag)} u over {whole.cells} cells"
         for other in (RECOMPUTE, STALE):
             yield f"      against {other}: {_tally([cell for cell in result.cells if cell.method == method], other)}"
+    for method, how in HOW_CHOSEN.items():
+        whole = result.mean(method) if method in result.methods else None
+        if whole is not None:
+            yield f"in hindsight only  {method} ({how}): mean lag {_mean_text(whole.lag)} u over {whole.cells} cells"
 
 
 def _aim(result: RecoveryResult, whole: GridMean) -> str:

@@ -133,6 +133,7 @@ def _grid_mean(
 
 def _point(outcome: Outcome) -> dict[str, Any]:
     plain = asdict(outcome)
+    del plain["accuracy"]  # the warm-up's report has it
     if plain["curve"] is not None:  # losses of every chunk stay in the cache
         plain["curve"] = {key: value for key, value in plain["curve"].items() if key != "losses"}
     return plain

@@ -11,7 +11,17 @@ from cpsr.benchmarks.recovery.grid import Cell
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods import RECOMPUTE, STALE
 
-__all__ = ["CellResult", "Mean", "Sample", "cell_results", "grid_mean", "mean_interval", "samples_of", "verdict"]
+__all__ = [
+    "CellResult",
+    "Mean",
+    "Sample",
+    "cell_results",
+    "differences",
+    "grid_mean",
+    "mean_interval",
+    "samples_of",
+    "verdict",
+]
 
 # Below this a bootstrap interval is hardly more than the samples' own range: none is given.
 MIN_CLUSTERS = 4
@@ -52,6 +62,9 @@ class CellResult:
         against_stale: `lag` minus that of going on from the checkpoint, paired; None where that was not measured.
         injection_gap_nats: mean paired loss gap right at injection.
         recover_iterations: forecasting, predicting and injecting, in training iterations, by their median times.
+        learning_seconds: median of what the predictor had spent on learning before the failure.
+        rehearsal_iterations: mean cost of the rehearsals before a failure, as if it were the run's only one.
+        lag_and_rehearsals: `lag` with that cost in it; None where there were none.
         below_recompute: mean share of the evaluations with a lower loss than recomputing after as many iterations.
         verdicts: `better`, `not worse`, `worse` or `undetermined`, against recomputing and against stale.
     """
@@ -67,6 +80,9 @@ class CellResult:
     against_stale: Mean | None
     injection_gap_nats: float | None
     recover_iterations: float | None
+    learning_seconds: float | None
+    rehearsal_iterations: float
+    lag_and_rehearsals: Mean | None
     below_recompute: float | None
     verdicts: dict[str, str]
 
@@ -75,7 +91,7 @@ def cell_results(cell: Cell, outcomes: Sequence[Outcome]) -> list[CellResult]:
     """Every method of one cell, in the order in which they appear; a method without any lag is left out."""
     methods = list(dict.fromkeys(outcome.method for outcome in outcomes))
     of_method = {name: [outcome for outcome in outcomes if outcome.method == name] for name in methods}
-    stale = {_place(outcome): outcome for outcome in of_method.get(STALE, []) if outcome.lag_iterations is not None}
+    stale = of_method.get(STALE, [])
     return [
         _cell_result(cell, name, of_method[name], stale)
         for name in methods
@@ -83,18 +99,12 @@ def cell_results(cell: Cell, outcomes: Sequence[Outcome]) -> list[CellResult]:
     ]
 
 
-def _cell_result(
-    cell: Cell, method: str, outcomes: list[Outcome], stale: dict[tuple[int, int, int], Outcome]
-) -> CellResult:
+def _cell_result(cell: Cell, method: str, outcomes: list[Outcome], stale: list[Outcome]) -> CellResult:
     told = [outcome for outcome in outcomes if outcome.lag_iterations is not None]
     missing = len(outcomes) - len(told)
     lags = [Sample(_cluster(outcome), _share(outcome)) for outcome in told]
     over = [Sample(sample.cluster, sample.value - 1.0) for sample in lags]
-    beside = [
-        Sample(_cluster(outcome), _share(outcome) - _share(stale[_place(outcome)]))
-        for outcome in told
-        if _place(outcome) in stale
-    ]
+    beside = differences(told, stale)
     against_recompute = mean_interval(over)
     against_stale = mean_interval(beside) if beside else None
     curves = [outcome.curve for outcome in told if outcome.curve is not None]
@@ -113,6 +123,9 @@ def _cell_result(
         against_stale=against_stale,
         injection_gap_nats=_mean([curve["transient"]["gap_nats"] for curve in curves]),
         recover_iterations=_recover_iterations(told),
+        learning_seconds=_median([one.learning_seconds for one in told if one.learning_seconds is not None]),
+        rehearsal_iterations=float(numpy.mean([one.rehearsal_iterations for one in told])),
+        lag_and_rehearsals=_with_rehearsals(told),
         below_recompute=_mean([curve["below_recompute"] for curve in curves]),
         verdicts=verdicts,
     )
@@ -159,6 +172,16 @@ def verdict(difference: Mean, missing: int = 0) -> str:
     if difference.high < 0.0:
         return "better"
     return "not worse" if difference.high <= TOLERATED_HORIZONS else "undetermined"
+
+
+def differences(outcomes: Sequence[Outcome], others: Sequence[Outcome]) -> list[Sample]:
+    """Lags over horizons minus those of another method, at the failures at which both have one."""
+    beside = {_place(other): other for other in others if other.lag_iterations is not None}
+    return [
+        Sample(_cluster(outcome), _share(outcome) - _share(beside[_place(outcome)]))
+        for outcome in outcomes
+        if outcome.lag_iterations is not None and _place(outcome) in beside
+    ]
 
 
 def samples_of(outcomes: Sequence[Outcome]) -> list[Sample]:
@@ -209,6 +232,18 @@ def _recover_iterations(outcomes: Sequence[Outcome]) -> float | None:
         return None
     recover, step = numpy.median(numpy.array(pairs), axis=0)
     return float(recover / step)
+
+
+def _with_rehearsals(outcomes: Sequence[Outcome]) -> Mean | None:
+    if not any(outcome.rehearsal_iterations for outcome in outcomes):
+        return None
+    return mean_interval(
+        [Sample(_cluster(one), _share(one) + one.rehearsal_iterations / one.point.horizon) for one in outcomes]
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(numpy.median(values)) if values else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,6 +1,8 @@
 """One training run in plain torch, that can be put at any iteration of its life."""
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import torch
@@ -32,6 +34,10 @@ class State:
     exp_avg: Tensors
     exp_avg_sq: Tensors
 
+    def is_finite(self) -> bool:
+        """Whether every weight is."""
+        return all(bool(torch.isfinite(values).all()) for values in self.weights.values())
+
     def digest(self) -> str:
         """Hash of every bit of it, and of the iteration."""
         hasher = xxhash.xxh3_128(str(self.iteration).encode())
@@ -45,6 +51,9 @@ class State:
 class Trainer:
     """A workload under one seed; everything it does is determined by its state.
 
+    It trains on the GPU where torch finds one, with torch's deterministic algorithms; states and losses are on the CPU.
+    That path has not been run on a GPU so far.
+
     Args:
         workload: what is trained, and its schedule.
         task: the workload's task, built once for many trainers.
@@ -57,7 +66,8 @@ class Trainer:
         self._seed = seed
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            self._model = task.model()
+            self._device = _device()
+            self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         # The rate given here is never used: every step sets its own.
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
@@ -66,7 +76,8 @@ class Trainer:
     def step(self) -> float:
         """Train one iteration; returns its training loss in nats."""
         self._optimizer.param_groups[0]["lr"] = self._workload.learning_rate(self.iteration)
-        loss = self._task.loss(self._model, self._task.batch(self._seed, self.iteration))
+        batch = _moved(self._task.batch(self._seed, self.iteration), self._device)
+        loss = self._task.loss(self._model, batch)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
@@ -83,11 +94,22 @@ class Trainer:
         """Loss of each validation chunk, in nats."""
         with torch.no_grad():
             losses = self._task.validation_losses(self._model)
-        return losses.double().numpy()
+        return losses.double().cpu().numpy()
+
+    def probe(self, state: State, batches: int) -> float:
+        """Mean loss in nats of a state's weights on the newest training batches before its iteration."""
+        self.load(state)
+        first = max(0, state.iteration - batches)
+        with torch.no_grad():
+            losses = [
+                self._task.loss(self._model, _moved(self._task.batch(self._seed, at), self._device))
+                for at in range(first, state.iteration)
+            ]
+        return float(torch.stack(losses).mean())
 
     def weights(self) -> Tensors:
         """A copy of the weights, 1-D by parameter name."""
-        return {name: parameter.detach().reshape(-1).clone() for name, parameter in self._parameters.items()}
+        return {name: _copied(parameter.detach()) for name, parameter in self._parameters.items()}
 
     def state(self) -> State:
         """A copy of everything that the next update depends on."""
@@ -100,14 +122,31 @@ class Trainer:
             with torch.no_grad():
                 parameter.copy_(state.weights[name].view_as(parameter))
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(state.iteration)),
-                "exp_avg": state.exp_avg[name].view_as(parameter).clone(),
-                "exp_avg_sq": state.exp_avg_sq[name].view_as(parameter).clone(),
+                "step": torch.tensor(float(state.iteration), device=self._device),  # there, as fused AdamW has it
+                "exp_avg": state.exp_avg[name].view_as(parameter).to(self._device, copy=True),
+                "exp_avg_sq": state.exp_avg_sq[name].view_as(parameter).to(self._device, copy=True),
             }
 
     def _moment(self, key: str) -> Tensors:
         found = {name: self._optimizer.state[parameter].get(key) for name, parameter in self._parameters.items()}
         return {
-            name: torch.zeros(self._parameters[name].numel()) if moment is None else moment.reshape(-1).clone()
+            name: torch.zeros(self._parameters[name].numel()) if moment is None else _copied(moment)
             for name, moment in found.items()
         }
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # What was trained twice must come out the same; cuBLAS reads this before its first call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    return torch.device("cuda")
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return batch.to(device) if isinstance(batch, torch.Tensor) else tuple(part.to(device) for part in batch)
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).to("cpu", copy=True)

@@ -18,9 +18,8 @@ from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.predictor.protocol import HistoryEntry
 
-__all__ = ["SEGMENT_ITERATIONS", "SNAPSHOT_ITERATIONS", "VALIDATION_ITERATIONS", "CachedHistory", "Trajectory"]
+__all__ = ["SEGMENT_ITERATIONS", "VALIDATION_ITERATIONS", "CachedHistory", "Trajectory"]
 
-SNAPSHOT_ITERATIONS = 10  # weights are kept this often: every interval that divides by it can be studied
 VALIDATION_ITERATIONS = 5
 # Training resumes from the last whole segment, and any state is at most this many iterations away from one on disk.
 SEGMENT_ITERATIONS = 50
@@ -77,7 +76,7 @@ class Trajectory:
                 trainer = None
                 continue
             trainer = trainer or self._at_segment(end - SEGMENT_ITERATIONS)
-            write_tensors(self._path(end), _train_segment(trainer))
+            write_tensors(self._path(end), _train_segment(trainer, self.workload.snapshot_iterations))
             on_segment()
 
     def at(self, iteration: int) -> Trainer:
@@ -99,7 +98,7 @@ class Trajectory:
         """
         while trainer.iteration < iteration:
             trainer.step()
-            if trainer.iteration % SNAPSHOT_ITERATIONS == 0:
+            if trainer.iteration % self.workload.snapshot_iterations == 0:
                 self._compare(trainer)
 
     def curve(self, first: int, last: int) -> LossCurve:
@@ -115,11 +114,23 @@ class Trajectory:
         inside = [iteration for iteration in sorted(rows) if first <= iteration <= last]
         return LossCurve(numpy.array(inside), numpy.array([rows[iteration] for iteration in inside]))
 
+    def training_losses(self, first: int, last: int) -> NDArray[numpy.float64]:
+        """Losses of the training batches `first <= iteration < last`, all of them trained before."""
+        parts = []
+        for end in range(
+            first - first % SEGMENT_ITERATIONS + SEGMENT_ITERATIONS, last + SEGMENT_ITERATIONS, SEGMENT_ITERATIONS
+        ):
+            with open_tensors(self._path(end)) as file:
+                parts.append(file.get_tensor("training").numpy())
+        start = first % SEGMENT_ITERATIONS
+        return numpy.concatenate(parts)[start : start + last - first]
+
     def history(self, checkpoint: int, interval: int) -> "CachedHistory":
         """The checkpoints at the multiples of `interval` up to `checkpoint`; none is made before training."""
-        if interval % SNAPSHOT_ITERATIONS:
-            raise ValueError(f"interval {interval} does not divide by {SNAPSHOT_ITERATIONS}, so it was not kept")
-        return CachedHistory(self, range(interval, checkpoint + 1, interval))
+        kept = self.workload.snapshot_iterations
+        if interval % kept:
+            raise ValueError(f"interval {interval} does not divide by {kept}, so it was not kept")
+        return CachedHistory(self.workload, self.path_of, range(interval, checkpoint + 1, interval))
 
     def path_of(self, iteration: int) -> Path:
         """File that holds the snapshot of `iteration`."""
@@ -153,19 +164,22 @@ class Trajectory:
 
 
 class CachedHistory:
-    """A trajectory's checkpoints, read from memory-mapped files (a `History`)."""
+    """Checkpoints of a run, read from memory-mapped files (a `History`).
 
-    def __init__(self, trajectory: Trajectory, iterations: Sequence[int]) -> None:
-        workload = trajectory.workload
+    Args:
+        workload: whose schedule gives the times.
+        path_of: the file that holds the snapshot of an iteration, as `weights/<iteration>/<operator>`.
+        iterations: of the checkpoints, ascending.
+    """
+
+    def __init__(self, workload: Workload, path_of: Callable[[int], Path], iterations: Sequence[int]) -> None:
         self.entries = tuple(
             HistoryEntry(iteration, workload.times[iteration], workload.learning_rate(iteration))
             for iteration in iterations
         )
-        self._files = {
-            path: open_tensors(path)
-            for path in dict.fromkeys(trajectory.path_of(iteration) for iteration in iterations)
-        }
-        self._path_of = trajectory.path_of
+        paths = dict.fromkeys(path_of(iteration) for iteration in iterations)
+        self._files = {path: open_tensors(path) for path in paths}
+        self._path_of = path_of
         self.operators: tuple[str, ...] = ()
         if self.entries:
             newest = self.entries[-1].iteration
@@ -191,7 +205,7 @@ class CachedHistory:
         return self._files[self._path_of(iteration)].get_slice(f"weights/{iteration}/{operator}")
 
 
-def _train_segment(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _train_segment(trainer: Trainer, snapshot_iterations: int) -> dict[str, torch.Tensor]:
     begin = trainer.iteration
     kept: dict[str, torch.Tensor] = {}
     training, validation = [], []
@@ -199,7 +213,7 @@ def _train_segment(trainer: Trainer) -> dict[str, torch.Tensor]:
         training.append(trainer.step())
         if trainer.iteration % VALIDATION_ITERATIONS == 0:
             validation.append(torch.from_numpy(trainer.validate()))
-        if trainer.iteration % SNAPSHOT_ITERATIONS == 0:
+        if trainer.iteration % snapshot_iterations == 0:
             kept |= {f"weights/{trainer.iteration}/{name}": values for name, values in trainer.weights().items()}
     state = trainer.state()
     for part in ("exp_avg", "exp_avg_sq"):
@@ -224,7 +238,7 @@ def _identity(workload: Workload, task: Task, seed: int) -> dict[str, object]:
         "initial_state": initial,
         f"state_after_{FINGERPRINT_ITERATIONS}": trainer.state().digest(),
         "validation": [float(loss).hex() for loss in trainer.validate()],
-        "kept_every": [SNAPSHOT_ITERATIONS, VALIDATION_ITERATIONS, SEGMENT_ITERATIONS],
+        "kept_every": [workload.snapshot_iterations, VALIDATION_ITERATIONS, SEGMENT_ITERATIONS],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }

@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Literal
+
+import torch
 
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.errors import ConfigError
 
-__all__ = ["WORKLOADS", "Workload", "find_workloads"]
+__all__ = ["EVERYWHERE", "WORKLOADS", "Workload", "find_workloads"]
 
 WARM_UP_ITERATIONS = 50
 
@@ -26,13 +28,17 @@ class Workload:
         schedule: after the warm-up the learning rate stays, or falls to 0 as half a cosine at `iterations`.
         peak_learning_rate: reached after the warm-up.
         iterations: length of the whole training; fractions of it say where a failure strikes.
+        needs_gpu: too large to be trained on a CPU.
+        snapshot_iterations: weights are kept this often: every interval that divides by it can be studied.
     """
 
     name: str
-    task: Callable[[], Task]
+    task: Callable[[], Task] = field(compare=False)  # made anew in every process
     schedule: Literal["constant", "cosine"]
     peak_learning_rate: float
     iterations: int
+    needs_gpu: bool = False
+    snapshot_iterations: int = 10
 
     def learning_rate(self, iteration: int) -> float:
         """Of the update that takes the run from `iteration` to the next."""
@@ -55,7 +61,7 @@ class Workload:
 
 
 def _gpt(size: str) -> Callable[[], Task]:
-    return lambda: GPTTask(SIZES[size])
+    return partial(GPTTask, SIZES[size])
 
 
 # Lengths and rates under which the validation loss still falls at 75% of the run and beyond.
@@ -68,20 +74,26 @@ WORKLOADS: dict[str, Workload] = {
         Workload("gpt-0.8M-constant", _gpt("gpt-0.8M"), "constant", 3e-4, 2400),
         Workload("digits-cosine", DigitsTask, "cosine", 5e-4, 2400),
         Workload("digits-constant", DigitsTask, "constant", 2e-4, 2400),
+        # Written for a machine with a GPU, and never run on one so far: expect to look after it. It keeps 1.2 GB of
+        # weights and as much of each moment every 50 iterations, about 90 GB for the whole run.
+        Workload("gpt-350M-cosine", _gpt("gpt-350M"), "cosine", 3e-4, 1200, needs_gpu=True, snapshot_iterations=50),
     )
 }
+EVERYWHERE = tuple(name for name, workload in WORKLOADS.items() if not workload.needs_gpu)
 
 
 def find_workloads(names: str) -> tuple[str, ...]:
     """Names of workloads from a comma-separated list, where `digits` stands for both of its schedules.
 
     Raises:
-        ConfigError: a name is none of a workload or a task.
+        ConfigError: a name is none of a workload or a task, or this machine has no GPU for it.
     """
     found: list[str] = []
     for name in names.split(","):
         matching = [known for known in WORKLOADS if known == name or known.rpartition("-")[0] == name]
         if not matching:
             raise ConfigError(f"no workload is called '{name}'; there are {', '.join(WORKLOADS)}")
+        if any(WORKLOADS[known].needs_gpu for known in matching) and not torch.cuda.is_available():
+            raise ConfigError(f"the workload '{name}' needs a GPU, and torch finds none on this machine")
         found += [known for known in matching if known not in found]
     return tuple(found)

@@ -1,0 +1,168 @@
+"""One method over the history: its peak memory, and its time beside reading the same checkpoints once."""
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
+from cpsr.benchmarks.predictor_cost.memory import MemoryPeak, Resident
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.errors import CPSRError
+from cpsr.predictor.baselines import BASELINES
+from cpsr.predictor.displacement import measure
+from cpsr.predictor.elementwise import ElementwisePredictor
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
+from cpsr.predictor.vitp import VITPPredictor
+
+__all__ = ["METHODS", "MethodSamples", "Repeat", "measure_method"]
+
+# Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
+METHODS: dict[str, Callable[..., StatePredictor]] = {
+    **BASELINES,
+    "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0, "checkpoint"),
+    # In its own direction from the start, as it is after some training.
+    "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, "checkpoint", direction="vitp"),
+    "vitp-elementwise": ElementwisePredictor,
+}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Seconds of one turn; the files are in the page cache and mapped, for prediction and reading alike.
+
+    Attributes:
+        sum_seconds: every piece of the checkpoints in use summed once: reading alone.
+        copy_seconds: every piece copied once into memory that stays in the cache.
+        forecast_seconds: deciding, with the check for damaged values.
+        predict_seconds: forming all weights, which are thrown away.
+        limit_seconds: forming them once more beside their history's pace, as the guard has it before they are written.
+        major_faults: pages that had to come from the disk after all.
+    """
+
+    sum_seconds: float
+    copy_seconds: float
+    forecast_seconds: float
+    predict_seconds: float
+    limit_seconds: float
+    major_faults: int
+
+
+@dataclass
+class MethodSamples:
+    """Everything measured of one method.
+
+    Attributes:
+        method: its name.
+        used_bytes: of the checkpoints that its forecast rests on.
+        open_seconds: opening the history, every file's hash included.
+        learn_seconds: taking in the newest checkpoint.
+        slice_seconds: the longest of its slices.
+        first_seconds: forecast and prediction right after opening, when no page is mapped yet.
+        peak: memory above the level before the history was opened, over opening, learning and all predictions.
+        repeats: the turns behind the first.
+    """
+
+    method: str
+    used_bytes: int
+    open_seconds: float
+    learn_seconds: float
+    slice_seconds: float
+    first_seconds: float
+    peak: Resident
+    repeats: list[Repeat] = field(default_factory=list)
+
+
+def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> MethodSamples:
+    """Open the history as a recovery does, and predict from it again and again; in a process of its own.
+
+    Raises:
+        CPSRError: the method cannot predict from this history.
+    """
+    # What a training process has anyway, before the level is taken: torch's threads, and the modules of an optimizer.
+    torch.ones(CHUNK_ELEMENTS).sum()
+    torch.optim.AdamW([torch.zeros(1)])
+    predictor, target = METHODS[method](), synthetic.target
+    with MemoryPeak() as memory:
+        open_seconds, history = _timed(lambda: DiskHistory(synthetic.directory / "checkpoints", rank=0))
+        slices = _slices(predictor, history)
+        first_seconds, forecast = _timed(lambda: _predicted(predictor, history, target))
+        entries = _used_entries(history, forecast)
+        turns = [_repeat(predictor, history, target, forecast, entries) for _ in range(repeats)]
+    values = len(entries) * sum(history.numel(operator) for operator in history.operators)
+    history.close()
+    return MethodSamples(
+        method,
+        used_bytes=values * BYTES_PER_VALUE,
+        open_seconds=open_seconds,
+        learn_seconds=sum(slices),
+        slice_seconds=max(slices, default=0.0),
+        first_seconds=first_seconds,
+        peak=memory.above_before,
+        repeats=turns,
+    )
+
+
+def _repeat(
+    predictor: StatePredictor, history: History, target: Target, forecast: Forecast, entries: Sequence[int]
+) -> Repeat:
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    scratch = torch.empty(CHUNK_ELEMENTS)
+    summed, _ = _timed(lambda: _read(history, entries, torch.sum))
+    copied, _ = _timed(lambda: _read(history, entries, lambda piece: scratch[: piece.numel()].copy_(piece)))
+    forecast_seconds, again = _timed(lambda: predictor.forecast(history, target))
+    predict_seconds, _ = _timed(lambda: _consume(predictor, history, again))
+    limit_seconds, _ = _timed(lambda: measure(history, forecast, predictor.predict(history, forecast)))
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
+    return Repeat(summed, copied, forecast_seconds, predict_seconds, limit_seconds, faults)
+
+
+def _predicted(predictor: StatePredictor, history: History, target: Target) -> Forecast:
+    forecast = predictor.forecast(history, target)
+    if not forecast.feasible:
+        raise CPSRError(f"{predictor.name} cannot predict from this history: {forecast.reason}")
+    _consume(predictor, history, forecast)
+    return forecast
+
+
+def _consume(predictor: StatePredictor, history: History, forecast: Forecast) -> None:
+    for _ in predictor.predict(history, forecast):
+        pass
+
+
+def _slices(predictor: StatePredictor, history: History) -> list[float]:
+    """Seconds of each slice of learning."""
+    seconds = []
+    started = time.perf_counter()
+    for _ in predictor.learn(history):
+        seconds.append(time.perf_counter() - started)
+        started = time.perf_counter()
+    return seconds
+
+
+def _used_entries(history: History, forecast: Forecast) -> list[int]:
+    used = set(forecast.settings["used_iterations"])
+    return [position for position, entry in enumerate(history.entries) if entry.iteration in used]
+
+
+def _read(history: History, entries: Sequence[int], use: Callable[[torch.Tensor], object]) -> None:
+    """Every piece of those entries once, in the order and the lengths in which a prediction reads them."""
+    for operator in history.operators:
+        numel = history.numel(operator)
+        for start in range(0, numel, CHUNK_ELEMENTS):
+            for entry in entries:
+                use(history.read(operator, entry, start, min(start + CHUNK_ELEMENTS, numel)))
+
+
+def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result

@@ -1,0 +1,38 @@
+"""One prediction of a training state."""
+
+import torch
+
+from cpsr.benchmarks.recovery.trainer import State
+from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+
+__all__ = ["applied", "predicted_state", "target_of"]
+
+
+def target_of(workload: Workload, failure: int) -> Target:
+    """The failure as a predictor is told of it."""
+    return Target(failure, workload.times[failure], workload.peak_until(failure))
+
+
+def predicted_state(
+    predictor: StatePredictor, history: History, workload: Workload, failure: int, checkpoint: State
+) -> tuple[Forecast, State | None]:
+    """The forecast, and the state that training goes on from; None where the forecast advises against itself.
+
+    Args:
+        predictor: as far as it has learned.
+        history: up to the checkpoint.
+        workload: whose schedule gives the times.
+        failure: iteration at which the run is lost.
+        checkpoint: the run's state at the last checkpoint; its moments are kept.
+    """
+    forecast = predictor.forecast(history, target_of(workload, failure))
+    return forecast, applied(predictor, history, forecast, failure, checkpoint) if forecast.feasible else None
+
+
+def applied(predictor: StatePredictor, history: History, forecast: Forecast, failure: int, checkpoint: State) -> State:
+    """The state of a feasible forecast."""
+    weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
+    for name, start, values in predictor.predict(history, forecast):
+        weights[name][start : start + values.numel()] = values
+    return State(failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq)
