@@ -164,19 +164,61 @@ def recovery(
     seeds: Annotated[int | None, typer.Option(min=1, help="Training runs of each workload.")] = None,
     workloads: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
     methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
-    infeasible: Annotated[bool, typer.Option("--infeasible", help="Also an interval beyond what can work.")] = False,
+    intervals: Annotated[str | None, typer.Option(help="Iterations between checkpoints, comma-separated.")] = None,
+    infeasible: Annotated[bool, typer.Option("--infeasible", help="Also intervals beyond what can work.")] = False,
+    failures: Annotated[int | None, typer.Option(min=1, help="Follow runs that fail so often, instead.")] = None,
+    warm_up: Annotated[bool, typer.Option("--warm-up", help="Failures early in the run, instead.")] = False,
+    ablation: Annotated[bool, typer.Option("--ablation", help="One component replaced at a time, instead.")] = False,
+    rehearsal_budget: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of the training for rehearsals; by default 0.005.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """What a failure costs: the lag that stays after coming back, by every method, on paired data."""
+    from cpsr.benchmarks.recovery.command import run_recovery
     from cpsr.benchmarks.recovery.grid import selection
-    from cpsr.benchmarks.recovery.run import CACHE
-    from cpsr.benchmarks.recovery.run import main as run_recovery
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    chosen = selection(full, points, seeds, workloads, methods, infeasible)
-    run_recovery(chosen, CACHE if cache is None else cache, json_path)
+    chosen = selection(full, points, seeds, workloads, methods, infeasible, rehearsal_budget, intervals)
+    run_recovery(chosen, failures, warm_up, ablation, cache, json_path, workers)
+
+
+@bench.command()
+def prior(
+    failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 10,
+    settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 8,
+    directions: Annotated[int, typer.Option(min=0, help="Failures at which the two directions are compared.")] = 8,
+    data: Annotated[Path | None, typer.Option(help="Directory of the measured recoveries.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the fitted table here.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure recoveries with many settings on runs of their own, and fit the predictor's prior table to them."""
+    from cpsr.benchmarks.prior.run import CACHE, DATA
+    from cpsr.benchmarks.prior.run import main as run_prior
+
+    run_prior(data or DATA, cache or CACHE, failures, settings, directions, table, json_path)
+
+
+@bench.command()
+def predictor(
+    parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
+    checkpoints: Annotated[int, typer.Option(min=3, help="In the history; 4 bytes a parameter each.")] = 8,
+    methods: Annotated[str, typer.Option(help="Names, comma-separated.")] = "line",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of reading and predicting, per method.")] = 7,
+    tokens: Annotated[int, typer.Option(min=1, help="A training batch is one sequence of this length.")] = 256,
+    cache: Annotated[Path | None, typer.Option(help="Holds the history; by default runs/bench-predictor.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the history there, for the next call.")] = False,
+    json_path: JsonPath = None,
+) -> None:
+    """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
+    from cpsr.benchmarks.predictor_cost.run import CACHE
+    from cpsr.benchmarks.predictor_cost.run import main as run_predictor
+
+    run_predictor(parameters, checkpoints, methods, repeats, tokens, CACHE if cache is None else cache, keep, json_path)
 
 
 def _lives_table(lives: "list[LifeRow]") -> Table:

@@ -9,7 +9,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "same"]
 
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # What JSON has itself. Sequences of nothing else are taken whole: Python's random state alone has 625 integers, and
@@ -73,6 +73,22 @@ def _encode_mapping(value: dict[Any, Any], path: str, tensors: dict[str, torch.T
     ]
     ordered = {"ordered": True} if type(value) is OrderedDict else {}
     return {_TAG: "dict", "pairs": pairs, **ordered}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees hold the same plain data and, bit for bit, the same tensors."""
+    (data, tensors), (other_data, other_tensors) = encode(one), encode(other)
+    return (
+        data == other_data
+        and tensors.keys() == other_tensors.keys()
+        and all(_same_bits(values, other_tensors[key]) for key, values in tensors.items())
+    )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def decode(data: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -15,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cpsr.errors import ConfigError
 
-__all__ = ["CPSRConfig", "CheckpointConfig", "GuardConfig", "JournalConfig", "PlannerConfig", "PredictorConfig"]
+__all__ = [
+    "CPSRConfig",
+    "CheckpointConfig",
+    "GuardConfig",
+    "JournalConfig",
+    "PlannerConfig",
+    "PredictorConfig",
+    "RehearsalConfig",
+]
 
 
 class _Section(BaseModel):
@@ -71,13 +79,23 @@ class PredictorConfig(_Section):
     """How the state at the failure is predicted; null leaves a choice to the prior."""
 
     window_iterations: int | None = Field(default=None, ge=2, description="Span of history the line is fitted over.")
-    gain: float | None = Field(default=None, ge=0, le=5, description="Factor on the fitted displacement.")
+    gain: float | None = Field(default=None, ge=0, le=1000, description="Factor on the fitted displacement.")
     base: Literal["checkpoint", "line"] | None = Field(
         default=None, description="Start from the checkpoint's weights or from the fitted line's value there."
+    )
+    direction: Literal["line", "vitp"] | None = Field(
+        default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
     chunk_elements: int = Field(
         default=1 << 20, ge=1024, description="Elements predicted at a time: bounds the predictor's memory."
     )
+    learning_budget_fraction: float = Field(
+        default=0.01, ge=0, le=1, description="Share of one core that learning from checkpoints may take; 0 is off."
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of the predictor."""
+        return self.model_dump(exclude={"learning_budget_fraction"})
 
 
 class GuardConfig(_Section):
@@ -87,7 +105,9 @@ class GuardConfig(_Section):
         default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
     )
     displacement_limit: float = Field(
-        default=3.0, gt=0, description="Largest step per tensor, in multiples of the history's own pace over that time."
+        default=1.0,
+        gt=0,
+        description="Largest step per tensor, in multiples of the path that its history took over the window.",
     )
     watch_iterations: int = Field(
         default=60, ge=0, description="Iterations after a predicted restart that are watched for divergence; 0 is off."
@@ -97,6 +117,20 @@ class GuardConfig(_Section):
     )
     probe_batches: int = Field(
         default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
+    )
+
+
+class RehearsalConfig(_Section):
+    """How often a recovery is rehearsed in the running job, to measure what one would cost."""
+
+    budget_fraction: float = Field(
+        default=0.005, ge=0, le=1, description="Share of the training time that rehearsals may take; 0 turns them off."
+    )
+    iterations: int = Field(
+        default=60, ge=8, description="Iterations that a rehearsal goes back, and trains again from a predicted state."
+    )
+    min_interval_iterations: int = Field(
+        default=500, ge=0, description="Iterations between rehearsals at least, whatever the budget has earned."
     )
 
 
@@ -121,12 +155,13 @@ class CPSRConfig(_Section):
         description="auto: the cheapest feasible source; predict: restart near the failure; exact: recompute from c.",
     )
     stop_check_iterations: int = Field(
-        default=1, ge=1, description="How often ranks agree on leaving together after SIGTERM (asynchronous, 16 bytes)."
+        default=1, ge=1, description="How often ranks agree on leaving together after SIGTERM (asynchronous, 24 bytes)."
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     planner: PlannerConfig = PlannerConfig()
     predictor: PredictorConfig = PredictorConfig()
     guard: GuardConfig = GuardConfig()
+    rehearsal: RehearsalConfig = RehearsalConfig()
     journal: JournalConfig = JournalConfig()
 
     @classmethod

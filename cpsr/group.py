@@ -1,6 +1,7 @@
 """The ranks of one job talking among themselves, beside the training group and without pickle."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,16 +35,22 @@ class Group:
         if self._group is not None:
             dist.barrier(self._group)
 
-    def reduce(self, values: torch.Tensor, how: str = "sum") -> torch.Tensor:
+    def reduce(self, values: torch.Tensor, how: str = "sum", timeout_seconds: float | None = None) -> torch.Tensor:
         """Reduce a CPU tensor over the ranks, in place.
 
         Args:
             values: any CPU tensor; the same shape on every rank.
             how: `sum`, `min` or `max`.
+            timeout_seconds: how long to wait for the other ranks; None: as long as the group does.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or is gone; the group cannot be used any more.
         """
         if self._group is not None:
             operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
-            dist.all_reduce(values, operation, group=self._group)
+            work = dist.all_reduce(values, operation, group=self._group, async_op=timeout_seconds is not None)
+            if work is not None and timeout_seconds is not None:
+                work.wait(timedelta(seconds=timeout_seconds))
         return values
 
     def all(self, agreed: bool) -> bool:
@@ -84,31 +91,33 @@ class Group:
 class Votes:
     """A vote that costs no waiting: what is said at one step boundary is agreed at the next.
 
-    The reduction of 16 bytes runs beside the following step. Every rank gets the same answer at the same step, so
-    that all leave together, and change the checkpoint interval together.
+    The reduction of 24 bytes runs beside the following step. Every rank gets the same answer at the same step, so
+    that all leave together, change the checkpoint interval together, and prepare a rehearsal together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._ballot = torch.zeros(2, dtype=torch.int64)
+        self._ballot = torch.zeros(3, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def exchange(self, stop: bool, interval_iterations: int) -> tuple[bool, int]:
+    def exchange(self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0) -> tuple[bool, int, int]:
         """Say something now, and learn what was agreed from the previous call.
 
         Args:
             stop: this rank was asked to leave.
             interval_iterations: proposed interval; the largest one wins; 0 proposes nothing.
+            rehearsed_checkpoint: checkpoint that a rehearsal is to start from; 0 proposes none.
 
         Returns:
-            Whether any rank asked to stop, and the agreed interval (0: no change), as of the previous call.
+            Whether any rank asked to stop, the agreed interval (0: no change), and the checkpoint of a rehearsal to be
+            prepared (0: none), as of the previous call.
         """
         if self._group is None:
-            return stop, interval_iterations
+            return stop, interval_iterations, rehearsed_checkpoint
         if self._work is not None:
             self._work.wait()
-        agreed = bool(self._ballot[0]), int(self._ballot[1])
-        self._ballot[0], self._ballot[1] = int(stop), interval_iterations
+        agreed = bool(self._ballot[0]), int(self._ballot[1]), int(self._ballot[2])
+        self._ballot[0], self._ballot[1], self._ballot[2] = int(stop), interval_iterations, rehearsed_checkpoint
         self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return agreed
 

@@ -1,6 +1,7 @@
 """Take an engine that stands at its last checkpoint to the step of the failure, by prediction and under guard."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,15 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import GuardConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.group import Group
-from cpsr.predictor.displacement import Displacements, measure, shorten
-from cpsr.predictor.guard import Guard
-from cpsr.predictor.protocol import Forecast, StatePredictor, Target
+from cpsr.predictor.displacement import Displacements, measure, of_length, shorten
+from cpsr.predictor.guard import LENGTHS, Guard
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.probes import Probes
 from cpsr.scalars import Scalars
 
-__all__ = ["Prediction", "StatePrediction"]
+__all__ = ["Forecaster", "Prediction", "StatePrediction"]
+
+Forecaster = Callable[[History, Target], Forecast]
 
 NO_PROBES = (
     "there are no probe batches on some rank: where the module does not return its loss, give loss_fn, and on "
@@ -78,13 +81,16 @@ class StatePrediction:
         self._config = config
         self._guard = Guard(config.loss_tolerance_nats, config.displacement_limit)
 
-    def attempt(self, scalars: Scalars, failure_iteration: int, only_if_cheaper: bool) -> Prediction:
+    def attempt(
+        self, scalars: Scalars, failure_iteration: int, only_if_cheaper: bool, forecaster: Forecaster | None = None
+    ) -> Prediction:
         """Predict the state at the failure, write it into the engine and judge it.
 
         Args:
             scalars: the checkpoint's small state.
             failure_iteration: f.
             only_if_cheaper: refuse where the expected lag is not below recomputing.
+            forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
 
         Returns:
             Where it is not accepted, the engine's counters and perhaps its weights have been changed.
@@ -93,28 +99,53 @@ class StatePrediction:
         ahead = failure_iteration - scalars.iteration
         history = self._history(scalars)
         try:
-            loss_checkpoint = self._probe_loss(scalars)
+            loss_checkpoint = self.probe_loss(scalars.probes)
             rates = self._adapter.skip_ahead(ahead)
             target = Target(
                 failure_iteration,
                 scalars.cumulative_learning_rate + sum(rates),
                 max([scalars.peak_learning_rate, *rates]),
             )
-            forecast = self._predictor.forecast(history, target)
+            forecast = (forecaster or self._predictor.forecast)(history, target)
             refusal = _refusal(forecast, ahead, only_if_cheaper)
             if not self._group.all(refusal is None):
                 return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
-            limited, guard = self._limit(history, forecast, target)
+            limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
                 return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
-            self._write(history, limited)
+            decided = time.perf_counter() - started
+            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided)
         finally:
             history.close()
-        predicted = time.perf_counter()
-        self._adapter.push_down()
-        accepted, reason = self._judge(scalars, loss_checkpoint, guard)
-        seconds = predicted - started, time.perf_counter() - predicted
-        return Prediction(accepted, f"{forecast.reason}; {reason}", forecast, target, guard, *seconds)
+
+    def _write_and_judge(
+        self,
+        scalars: Scalars,
+        history: DiskHistory,
+        forecast: Forecast,
+        target: Target,
+        loss_checkpoint: float | None,
+        guard: dict[str, Any],
+        predict_seconds: float,
+    ) -> Prediction:
+        """Write the state, shorter and shorter until the guard accepts it."""
+        inject_seconds = 0.0
+        guard["tried"] = []
+        for length in LENGTHS:
+            started = time.perf_counter()
+            tried = of_length(forecast, length)
+            self._write(history, tried)
+            written = time.perf_counter()
+            self._adapter.push_down()
+            accepted, reason = self._judge(scalars, loss_checkpoint, guard)
+            guard["tried"].append({"length": length, **guard["loss"]})
+            predict_seconds += written - started
+            inject_seconds += time.perf_counter() - written
+            if accepted:
+                break
+        if length < 1.0:
+            reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
+        return Prediction(accepted, f"{tried.reason}; {reason}", tried, target, guard, predict_seconds, inject_seconds)
 
     def _history(self, scalars: Scalars) -> DiskHistory:
         """The checkpoints that every rank can read and that led to this state."""
@@ -124,9 +155,9 @@ class StatePrediction:
         history.keep({iteration for iteration in common if iteration >= scalars.history_start})
         return history
 
-    def _limit(self, history: DiskHistory, forecast: Forecast, target: Target) -> tuple[Forecast, dict[str, Any]]:
+    def _limit(self, history: DiskHistory, forecast: Forecast) -> tuple[Forecast, dict[str, Any]]:
         names = sorted({name for part in self._group.gather(list(history.operators)) for name in part})
-        moved = measure(history, forecast, target, self._predictor.predict(history, forecast), names)
+        moved = measure(history, forecast, self._predictor.predict(history, forecast), names)
         for sums in (moved.predicted_squared, moved.history_squared, moved.not_finite):
             self._group.reduce(sums)
         finite = self._guard.finite(moved)
@@ -149,18 +180,18 @@ class StatePrediction:
             for name, start, values in self._predictor.predict(history, forecast):
                 operators[name].parameter.values[start : start + values.numel()].copy_(values)
 
-    def _probe_loss(self, scalars: Scalars) -> float | None:
-        """Mean loss of the probes over all ranks with the engine's present weights; None where there are none."""
-        count = int(self._group.reduce(torch.tensor([self._probes.count(scalars.probes)]), "min").item())
+    def probe_loss(self, saved: list[Any]) -> float | None:
+        """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
+        count = int(self._group.reduce(torch.tensor([self._probes.count(saved)]), "min").item())
         if count == 0:
             return None
-        losses = self._probes.losses(scalars.probes, count)
+        losses = self._probes.losses(saved, count)
         if not self._group.all(len(losses) == count):
             return None
         return self._group.mean(sum(losses) / count)
 
     def _judge(self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any]) -> tuple[bool, str]:
-        loss_predicted = self._probe_loss(scalars)
+        loss_predicted = self.probe_loss(scalars.probes)
         if loss_checkpoint is None or loss_predicted is None:
             why = self._probes.off or NO_PROBES
             guard["loss"] = {"accepted": True, "reason": f"not evaluated: {why}"}

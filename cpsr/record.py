@@ -4,23 +4,50 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.group import Group
-from cpsr.journal import CheckpointRow, EventFile, EventRow, FailureRow, Journal, PlanRow, RecoveryRow, StepRow
+from cpsr.journal import (
+    CheckpointRow,
+    EventFile,
+    EventRow,
+    FailureRow,
+    Journal,
+    JournalReader,
+    PlanRow,
+    RecoveryRow,
+    RehearsalRow,
+    StepRow,
+)
 from cpsr.journal import RecoverySource as Source
 from cpsr.losses import Step
 from cpsr.planner.interval import Plan
 from cpsr.restore import Restored
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "RehearsalAccount"]
 
 logger = logging.getLogger(__name__)
 
 JOURNAL_CLOSE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RehearsalAccount:
+    """What the run's journal says of its rehearsals so far.
+
+    Attributes:
+        trained_seconds: wall time of all steps.
+        spent_seconds: wall time of all rehearsals.
+        count: their number.
+    """
+
+    trained_seconds: float = 0.0
+    spent_seconds: float = 0.0
+    count: int = 0
 
 
 class Recorder:
@@ -179,6 +206,24 @@ class Recorder:
         """Record how the watch after a predicted restart ended (rank 0)."""
         if self._journal is not None and recovery_id is not None:
             self._journal.update_recovery(recovery_id, outcome, guard)
+
+    def rehearsal(self, row: RehearsalRow) -> None:
+        """Record a rehearsal that begins, or how it ended (rank 0)."""
+        if self._journal is not None:
+            self._journal.record_rehearsal(row)
+
+    def rehearsal_account(self) -> RehearsalAccount:
+        """What rehearsals have cost over all lives of the run (rank 0; nothing elsewhere, or where it is not known)."""
+        if self._journal is None:
+            return RehearsalAccount()
+        try:
+            with JournalReader(self._journal.path) as reader:
+                rehearsals = reader.rehearsals()
+                spent_seconds = sum(row.cost_seconds for row in rehearsals)
+                return RehearsalAccount(reader.trained_seconds(), spent_seconds, len(rehearsals))
+        except JournalError as error:
+            logger.warning("what rehearsals have cost so far cannot be read, their budget starts anew: %s", error)
+            return RehearsalAccount()
 
     def close(self, ending: Literal["clean", "sigterm", "error"]) -> None:
         """Write what waits and end the life's record."""

@@ -20,13 +20,16 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
+from cpsr.coordinator.schedule import Rehearsals
 from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
+from cpsr.exchange import Exchange
 from cpsr.group import Group, Votes
+from cpsr.learner import Learner
 from cpsr.loader import ResumableLoader
 from cpsr.losses import LossRecorder, Step
 from cpsr.planner.interval import Plan
-from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.vitp import VITPPredictor
 from cpsr.probes import LossFunction, Probes
 from cpsr.record import Recorder
 from cpsr.recovery_watch import RecoveryWatch, start_watch
@@ -86,6 +89,7 @@ class CPSRRecovery:
     _progress: ProgressCounter
     _writer: CheckpointWriter
     _saver: Saver
+    _rehearsals: Rehearsals
     _votes: Votes
     _restored: Restored
     _opened: ExitStack
@@ -101,10 +105,20 @@ class CPSRRecovery:
     ) -> None:
         self.config = _configuration(engine, config, mode)
         self._adapter = adapt(engine)
+        self._loss_fn = loss_fn
         self._probes = Probes(self._adapter, self.config.guard.probe_batches, loss_fn, probe_batches)
         self._losses = LossRecorder(self.config.journal.flush_iterations)
-        self._predictor = LinePredictor(**self.config.predictor.model_dump(), agree=self._agree_on_damaged)
-        self._state = RunState(self._adapter, self._losses, self._probes, self._predictor)
+        self._exchange = Exchange()
+        self._predictor = VITPPredictor(
+            **self.config.predictor.settings(),
+            trains=self._adapter.rank == 0,
+            agree=self._exchange.agree,
+            reduce=self._exchange.reduce,
+            broadcast=self._exchange.broadcast,
+        )
+        self._nothing_learned = self._predictor.state_dict()
+        self._learner = Learner(self._predictor, self.config.predictor.learning_budget_fraction)
+        self._state = RunState(self._adapter, self._losses, self._probes, self._learner)
         self._iteration_seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._watch: RecoveryWatch | None = None
         self._recovery_id: str | None = None
@@ -214,10 +228,12 @@ class CPSRRecovery:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins."""
         self._probes.on_forward(args, kwargs)
+        self._rehearsals.on_forward(args, kwargs)
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's loss."""
         self._losses.add(loss)
+        self._rehearsals.on_loss(loss)
 
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
@@ -227,8 +243,9 @@ class CPSRRecovery:
             self._state.count_update(self._learning_rate)
         self._progress.publish(iteration, self._state.position.batches)
         self._iteration_seconds.append(seconds)
-        self._recorder.steps(self._losses.end_iteration(Step(iteration, self._learning_rate, seconds, applied)))
+        self._note(self._losses.end_iteration(Step(iteration, self._learning_rate, seconds, applied)))
         self._saver.surface()
+        self._learn()
         if self._watch is not None and self._diverges(iteration):
             return
         # While a predicted state is watched it is not committed: it may yet be given up, and the checkpoint it came
@@ -237,6 +254,8 @@ class CPSRRecovery:
             self._saver.begin(iteration, self._capture)
             if self._group.rank == 0:
                 self._proposal = self._saver.propose(statistics.median(self._iteration_seconds))
+        if self._rehearsals.after_step(iteration, applied, seconds, self._capture):
+            self._stepped = time.perf_counter()
         if iteration % self.config.stop_check_iterations == 0:
             self._vote(iteration)
 
@@ -251,6 +270,8 @@ class CPSRRecovery:
             self._end_watch("kept", {"status": "ended", "iteration": iteration, "reason": replaced})
         self._forget_after(iteration - 1, replaced)
         self._state.history_start = iteration
+        with self._learner.held():  # what was learned is of weights that do not lead here
+            self._predictor.load_state_dict(self._nothing_learned)
         self._losses.restart([])
         batches = self._state.position.batches
         self._progress.reset(iteration, batches)
@@ -274,6 +295,7 @@ class CPSRRecovery:
         adapter, config = self._adapter, self.config
         handlers = opened.enter_context(ExitStack())  # put back last: leaving must not be cut short by another SIGTERM
         group = self._group = Group()
+        self._exchange.open(group)
         opened.callback(self._close_group)
         shard = adapter.shard()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
@@ -293,6 +315,7 @@ class CPSRRecovery:
         self._restorer = Restorer(adapter, group, store, pool, self._predictor, self._probes, config)
         self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
         opened.callback(self._progress.close)
+        opened.callback(self._learner.close)
         self._begin()
         opened.callback(self._close_writer)
         adapter.attach(self)
@@ -315,6 +338,21 @@ class CPSRRecovery:
         self._writer = CheckpointWriter(self._store, self._pool, config.checkpoint)
         self._saver = Saver(
             self._adapter, self._pool, self._writer, self._store, self._recorder, group, config, restored
+        )
+        self._learner.start(self._store.directory, group.rank)
+        self._rehearsals = Rehearsals(
+            self._adapter,
+            group,
+            self._store,
+            self._pool,
+            self._restorer,
+            self._saver,
+            self._state,
+            self._predictor,
+            self._learner,
+            self._recorder,
+            config,
+            self._loss_fn,
         )
         self._votes = group.votes()
         self._stepped = time.perf_counter()
@@ -372,14 +410,28 @@ class CPSRRecovery:
 
     # At a step boundary
 
+    def _learn(self) -> None:
+        """Tell the learner of the newest checkpoint, and everybody when it has given up."""
+        if self._saver.saved_iteration is not None:
+            self._learner.notify(self._saver.saved_iteration, self._state.history_start)
+        failure = self._learner.failure()
+        if failure is not None:
+            self._recorder.event("learning ended", failure, level=logging.ERROR)
+
     def _vote(self, iteration: int) -> None:
         proposal, self._proposal = self._proposal, None
         if proposal is not None:
             self._sent = proposal  # said once; agreed at the next call
-        leave, interval = self._votes.exchange(self._stop, 0 if proposal is None else proposal.interval_iterations)
+        leave, interval, rehearsed = self._votes.exchange(
+            self._stop,
+            0 if proposal is None else proposal.interval_iterations,
+            self._rehearsals.propose(iteration) if self._watch is None else 0,
+        )
         if interval:
             self._saver.adopt(self._sent or Plan(interval, "young", {"rule": "measured by rank 0"}), iteration)
             self._sent = None
+        if rehearsed:
+            self._rehearsals.prepare(rehearsed, iteration)
         if leave:
             saved = self._saver.save_now(iteration, self._capture)
             told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
@@ -407,12 +459,13 @@ class CPSRRecovery:
         self._pool.unpin()
         self._recorder.recovery_outcome(self._recovery_id, outcome, {**self._restored.guard, "watch": watch})
         settings = {} if self._restored.forecast is None else self._restored.forecast.settings
-        self._predictor.record({"outcome": outcome, "settings": settings, "watch": watch})
+        self._learner.record({"outcome": outcome, "settings": settings, "watch": watch})
 
     def _roll_back(self) -> None:
         """Give up the predicted state: exactly back to the checkpoint, and recompute."""
         self._saver.discard()
-        restored = self._restored = self._restorer.roll_back(self._restored)
+        with self._learner.held():
+            restored = self._restored = self._restorer.roll_back(self._restored)
         iteration = restored.restored_iteration
         self._forget_after(iteration, "the predicted state diverged")
         self._state.take(restored)
@@ -435,10 +488,6 @@ class CPSRRecovery:
             logging.ERROR,
         )
 
-    def _agree_on_damaged(self, entries: Sequence[int]) -> Sequence[int]:
-        """History entries that any rank must leave out, so that all predict from the same ones."""
-        return sorted({entry for part in self._group.gather(list(entries)) for entry in part})
-
     def _forget_after(self, iteration: int, reason: str) -> None:
         """Set checkpoints of a state that was given up aside, on all ranks together."""
         timeout = self.config.checkpoint.save_timeout_seconds
@@ -448,12 +497,17 @@ class CPSRRecovery:
                 f"now ({reason}); nothing was set aside: restart the job when the disk answers"
             )
         self._store.attempt += 1  # the same iterations may be saved again
+        self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)
         self._group.barrier()
 
     def _capture(self) -> Scalars:
-        self._recorder.steps(self._losses.flush(wait=True))  # the checkpoint carries the losses up to here
+        self._note(self._losses.flush(wait=True))  # the checkpoint carries the losses up to here
         return self._state.capture()
+
+    def _note(self, steps: Sequence[Step]) -> None:
+        self._recorder.steps(steps)
+        self._rehearsals.on_steps(steps)
 
 
 class _Leave(SystemExit):

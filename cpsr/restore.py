@@ -13,9 +13,9 @@ from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.errors import CheckpointCorruptError, RecoveryError, RunMismatchError
+from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.group import Group
-from cpsr.prediction import StatePrediction
+from cpsr.prediction import Forecaster, StatePrediction
 from cpsr.predictor.protocol import Forecast, StatePredictor
 from cpsr.probes import Probes
 from cpsr.scalars import DataPosition, Scalars
@@ -111,8 +111,8 @@ class Restorer:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
         loaded = time.perf_counter()
         scalars = Scalars.from_tree(snapshot.scalars)
-        self._inject(snapshot)
-        self._predictor.load_state_dict(scalars.learned)
+        self.inject(snapshot)
+        self._take_over(scalars.learned)
         progress = read_progress(self._config.run_dir, self._group.size)
         f = self._failure_iteration(progress, snapshot.iteration)
         exact = Restored(
@@ -131,6 +131,42 @@ class Restorer:
             return exact
         return self._predict(exact, snapshot, self._data_at(progress, scalars, f), f, mode)
 
+    def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
+        """Restore what a failure would have been restored to, by prediction, as `restore` does it.
+
+        The caller has set the exact state aside: this one is for trying out.
+
+        Args:
+            into: a host buffer for the checkpoint, at the iteration of that checkpoint.
+            failure_iteration: where the run is taken to have failed, after the checkpoint.
+            forecaster: decides instead of the predictor's own `forecast`.
+
+        Returns:
+            `predicted` is False where there is no predicted state; `reason` says why.
+
+        Raises:
+            RunMismatchError: the checkpoint does not fit this engine.
+        """
+        started = time.perf_counter()
+        problem = self._load(into.iteration, into)
+        loaded = time.perf_counter()
+        exact = Restored("exact", into.iteration, into.iteration, failure_iteration, problem or "")
+        if problem is not None:
+            return replace(exact, load_seconds=loaded - started)
+        scalars = Scalars.from_tree(into.scalars)
+        self.inject(into)
+        exact = replace(
+            exact,
+            scalars=scalars,
+            load_seconds=loaded - started,
+            inject_seconds=time.perf_counter() - loaded,
+        )
+        return self._predict(exact, into, scalars.data, failure_iteration, "predict", forecaster)
+
+    def probe_loss(self, saved: list[Any]) -> float | None:
+        """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
+        return self._prediction.probe_loss(saved)
+
     def roll_back(self, restored: Restored) -> Restored:
         """Give a predicted state up: back to the checkpoint in the recovery buffer, exactly.
 
@@ -146,7 +182,7 @@ class Restorer:
                 f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
                 "to recompute from it"
             )
-        self._inject(snapshot)
+        self.inject(snapshot)
         return replace(
             restored,
             method="exact",
@@ -156,9 +192,24 @@ class Restorer:
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
 
-    def _predict(self, exact: Restored, snapshot: Snapshot, data: DataPosition, f: int, mode: str) -> Restored:
+    def _take_over(self, learned: dict[str, Any]) -> None:
+        """What the predictor had learned; where another kind or version wrote it, it begins anew and says so."""
+        try:
+            self._predictor.load_state_dict(learned)
+        except ValueError as error:
+            logger.warning("what the predictor had learned cannot be taken over (%s): it begins anew", error)
+
+    def _predict(
+        self,
+        exact: Restored,
+        snapshot: Snapshot,
+        data: DataPosition,
+        f: int,
+        mode: str,
+        forecaster: Forecaster | None = None,
+    ) -> Restored:
         assert exact.scalars is not None
-        prediction = self._prediction.attempt(exact.scalars, f, only_if_cheaper=mode == "auto")
+        prediction = self._prediction.attempt(exact.scalars, f, mode == "auto", forecaster)
         tried = replace(
             exact,
             forecast=prediction.forecast,
@@ -167,7 +218,7 @@ class Restorer:
             inject_seconds=exact.inject_seconds + prediction.inject_seconds,
         )
         if not prediction.accepted:
-            self._inject(snapshot)
+            self.inject(snapshot)
             lost = f - snapshot.iteration
             return replace(tried, reason=f"{prediction.reason}; {lost} iterations are recomputed from the checkpoint")
         return replace(
@@ -179,7 +230,7 @@ class Restorer:
             cumulative_learning_rate=prediction.target.time,
         )
 
-    def _inject(self, snapshot: Snapshot) -> None:
+    def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly."""
         live = dict(self._adapter.shard().tensors())
         with torch.no_grad():
@@ -230,10 +281,10 @@ class Restorer:
         damage = mismatch = None
         try:
             into.scalars = self._store.load(iteration, into.shard)
-        except CheckpointCorruptError as error:
-            damage = f"rank {self._group.rank}: {error}"
         except RunMismatchError as error:
             mismatch = f"rank {self._group.rank}: {error}"
+        except CheckpointError as error:
+            damage = f"rank {self._group.rank}: {error}"
         told = self._group.gather({"damage": damage, "mismatch": mismatch})
         mismatches = [part["mismatch"] for part in told if part["mismatch"] is not None]
         if mismatches:

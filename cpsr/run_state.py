@@ -2,16 +2,16 @@
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
 from cpsr import codec
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import ConfigError
+from cpsr.learner import Learner
 from cpsr.loader import ResumableLoader, is_repeating
 from cpsr.losses import LossRecorder
-from cpsr.predictor.protocol import StatePredictor
 from cpsr.probes import Probes
 from cpsr.restore import Restored
 from cpsr.scalars import DataPosition, Scalars, capture_rng, restore_rng
@@ -38,14 +38,14 @@ class RunState:
         adapter: the engine.
         losses: this rank's training losses.
         probes: recent inputs.
-        predictor: what it has learned is saved with every checkpoint.
+        learner: what the predictor has learned is saved with every checkpoint.
     """
 
-    def __init__(self, adapter: EngineAdapter, losses: LossRecorder, probes: Probes, predictor: StatePredictor) -> None:
+    def __init__(self, adapter: EngineAdapter, losses: LossRecorder, probes: Probes, learner: Learner) -> None:
         self._adapter = adapter
         self._losses = losses
         self._probes = probes
-        self._predictor = predictor
+        self._learner = learner
         self._registered: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
@@ -56,6 +56,7 @@ class RunState:
         self._peak_learning_rate = 0.0
         self._lineage: list[dict[str, int]] = []
         self.history_start = 0
+        self.on_batch: list[Callable[[Any], None]] = [probes.on_batch]  # told of every batch before it is dealt
 
     @property
     def position(self) -> DataPosition:
@@ -86,7 +87,7 @@ class RunState:
             until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
             sets_epoch=repeat or epochs is not None,
             on_positioned=self._put_back_rng,
-            on_batch=self._probes.on_batch,
+            on_batch=self._deal,
         )
         return self._stream
 
@@ -130,7 +131,7 @@ class RunState:
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
             recent_losses=list(self._losses.recent),
             probes=self._probes.saved(),
-            learned=self._predictor.state_dict(),
+            learned=self._learner.state_dict(),
         )
 
     def take(self, restored: Restored) -> None:
@@ -158,6 +159,17 @@ class RunState:
         self._pending_rng = scalars.rng  # once more when the loader is positioned, which draws random numbers
         if self._stream is not None:
             self._stream.seek(self._data)
+
+    def put_back(self, scalars: Scalars) -> None:
+        """Undo what happened since `capture` to random states and registered objects, where anything did."""
+        for name, item in self._registered.items():
+            if not codec.same(item.state_dict(), scalars.registered[name]):
+                item.load_state_dict(copy.deepcopy(scalars.registered[name]))
+        restore_rng(scalars.rng)
+
+    def _deal(self, batch: Any) -> None:
+        for told in self.on_batch:
+            told(batch)
 
     def _put_back_rng(self) -> None:
         if self._pending_rng is not None:

@@ -100,6 +100,13 @@ class Saver:
         if snapshot is not None:
             self._writer.submit(snapshot)
 
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is being copied or written; False when the time is out."""
+        self.finish()
+        settled = self._writer.drain(timeout_seconds)
+        self.surface()
+        return settled
+
     def discard(self) -> None:
         """Drop a running snapshot (its iteration is about to be undone)."""
         snapshot = self._pool.finish()
@@ -156,7 +163,8 @@ class Saver:
 def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
     """What this rank's checkpoints will take: full ones, the one being written, and the weights of the history."""
     checkpoint = config.checkpoint
-    full = (checkpoint.full_checkpoints + 1) * shard.state_bytes
+    rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
+    full = (checkpoint.full_checkpoints + 1 + rehearsed) * shard.state_bytes
     # Where the planner chooses, the interval is not known yet; what it will need is then said by the disk itself.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
     entries = max(checkpoint.history_min_checkpoints, checkpoint.history_span_iterations // interval + 1)

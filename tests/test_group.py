@@ -28,8 +28,17 @@ SCRIPT = textwrap.dedent(
         "max": group.reduce(torch.tensor([rank, -rank]), "max").tolist(),
     }
     votes = group.votes()
-    found["votes"] = [votes.exchange(rank == 1 and at == 2, 7 if (rank, at) == (0, 1) else 0) for at in range(5)]
+    said = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
+    found["votes"] = [votes.exchange(*said.get((rank, at), (False, 0))) for at in range(5)]
     votes.finish()
+    late = Group()  # of its own: a group in which a rank did not come cannot be used any more
+    if rank == 0:
+        try:
+            late.reduce(torch.ones(1), timeout_seconds=0.5)
+            found["alone"] = "came"
+        except RuntimeError:
+            found["alone"] = "did not come"
+    found["alone"] = group.broadcast(found.get("alone"))
     group.barrier()
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
@@ -54,8 +63,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["all"] == [True, False]
     assert first["sum"] == 2.0
     assert first["max"] == [1, 0]
+    assert first["alone"] == "did not come"
     # What is said at one call is agreed at the next, on both ranks.
-    assert first["votes"] == [[False, 0], [False, 0], [False, 7], [True, 0], [False, 0]]
+    assert first["votes"] == [[False, 0, 0], [False, 0, 0], [False, 7, 0], [True, 0, 0], [False, 0, 40]]
 
 
 def test_alone() -> None:
@@ -65,4 +75,4 @@ def test_alone() -> None:
     assert group.broadcast("x") == "x"
     assert group.mean(2.5) == 2.5
     assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    assert group.votes().exchange(True, 5) == (True, 5)
+    assert group.votes().exchange(True, 5) == (True, 5, 0)

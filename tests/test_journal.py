@@ -30,6 +30,7 @@ from cpsr.journal import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
+    RehearsalRow,
     StepRow,
     json_ready,
     writer,
@@ -139,6 +140,71 @@ def test_recovery_outcome_is_updated_and_an_unknown_one_is_told(path: Path, jour
     assert (latest.outcome, latest.guard) == ("rolled_back", {"excess_nats": math.inf})
     (failure,) = journal.failures()
     assert "no recovery 'other'" in failure
+
+
+def rehearsal(**changes: Any) -> RehearsalRow:
+    row = RehearsalRow(
+        id="d1",
+        life=0,
+        iteration=160,
+        failure_iteration=100,
+        checkpoint_iteration=80,
+        outcome="running",
+        cost_seconds=6.0,
+        created_unix_seconds=1.0,
+    )
+    return dataclasses.replace(row, **changes)
+
+
+def test_a_rehearsal_is_replaced_by_how_it_ended(path: Path, journal: Journal) -> None:
+    journal.record_rehearsal(rehearsal())
+    ended = rehearsal(
+        outcome="measured",
+        reason="lag",
+        method="line",
+        settings={"gain": 2.0},
+        guard={"loss": {"accepted": True}},
+        lag_iterations=-3.5,
+        lag_standard_error_iterations=2.0,
+        gap_nats=-0.01,
+        gap_standard_error_nats=0.005,
+        measured={"gaps_nats": [0.1, -0.1], "slope_standard_error": float("inf")},
+        load_seconds=0.1,
+        predict_seconds=0.2,
+        inject_seconds=0.3,
+        train_seconds=4.0,
+        cost_seconds=5.0,
+        cost_iterations=50.0,
+    )
+    other = rehearsal(id="d2", iteration=400)
+    journal.record_rehearsal(other)
+    journal.record_rehearsal(ended)
+    journal.record_steps([step(1), step(2)])
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.rehearsals() == [other, ended]
+        assert reader.trained_seconds() == 0.5
+
+
+def test_a_file_of_version_1_is_read_and_gets_what_it_lacks(path: Path) -> None:
+    journal = Journal.open(path)
+    journal.start_life("auto")
+    journal.close()
+    connection = sqlite3.connect(path)
+    connection.execute("DROP TABLE rehearsals")
+    connection.execute("PRAGMA user_version=1")
+    connection.close()
+    with JournalReader(path) as reader:
+        assert reader.rehearsals() == []
+        assert [life.life for life in reader.lives()] == [0]
+    journal = Journal.open(path)
+    assert journal.start_life("auto") == 1
+    journal.record_rehearsal(rehearsal(life=1))
+    assert journal.flush(FLUSH_SECONDS)
+    journal.close()
+    with JournalReader(path) as reader:
+        assert reader.rehearsals() == [rehearsal(life=1)]
+        assert [life.life for life in reader.lives()] == [0, 1]
 
 
 def test_a_bad_row_is_dropped_counted_and_told_once(path: Path, journal: Journal) -> None:

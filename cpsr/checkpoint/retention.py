@@ -30,7 +30,11 @@ class RetentionPlan:
 
 
 def plan_retention(
-    checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig, thinned_bytes: dict[int, int], other_bytes: int = 0
+    checkpoints: Sequence[CheckpointInfo],
+    config: CheckpointConfig,
+    thinned_bytes: dict[int, int],
+    other_bytes: int = 0,
+    held: int | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
 
@@ -39,13 +43,17 @@ def plan_retention(
         config: spans, counts and the cap on the disk.
         thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
+        held: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
     """
     if not checkpoints:
         return RetentionPlan([], [])
-    newest = checkpoints[-1].iteration
-    recent = {info.iteration for info in checkpoints[-config.history_min_checkpoints :]}
+    newest = checkpoints[-1].iteration if held is None else min(held, checkpoints[-1].iteration)
+    until_newest = [info for info in checkpoints if info.iteration <= newest]
+    recent = {info.iteration for info in until_newest[-config.history_min_checkpoints :]}
     whole = {info.iteration for info in checkpoints if info.full}
-    keep_whole = set(sorted(whole)[-config.full_checkpoints :])
+    keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
+        iteration for iteration in whole if iteration == held
+    }
     kept = [
         info
         for info in checkpoints
@@ -65,8 +73,14 @@ def plan_retention(
     )
 
 
-def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool) -> RetentionPlan:
+def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool, held: int | None = None) -> RetentionPlan:
     """Apply the rules to a run's directory, after a commit; also removes what earlier passes left half done.
+
+    Args:
+        checkpoints: the run's `checkpoints` directory.
+        config: spans, counts and the cap on the disk.
+        fsync: force what changes to the disk.
+        held: see `plan_retention`.
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
@@ -78,7 +92,7 @@ def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool) -> Reten
     newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
     remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
     remaining = {info.iteration: read_manifest(info.directory).history_bytes() for info in catalogue.checkpoints}
-    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides))
+    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides), held)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
         _thin(directories[iteration], fsync=fsync)

@@ -69,6 +69,7 @@ class CheckpointStore:
 
     Attributes:
         directory: `<run_dir>/checkpoints`.
+        held_iteration: a checkpoint that `retain` leaves whole, with the history that led to it; None: none.
         attempt: to be increased on every rank when the job rolls back within its life and will pass the same
             iterations again (with the writers drained), so that shards of the two passes never form one checkpoint.
     """
@@ -78,6 +79,7 @@ class CheckpointStore:
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
+        self.held_iteration: int | None = None
         self._rank = rank
         self._world_size = world_size
         self._run_id = run_id
@@ -248,7 +250,7 @@ class CheckpointStore:
         Raises:
             OSError: the file system refused; what is still there is valid.
         """
-        return retention.retain(self.directory, config, fsync=self._fsync)
+        return retention.retain(self.directory, config, fsync=self._fsync, held=self.held_iteration)
 
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
         shard = snapshot.shard

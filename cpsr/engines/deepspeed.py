@@ -12,6 +12,7 @@ from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
+    discard_gradients,
     master_slices,
     masters,
     owned_frozen,
@@ -19,6 +20,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
+from cpsr.engines.deepspeed_quiet import unreported
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
@@ -216,6 +218,39 @@ class DeepSpeedAdapter:
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing."""
         self._loop.detach()
+
+    def rehearsal_obstacle(self, loss_given: bool) -> str | None:
+        """A pipeline; or a loop that does not train on the module's own loss by `engine.backward`."""
+        if self._pipeline:
+            return "a pipeline takes its batches from the user's iterator by itself"
+        if not loss_given and not self.can_evaluate:
+            return "the module does not return its loss; give loss_fn"
+        if not loss_given and not self._loop.trains_given_loss:
+            return "the loop does not call engine.backward on the loss that the module returned"
+        return None
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Hooks, monitors, timers and progress lines are silent inside; see `EngineAdapter.rehearsing`."""
+        with self._loop.unobserved(), unreported(self._engine), torch.enable_grad():
+            try:
+                yield
+            finally:
+                discard_gradients(self._engine.optimizer)
+
+    def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Loss of one forward through the engine; collective under ZeRO-3."""
+        loss = loss_of(self._engine(*args, **kwargs))
+        if loss is None:
+            raise UnsupportedEngineError(
+                f"{type(self._engine.module).__name__} returned no loss; return a scalar tensor or an object with .loss"
+            )
+        return loss
+
+    def train_on(self, loss: torch.Tensor) -> None:
+        """`engine.backward` and `engine.step`; collective."""
+        self._engine.backward(loss)
+        self._engine.step()
 
     @contextmanager
     def _quiet_engine(self) -> Iterator[None]:

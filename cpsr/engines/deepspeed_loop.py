@@ -1,5 +1,7 @@
 """How a user's loop over a DeepSpeed engine is watched."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,28 @@ from cpsr.engines.evaluation import loss_of
 from cpsr.engines.hooks import Hooks
 
 __all__ = ["DeepSpeedLoop"]
+
+
+class _Unobserved:
+    """The observer of what is not the user's training: it takes no notice."""
+
+    def before_update(self) -> None:
+        pass
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        pass
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        pass
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        pass
+
+    def before_external_load(self) -> None:
+        pass
+
+    def after_external_load(self, iteration: int) -> None:
+        pass
 
 
 class DeepSpeedLoop:
@@ -23,6 +47,7 @@ class DeepSpeedLoop:
 
     Attributes:
         gives_loss: whether the last training forward returned a loss.
+        trains_given_loss: whether the last backward was that of the very loss which the forward had returned.
     """
 
     def __init__(self, engine: Any, pipeline: bool) -> None:
@@ -31,7 +56,21 @@ class DeepSpeedLoop:
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.gives_loss = False
+        self.trains_given_loss = False
+        self._given_loss = 0  # its id: a reference would keep the graph alive
         self.forget_step()
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Tell the observer nothing of what happens inside."""
+        observer, self._observer = self._observer, _Unobserved()
+        known = self.gives_loss, self.trains_given_loss
+        try:
+            yield
+        finally:
+            self._observer = observer
+            self.gives_loss, self.trains_given_loss = known
+            self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks on this engine instance.
@@ -100,6 +139,7 @@ class DeepSpeedLoop:
     def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(loss, *args, **kwargs)
         self._backward_seen = True
+        self.trains_given_loss = id(loss) == self._given_loss
         self._watching().on_loss(loss.detach())
         return result
 
@@ -120,5 +160,6 @@ class DeepSpeedLoop:
         if module.training and torch.is_grad_enabled():
             loss = loss_of(output)
             self.gives_loss = loss is not None
+            self._given_loss = id(loss)
             if loss is not None and not self._backward_seen:
                 self._forward_losses.append(loss.detach())  # for loops that call loss.backward() themselves

@@ -12,12 +12,13 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = [
     "MasterSlice",
+    "discard_gradients",
     "master_slices",
     "masters",
     "owned_frozen",
@@ -175,6 +176,19 @@ def _push_down_stage3(optimizer: Any) -> None:
     for sub_group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
     _gather_persistent(optimizer)
+
+
+def discard_gradients(optimizer: Any) -> None:
+    """Drop what micro-batches of an unfinished step have accumulated, as an overflowing step would."""
+    optimizer.zero_grad(set_to_none=True)
+    kind = type(optimizer)
+    if kind is DeepSpeedZeroOptimizer_Stage3:
+        optimizer.averaged_gradients = {}
+    elif kind is DeepSpeedZeroOptimizer:
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+            optimizer.all_grad_tensors[group] = None
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
 
 def settle_after_forward(optimizer: Any) -> None:

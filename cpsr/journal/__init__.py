@@ -10,6 +10,7 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
+    RehearsalRow,
     StepRow,
     json_ready,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
+    "RehearsalRow",
     "StepRow",
     "json_ready",
 ]

@@ -15,6 +15,7 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
+    RehearsalRow,
     StepRow,
     columns,
     from_sql,
@@ -27,6 +28,7 @@ Row = TypeVar("Row")
 
 # Readers wait this long for a writer's lock; only a rollback journal or a foreign process makes them wait at all.
 BUSY_SECONDS = 1.0
+REHEARSALS_SINCE_VERSION = 2
 
 
 class JournalReader:
@@ -98,6 +100,16 @@ class JournalReader:
     def latest_recovery(self) -> RecoveryRow | None:
         """The newest recovery, or None where the run never had one."""
         return _first(self._recoveries("ORDER BY row DESC LIMIT 1"))
+
+    def rehearsals(self) -> list[RehearsalRow]:
+        """Every rehearsed recovery; none in a file of version 1, which knows no rehearsals."""
+        ((version,),) = self._query("PRAGMA user_version")
+        return self._rows(RehearsalRow, "ORDER BY row") if version >= REHEARSALS_SINCE_VERSION else []
+
+    def trained_seconds(self) -> float:
+        """Wall time of all recorded steps together, those of branches that were given up included."""
+        ((seconds,),) = self._query("SELECT COALESCE(SUM(seconds), 0) FROM steps")
+        return float(seconds)
 
     def failures(self) -> list[FailureRow]:
         """Every failure that a later life detected."""

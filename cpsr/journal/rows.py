@@ -21,6 +21,7 @@ __all__ = [
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
+    "RehearsalRow",
     "SQLValue",
     "StepRow",
     "columns",
@@ -137,6 +138,40 @@ class RecoveryRow:
     def predicted(self) -> bool:
         """Whether the state came from a predictor, whatever became of it."""
         return self.method not in ("scratch", "exact")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsalRow:
+    """A recovery that was rehearsed in the running job at `iteration`, as if it had failed at `failure_iteration`.
+
+    `outcome` is `running` until it has ended (with a later life present: the job was killed during it), `measured`,
+    `refused` (there was no predicted state to train from), `diverged` (its loss was no longer finite) or `failed`.
+    `lag_iterations` is None where nothing was measured, or the loss does not fall fast enough to tell time by.
+    `cost_seconds` is what training waited; while it runs, what it is expected to.
+    """
+
+    id: str
+    life: int
+    iteration: int
+    failure_iteration: int
+    checkpoint_iteration: int
+    outcome: Literal["running", "measured", "refused", "diverged", "failed"]
+    reason: str = ""
+    method: str = ""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    guard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lag_iterations: float | None = None
+    lag_standard_error_iterations: float | None = None
+    gap_nats: float | None = None
+    gap_standard_error_nats: float | None = None
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    load_seconds: float | None = None
+    predict_seconds: float | None = None
+    inject_seconds: float | None = None
+    train_seconds: float | None = None
+    cost_seconds: float = 0.0
+    cost_iterations: float | None = None
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

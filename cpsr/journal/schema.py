@@ -17,6 +17,7 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
+    RehearsalRow,
     StepRow,
     columns,
 )
@@ -33,7 +34,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
 TABLES: dict[type[Any], str] = {
@@ -43,6 +44,7 @@ TABLES: dict[type[Any], str] = {
     FailureRow: "failures",
     RecoveryRow: "recoveries",
     RecoverySource: "recovery_sources",
+    RehearsalRow: "rehearsals",
     PlanRow: "plans",
     EventRow: "events",
 }
@@ -88,6 +90,20 @@ CREATE TABLE events (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
     iteration INTEGER, created_unix_seconds REAL NOT NULL);
 """
+# What each version added to the one before it; a new file gets everything.
+_ADDED = {
+    2: """
+CREATE TABLE rehearsals (
+    row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL,
+    iteration INTEGER NOT NULL CHECK (iteration >= 0), failure_iteration INTEGER NOT NULL,
+    checkpoint_iteration INTEGER NOT NULL,
+    outcome TEXT NOT NULL CHECK (outcome IN ('running', 'measured', 'refused', 'diverged', 'failed')),
+    reason TEXT NOT NULL, method TEXT NOT NULL, settings TEXT NOT NULL, guard TEXT NOT NULL, lag_iterations REAL,
+    lag_standard_error_iterations REAL, gap_nats REAL, gap_standard_error_nats REAL, measured TEXT NOT NULL,
+    load_seconds REAL, predict_seconds REAL, inject_seconds REAL, train_seconds REAL, cost_seconds REAL NOT NULL,
+    cost_iterations REAL, created_unix_seconds REAL NOT NULL);
+""",
+}
 
 # File systems whose memory maps other hosts do not see, as WAL's index would need. Everything under FUSE is taken for
 # one of them: the rollback journal is merely slower, WAL would corrupt.
@@ -145,15 +161,22 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     # NORMAL survives the death of the process at any point; after a power cut WAL may lack the last rows, never more.
     connection.execute(f"PRAGMA synchronous={'NORMAL' if mode == 'wal' else 'FULL'}")
     connection.execute("BEGIN IMMEDIATE")
-    if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-        for statement in _STATEMENTS.split(";"):
-            connection.execute(statement)
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version == 0:
+        _execute(connection, _STATEMENTS)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("INSERT INTO meta VALUES ('created_unix_seconds', ?)", (repr(time.time()),))
+    for added in range(max(version, 1) + 1, SCHEMA_VERSION + 1):
+        _execute(connection, _ADDED[added])
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     facts = {"filesystem": filesystem, "journal_mode": mode}
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
     connection.execute("COMMIT")
+
+
+def _execute(connection: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
+        connection.execute(statement)
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> None:

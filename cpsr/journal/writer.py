@@ -22,6 +22,7 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
+    RehearsalRow,
     SQLValue,
     StepRow,
     encode_json,
@@ -180,6 +181,17 @@ class Journal:
                 raise JournalError(f"there is no recovery {recovery_id!r} to update")
 
         self._enqueue(_Write("update_recovery", 1, apply))
+
+    def record_rehearsal(self, row: RehearsalRow) -> None:
+        """Record a rehearsal; what was recorded of it before, under the same id, is replaced."""
+        values = self._convert("RehearsalRow", [row])
+
+        def apply(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM rehearsals WHERE id = ?", (row.id,))
+            connection.executemany(insert_sql(RehearsalRow), values)
+
+        if values:
+            self._enqueue(_Write("RehearsalRow", 1, apply))
 
     def import_events(self, directory: Path) -> None:
         """Take over what the other ranks' event files in `directory` gained; every line exactly once."""

@@ -36,9 +36,11 @@ def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
     ]
 
 
-def plan(iterations: list[int], full: int = 3, other_bytes: int = 0, **config: int) -> tuple[list[int], list[int]]:
+def plan(
+    iterations: list[int], full: int = 3, other_bytes: int = 0, held: int | None = None, **config: int
+) -> tuple[list[int], list[int]]:
     settings_ = CheckpointConfig.model_validate({"history_span_iterations": 100, "history_min_checkpoints": 2} | config)
-    made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes)
+    made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes, held)
     return made.thin, made.delete
 
 
@@ -50,6 +52,15 @@ def test_rules() -> None:
     assert plan([10, 20, 300, 400], full_checkpoints=3) == ([], [10])
     assert plan([10, 200, 300, 400], history_min_checkpoints=4) == ([200], [])
     assert plan([10, 20, 30, 40], full=4) == ([10, 20], [])
+
+
+def test_a_held_checkpoint_stays_whole_with_the_history_that_led_to_it() -> None:
+    steps = [10, 20, 30, 120, 130]
+    assert plan(steps, full=5) == ([30], [10, 20])
+    assert plan(steps, full=5, held=20) == ([10, 30], [])
+    assert plan(steps, full=5, held=130) == plan(steps, full=5)
+    assert plan(steps, full=2, held=20) == ([], [])  # thinned before it was held: its weights stay at least
+    assert plan(steps, full=5, held=25) == ([10, 20, 30], [])  # gone already
 
 
 def test_the_cap_drops_the_oldest_history_first_and_never_the_newest_full_one() -> None:

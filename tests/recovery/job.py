@@ -1,5 +1,6 @@
 """Launches the job of `worker.py`, rank by rank, and reads what it left."""
 
+import importlib
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -59,6 +60,7 @@ class Job:
         ranks: int = RANKS,
         committed: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        seconds: float = LAUNCH_SECONDS,
         **options: Any,
     ) -> Ended:
         """Run one life to its end, however it ends.
@@ -69,6 +71,7 @@ class Job:
             ranks: processes.
             committed: a rank that kills itself waits for this checkpoint.
             settings: more of CPSR's configuration; sections are merged.
+            seconds: how long the life may take.
         """
         self.lives += 1
         config: dict[str, Any] = {
@@ -82,7 +85,7 @@ class Job:
         record = None if committed is None else self.run_dir / "checkpoints" / step_name(committed) / COMMIT
         result = self.directory / f"life-{self.lives}"
         options = {"iterations": ITERATIONS, "fault": fault, "committed": record} | options
-        return self._wait(self._start({"config": config, "result": result} | options, ranks), result)
+        return self._wait(self._start({"config": config, "result": result} | options, ranks), result, seconds)
 
     def _start(self, options: dict[str, Any], ranks: int) -> list[ForkServerProcess]:
         processes = [
@@ -94,8 +97,8 @@ class Job:
             process.start()
         return processes
 
-    def _wait(self, processes: list[ForkServerProcess], result: Path) -> Ended:
-        deadline = time.monotonic() + LAUNCH_SECONDS
+    def _wait(self, processes: list[ForkServerProcess], result: Path, seconds: float) -> Ended:
+        deadline = time.monotonic() + seconds
         while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
                 deadline = min(deadline, time.monotonic() + SURVIVOR_SECONDS)
@@ -115,6 +118,6 @@ def _rank(options: dict[str, Any], rank: int, ranks: int) -> None:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    from tests.recovery.worker import Options, main  # imports DeepSpeed, which the tests' own process does without
-
-    main(Options(**options), rank, ranks)
+    # Imports DeepSpeed, which the tests' own process does without.
+    worker = importlib.import_module(options.pop("worker", "tests.recovery.worker"))
+    worker.main(worker.Options(**options), rank, ranks)

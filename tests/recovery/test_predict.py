@@ -35,7 +35,7 @@ def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: i
     for rank in range(2):
         result = back.result(rank)
         assert result["started"]["iteration"] == FAILURE
-        assert result["started"]["method"] == "line"
+        assert result["started"]["method"] == "vitp"
         # The batch after the failure's is the next; nothing is trained twice and nothing is left out.
         assert result["batches"] == uninterrupted(zero).result(rank)["batches"][FAILURE:]
         assert result["learning_rate"] == uninterrupted(zero).result(rank)["learning_rate"]
@@ -44,7 +44,7 @@ def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: i
 
     recovery = recovery_of(job)
     assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (FAILURE, CHECKPOINT)
-    assert recovery.method == "line"
+    assert recovery.method == "vitp"
     assert recovery.settings["used_iterations"][-1] == CHECKPOINT
     assert recovery.guard["loss"]["accepted"] is True
     assert recovery.guard["finite"]["not_finite"] == 0
@@ -69,12 +69,28 @@ def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrup
     assert back.result()["state"] == uninterrupted().result()["state"]
 
 
-def test_a_wild_prediction_is_vetoed(job: Job, uninterrupted: Uninterrupted) -> None:
+def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job) -> None:
     killed(job)
     settings: dict[str, Any] = {**WILD, "guard": {**WILD["guard"], "loss_tolerance_nats": 1e-9}}
     back = job.launch(mode="predict", settings=settings)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    recovery = recovery_of(job)
+    tried = recovery.guard["tried"]
+    assert [one["length"] for one in tried] == [1.0, 0.5, 0.25][: len(tried)]
+    assert [one["accepted"] for one in tried] == [False] * (len(tried) - 1) + [True]
+    assert len(tried) > 1, tried
+    assert f"at {tried[-1]['length']:g} of the displacement's length" in back.result()["started"]["reason"]
+    assert back.result()["started"]["iteration"] == FAILURE
+
+
+def test_a_prediction_that_is_worse_at_any_length_is_vetoed(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed(job)
+    wilder: dict[str, Any] = {**WILD["predictor"], "gain": 1000.0}
+    settings: dict[str, Any] = {"predictor": wilder, "guard": {**WILD["guard"], "loss_tolerance_nats": 1e-9}}
+    back = job.launch(mode="predict", settings=settings)
     recovery = recovery_of(job)
     assert recovery.guard["loss"]["accepted"] is False, recovery.guard
+    assert [one["length"] for one in recovery.guard["tried"]] == [1.0, 0.5, 0.25]
     assert recovery.outcome == "vetoed"
     assert "vetoed" in back.result()["started"]["reason"]
     assert back.result()["started"]["iteration"] == CHECKPOINT
@@ -142,7 +158,7 @@ def test_killed_again_during_the_watch(job: Job, uninterrupted: Uninterrupted) -
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(2):
         assert back.result(rank)["started"]["iteration"] == again
-        assert back.result(rank)["started"]["method"] == "line"
+        assert back.result(rank)["started"]["method"] == "vitp"
         assert back.result(rank)["batches"] == uninterrupted().result(rank)["batches"][again:]
     recovery = recovery_of(job)
     assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (again, CHECKPOINT)

@@ -6,6 +6,7 @@ The final state and the batches that were trained on are left as JSON, so that r
 import hashlib
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy
 import torch
 
 import cpsr.checkpoint.store as store_module
@@ -21,6 +23,8 @@ from cpsr import CPSRRecovery
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.codec import encode
+from tests.coordinator.faults import FAULTS
 from tests.recovery.engines import BATCH, SEED, Regression, configuration, dataset, initialize, loader, pipeline
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
@@ -39,7 +43,7 @@ class Options:
         zero, precision, micro_batches: of the DeepSpeed configuration.
         stages: pipeline stages, 0 is no pipeline.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
-            `reversed` grows as training goes on.
+            `reversed` grows as training goes on. `of a batch` gives other engines the loss of their loader's batch.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
@@ -66,13 +70,8 @@ class Options:
 
 def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Through a file: a port that was free a moment ago may be taken by now.
-    meeting = f"file://{options.result.with_suffix('.ranks')}"
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
-    )
-    torch.manual_seed(SEED)
+    initialize_ranks(options.result, rank, ranks)
+    seed()
     engine, batches = build(options, rank)
     loop = train_pipeline if options.stages else train
     config = None if options.block else options.config
@@ -83,6 +82,23 @@ def main(options: Options, rank: int, ranks: int) -> None:
         result = {"started": started, "batches": dealt} | final_state(recovery, engine)
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def initialize_ranks(result: Path, rank: int, ranks: int) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Through a file: a port that was free a moment ago may be taken by now.
+    meeting = f"file://{result.with_suffix('.ranks')}"
+    deepspeed.init_distributed(
+        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
+    )
+    # DeepSpeed asks for fast fp16 instructions; torch computes fp16 correctly without them, only slower.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
+def seed() -> None:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    numpy.random.seed(SEED)
 
 
 def build(options: Options, rank: int) -> tuple[Any, Any]:
@@ -106,6 +122,8 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
 def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, Any]:
     if not options.probes:
         return {}
+    if options.probes == "of a batch":
+        return {"loss_fn": lambda batch: engine(*batch[:2])}
     inputs, targets, _ = batches.dataset[:BATCH]
     probe = inputs, -targets if options.probes == "reversed" else targets
     if options.probes == "without loss_fn":
@@ -169,6 +187,9 @@ def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
         "iteration": recovery.iteration,
         "state": digest.hexdigest(),
         "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        "other_rng": [random.random(), numpy.random.random()],
+        "counters": encode(recovery._adapter.scalars())[0],
+        "gradient_norm": str(engine.get_global_grad_norm()),
         "learning_rate": engine.get_lr(),
     }
 
@@ -179,6 +200,9 @@ class Faults:
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
     `sigterm` (before a step). Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
     `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
+
+    In a rehearsal: `rehearsal-` and a name in `tests.coordinator.faults`, with the number of the call in place of the
+    iteration.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
@@ -219,6 +243,8 @@ class Faults:
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)
+        elif self._phase.startswith("rehearsal-"):
+            FAULTS[self._phase.removeprefix("rehearsal-")](self._at)
 
 
 def before(owner: Any, name: str, is_due: Callable[..., bool], act: Callable[[], None]) -> None:

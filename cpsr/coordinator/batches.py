@@ -1,0 +1,132 @@
+"""What was trained on while a rehearsal was being prepared, so that it can be trained on once more."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["MicroBatch", "TrainedBatches"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The arguments of one training forward, or of the user's loss function; copies on the host.
+
+    Attributes:
+        args: positional arguments; tensors as `_Kept`.
+        kwargs: keyword arguments, likewise.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were, each tensor on the device that it came from."""
+        return _given_back(self.args), _given_back(self.kwargs)
+
+
+class TrainedBatches:
+    """Micro-batches of consecutive iterations with their losses, as this rank trained on them.
+
+    Inputs are copied when they come, to the host: a loop may fill the same tensor again for the next batch, and on a
+    GPU the inputs of so many iterations could be what its memory lacks. Losses stay on their device.
+
+    Args:
+        micro_batches_per_iteration: of the engine.
+        device: the engine's.
+
+    Attributes:
+        iterations: the micro-batches of each finished iteration.
+        problem: why these batches cannot be trained on once more; None while they can.
+        hopeless: whether later ones would meet the same problem.
+        seconds: what the copies have taken.
+    """
+
+    def __init__(self, micro_batches_per_iteration: int, device: torch.device) -> None:
+        self._per_iteration = micro_batches_per_iteration
+        self._device_type = device.type
+        self.iterations: list[list[MicroBatch]] = []
+        self.problem: str | None = None
+        self.hopeless = False
+        self.seconds = 0.0
+        self._losses: list[list[torch.Tensor]] = []
+        self._batches: list[MicroBatch] = []
+        self._seen: list[torch.Tensor] = []
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A micro-batch of the iteration in progress."""
+        if self.problem is not None:
+            return
+        started = time.perf_counter()
+        if torch.is_autocast_enabled(self._device_type):
+            self._give_up("the loop calls the module under autocast, which is not known at a step boundary")
+            return
+        try:
+            self._batches.append(MicroBatch(_kept(args), _kept(kwargs)))
+        except TypeError as error:
+            self._give_up(f"the inputs hold {error}, which is not plain data")
+        self.seconds += time.perf_counter() - started
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's detached training loss."""
+        self._seen.append(loss.clone())
+
+    def end_iteration(self, applied: bool) -> None:
+        """The iteration in progress is complete.
+
+        Args:
+            applied: False when its update was skipped (overflow).
+        """
+        batches, losses = self._batches, self._seen
+        self._batches, self._seen = [], []
+        if self.problem is None and not len(batches) == len(losses) == self._per_iteration:
+            self._give_up(
+                f"an iteration had {len(batches)} forwards and {len(losses)} losses where {self._per_iteration} of "
+                "each were expected"
+            )
+        if self.problem is None and not applied:
+            self.problem = "an update was skipped (overflow), so that the iterations cannot be compared"
+        if self.problem is None:
+            self.iterations.append(batches)
+            self._losses.append(losses)
+
+    def _give_up(self, problem: str) -> None:
+        self.problem, self.hopeless = problem, True
+        self.iterations.clear()
+        self._batches.clear()
+
+    def losses(self) -> torch.Tensor:
+        """Training losses on the host, `(iterations, micro-batches)`, float64."""
+        rows = [torch.stack([loss.reshape(()).float() for loss in losses]) for losses in self._losses]
+        return torch.stack(rows).cpu().double()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    values: torch.Tensor
+    device: torch.device
+    requires_grad: bool
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Kept(value.detach().to("cpu", copy=True), value.device, value.requires_grad)
+    if type(value) is dict:
+        return {key: _kept(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_kept(item) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _given_back(value: Any) -> Any:
+    if isinstance(value, _Kept):
+        # Nobody else has the copy on the host, and it is used once.
+        return value.values.to(value.device).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: _given_back(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_given_back(item) for item in value)
+    return value

@@ -1,0 +1,66 @@
+"""What the ranks tell each other to predict alike: damaged checkpoints, products of slices, rank 0's network."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cpsr.group import Group
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The predictor's collectives over a group; each is called equally often, and in the same order, on every rank."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+
+    def open(self, group: Group) -> None:
+        """Speak over this group from now on; before, this rank is alone."""
+        self._group = group
+
+    def agree(self, entries: Sequence[int]) -> Sequence[int]:
+        """History entries that any rank must leave out, so that all predict from the same ones."""
+        if self._group is None:
+            return entries
+        return sorted({entry for part in self._group.gather(list(entries)) for entry in part})
+
+    def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sum float64 matrices by operator over the ranks that hold slices of it; a rank's own operators come back.
+
+        Raises:
+            ValueError: ranks hold matrices of different sizes for one operator (on every rank).
+        """
+        if self._group is None:
+            return dict(products)
+        sizes: dict[str, set[int]] = {}
+        for part in self._group.gather({name: len(matrix) for name, matrix in products.items()}):
+            for name, size in part.items():
+                sizes.setdefault(name, set()).add(size)
+        for name, found in sizes.items():
+            if len(found) > 1:
+                raise ValueError(f"'{name}' has {sorted(found)} differences on different ranks: their histories differ")
+        shapes = {name: (size, size) for name in sorted(sizes) for size in sizes[name]}
+        everything = [
+            products.get(name, torch.zeros(shape, dtype=torch.float64)).reshape(-1) for name, shape in shapes.items()
+        ]
+        if not everything:
+            return {}
+        total = self._group.reduce(torch.cat(everything))
+        parts = torch.split(total, [rows * columns for rows, columns in shapes.values()])
+        summed = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return {name: summed[name] for name in products}
+
+    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
+        if self._group is None:
+            return shared
+        plain = {name: value for name, value in shared.items() if not isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in shared.items() if isinstance(value, torch.Tensor)}
+        numbers: dict[str, Any] = self._group.broadcast(plain)
+        return {**numbers, **{name: self._from_first(value) for name, value in tensors.items()}}
+
+    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
+        assert self._group is not None
+        return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))

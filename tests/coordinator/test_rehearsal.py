@@ -1,0 +1,200 @@
+"""Rehearsals in real jobs of two ranks: what they measure, what they leave behind (nothing), and how they end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.journal import EventRow, JournalReader, RehearsalRow
+from tests.recovery.job import RANKS, Ended, Job
+
+INTERVAL, REHEARSED = 16, 12
+JOB_SECONDS = 240.0
+ITERATIONS = 124  # a rehearsal needs 100 losses before it; this leaves room for one, at most two
+SETTINGS: dict[str, Any] = {
+    "checkpoint": {"interval_iterations": INTERVAL, "exit_grace_seconds": 2.0, "fsync": False},
+    "journal": {"flush_iterations": 4},
+    "predictor": {"window_iterations": 100, "learning_budget_fraction": 0.0},
+    "rehearsal": {"budget_fraction": 0.9, "iterations": REHEARSED, "min_interval_iterations": 0},
+}
+NONE = {**SETTINGS, "rehearsal": {"budget_fraction": 0.0}}
+# One rehearsal in a life: what follows it is another matter.
+ONE = {**SETTINGS, "rehearsal": {**SETTINGS["rehearsal"], "min_interval_iterations": 10_000}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
+    "zero 0 bf16": {"zero": 0, "precision": "bf16"},
+    "zero 1 bf16": {"zero": 1, "precision": "bf16"},
+    "zero 1 fp16": {"zero": 1, "precision": "fp16"},
+    "zero 2 accumulating": {"zero": 2, "micro_batches": 2},
+    "zero 2 bf16": {"zero": 2, "precision": "bf16"},
+    "zero 3": {"zero": 3},
+    "zero 3 bf16 accumulating": {"zero": 3, "precision": "bf16", "micro_batches": 2},
+    "loss_fn": {"zero": 1, "probes": "of a batch"},
+}
+
+
+def rehearsals(run_dir: Path) -> list[RehearsalRow]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return journal.rehearsals()
+
+
+def losses(run_dir: Path) -> list[tuple[int, float | None]]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [(step.iteration, step.loss) for step in journal.losses()]
+
+
+def events(run_dir: Path, kind: str) -> list[EventRow]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [event for event in journal.events() if event.kind == kind]
+
+
+# fault, settings, engine, outcome and a part of the reason
+UNDONE: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "the module raises": ("rehearsal-raise:all:5", SETTINGS, "zero 0", "failed", "ValueError: the module is tired"),
+    "on one rank": ("rehearsal-raise:1:5", SETTINGS, "zero 1 bf16", "failed", "the module is tired"),
+    "between micro-batches": ("rehearsal-raise:1:4", SETTINGS, "zero 2 accumulating", "failed", "the module is tired"),
+    "at zero 3": ("rehearsal-raise:all:4", SETTINGS, "zero 3 bf16 accumulating", "failed", "the module is tired"),
+    "restoring raises": (
+        "rehearsal-restore:all:1",
+        SETTINGS,
+        "zero 0",
+        "failed",
+        "restoring raised ValueError: no history",
+    ),
+    "no finite loss": ("rehearsal-nan:1:3", ONE, "zero 0", "diverged", "not finite"),
+    "a damaged checkpoint": ("rehearsal-damage:1:1", ONE, "zero 0", "refused", "rank 1: "),
+    # Four probes before, four at the checkpoint, and from the ninth on those of the predicted state.
+    "vetoed": ("rehearsal-veto:all:9", ONE, "zero 1 bf16", "refused", "vetoed"),
+    "not feasible": (
+        "",
+        {**ONE, "predictor": {**SETTINGS["predictor"], "window_iterations": 2}},
+        "zero 0",
+        "refused",
+        "1 usable checkpoints within 2 iterations",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """Every engine's run without rehearsals and with them, and what goes wrong in one, all in one job."""
+    runs: dict[str, dict[str, Any]] = {}
+    for name, engine in ENGINES.items():
+        runs[f"{name} without"] = {"engine": engine, "settings": NONE}
+        runs[f"{name} with"] = {"engine": engine, "settings": SETTINGS}
+    for case, (fault, settings, name, _, _) in UNDONE.items():
+        runs[case] = {"engine": ENGINES[name], "settings": settings, "fault": fault}
+    job = Job(tmp_path_factory.mktemp("trained"))
+    ended = job.launch(
+        "predict", iterations=ITERATIONS, seconds=JOB_SECONDS, worker="tests.coordinator.worker", runs=runs
+    )
+    assert ended.statuses == [0] * RANKS, ended.output[0][-3000:] + ended.output[1][-3000:]
+    return job.run_dir, ended
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_is_bitwise_what_it_would_have_been(trained: tuple[Path, Ended], engine: str) -> None:
+    run_dir, ended = trained
+    for rank in range(RANKS):
+        found = ended.result(rank)
+        assert found[f"{engine} with"] == found[f"{engine} without"]
+    assert losses(run_dir / f"{engine} with") == losses(run_dir / f"{engine} without")
+    rows = rehearsals(run_dir / f"{engine} with")
+    assert rehearsals(run_dir / f"{engine} without") == []
+    assert rows
+    for row in rows:
+        assert row.outcome == "measured", row.reason
+        assert row.iteration - row.failure_iteration == REHEARSED
+        assert row.checkpoint_iteration < row.failure_iteration
+        assert row.checkpoint_iteration % INTERVAL == 0
+        assert row.settings["horizon_iterations"] == row.failure_iteration - row.checkpoint_iteration
+        assert row.settings["base_iteration"] == row.checkpoint_iteration
+        assert len(row.measured["gaps_nats"]) == REHEARSED
+        # The same weights on the same batches would have no gap at all: something was predicted, and near.
+        assert 0 < abs(row.measured["first_gap_nats"]) < 0.5
+        assert row.gap_standard_error_nats is not None
+        assert 0 < row.gap_standard_error_nats < 0.5
+        assert row.measured["probe_gap_nats"] is not None
+        assert row.lag_iterations is None or row.lag_standard_error_iterations is not None
+        assert row.guard["loss"]["accepted"] is True
+        parts = row.load_seconds, row.predict_seconds, row.inject_seconds, row.train_seconds
+        assert all(part is not None and part > 0 for part in parts)
+        assert row.cost_seconds > sum(part or 0.0 for part in parts)
+
+
+def reference(trained: tuple[Path, Ended], engine: str, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = trained[1].result(rank)[f"{engine} without"]
+    return found
+
+
+@pytest.mark.parametrize("case", UNDONE)
+def test_what_goes_wrong_in_a_rehearsal_is_undone_and_told(trained: tuple[Path, Ended], case: str) -> None:
+    _, _, engine, outcome, reason = UNDONE[case]
+    run_dir, ended = trained[0] / case, trained[1]
+    for rank in range(RANKS):
+        assert ended.result(rank)[case] == reference(trained, engine, rank)
+    assert losses(run_dir) == losses(trained[0] / f"{engine} without")
+    (row,) = rehearsals(run_dir)
+    assert row.outcome == outcome
+    assert reason in row.reason
+    off = events(run_dir, "rehearsals off")
+    assert len(off) == (1 if outcome == "failed" else 0)
+    assert all("training went on from its exact state" in event.message for event in off)
+
+
+def test_a_rank_killed_in_a_rehearsal_is_a_failure_like_any_other(tmp_path: Path, trained: tuple[Path, Ended]) -> None:
+    job = Job(tmp_path)
+    killed = job.launch("auto", "rehearsal-kill:1:5", iterations=ITERATIONS, settings=SETTINGS, **ENGINES["zero 0"])
+    assert killed.statuses[1] == -9, killed.output[1][-3000:]
+    assert killed.statuses[0] != 0
+    (row,) = rehearsals(job.run_dir)
+    assert row.outcome == "running"
+    assert row.cost_seconds > 0
+    newest = scan(job.run_dir / "checkpoints").checkpoints[-1].iteration
+
+    back = job.launch("exact", iterations=ITERATIONS, settings=SETTINGS, **ENGINES["zero 0"])
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        (failure,) = journal.failures()
+        (recovery,) = journal.recoveries()
+    assert (failure.iteration, failure.checkpoint_iteration) == (row.iteration, newest)
+    assert recovery.restored_iteration == newest
+    for rank in range(RANKS):
+        mine, exact = back.result(rank), reference(trained, "zero 0", rank)
+        assert mine["batches"] == exact["batches"][newest:]
+        assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
+
+
+def test_sigterm_in_a_rehearsal_acts_at_its_end(tmp_path: Path, trained: tuple[Path, Ended]) -> None:
+    job = Job(tmp_path)
+    left = job.launch("auto", "rehearsal-sigterm:1:3", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
+    assert left.statuses == [128 + 15] * RANKS, left.output[0][-3000:]
+    (row,) = rehearsals(job.run_dir)
+    assert row.outcome == "measured"
+    ended = json.loads((job.run_dir / "ended.json").read_text())
+    assert ended == {"ending": "sigterm", "iteration": row.iteration + 1}  # said at one vote, agreed at the next
+    back = job.launch("auto", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
+    for rank in range(RANKS):
+        mine, exact = back.result(rank), reference(trained, "zero 0", rank)
+        assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
+
+
+def test_training_never_goes_on_from_a_state_that_is_not_the_exact_one(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    spoiled = job.launch("auto", "rehearsal-spoil:1:1", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
+    assert all(status == 1 for status in spoiled.statuses), spoiled.output
+    for output in spoiled.output:
+        assert "differs from what was set aside" in output
+        assert "Restart the job" in output
+
+
+def test_a_pipeline_says_why_nothing_is_rehearsed(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    options: dict[str, Any] = {"zero": 0, "micro_batches": 2, "stages": 2}
+    ended = job.launch("auto", iterations=ITERATIONS, settings=SETTINGS, **options)
+    assert ended.statuses == [0] * RANKS, ended.output[0][-3000:]
+    assert rehearsals(job.run_dir) == []
+    (off,) = events(job.run_dir, "rehearsals off")
+    assert "a pipeline takes its batches from the user's iterator" in off.message

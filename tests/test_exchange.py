@@ -1,0 +1,69 @@
+"""Ranks predict alike, on real gloo processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+from cpsr.exchange import Exchange
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    import torch, torch.distributed as dist
+    from cpsr.exchange import Exchange
+    from cpsr.group import Group
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group, exchange = Group(), Exchange()
+    exchange.open(group)
+    eye = torch.eye(2, dtype=torch.float64)
+    own = {"b": (rank + 1) * eye, ("a" if rank else "c"): torch.full((1, 1), 7.0, dtype=torch.float64)}
+    found = {
+        "agree": exchange.agree([rank, 5]),
+        "reduce": {name: matrix.tolist() for name, matrix in exchange.reduce(own).items()},
+        "nothing": exchange.reduce({}),
+    }
+    told = exchange.broadcast({"updates": rank + 3, "parameters": torch.ones(2) * (rank + 1)})
+    found["broadcast"] = {"updates": told["updates"], "parameters": told["parameters"].tolist()}
+    try:
+        exchange.reduce({"b": torch.zeros(rank + 1, rank + 1, dtype=torch.float64)})
+    except ValueError as error:
+        found["refused"] = str(error)
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "found")]
+    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+    assert first["agree"] == second["agree"] == [0, 1, 5]
+    assert first["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "c": [[7.0]]}
+    assert second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]]}
+    assert first["nothing"] == second["nothing"] == {}
+    assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
+    assert "'b' has [1, 2] differences" in first["refused"]
+    assert first["refused"] == second["refused"]
+
+
+def test_alone() -> None:
+    exchange = Exchange()
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    assert exchange.agree([4]) == [4]
+    assert exchange.reduce({"a": matrix}) == {"a": matrix}
+    assert exchange.broadcast({"updates": 2}) == {"updates": 2}

@@ -1,0 +1,54 @@
+"""The small state is put back after something was tried out, and what did not change is left alone."""
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from cpsr import TorchAdapter
+from cpsr.learner import Learner
+from cpsr.losses import LossRecorder
+from cpsr.predictor.line import LinePredictor
+from cpsr.probes import Probes
+from cpsr.run_state import RunState
+
+
+class Counter:
+    """A registered object that notes how often it was loaded."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"seen": 1, "mean": torch.tensor([1.0, float("nan")])}
+        self.loaded = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+        self.loaded += 1
+
+
+def draws() -> list[float]:
+    return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+
+
+def test_random_states_and_changed_objects_are_put_back() -> None:
+    module = nn.Linear(2, 1)
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), 0.0))
+    changed, untouched = Counter(), Counter()
+    state.register("changed", changed)
+    state.register("untouched", untouched)
+    captured = state.capture().to_tree()
+    kept = {name: {**item} for name, item in captured["registered"].items()}  # as a host buffer's copy would
+    kept["changed"]["mean"] = kept["changed"]["mean"].clone()
+    expected = draws()
+    changed.values["seen"] += 1
+    changed.values["mean"] += 1
+    state.put_back(type(state.capture()).from_tree(captured | {"registered": kept}))
+    assert draws() == expected
+    assert changed.values["seen"] == 1
+    assert changed.values["mean"][0] == 1.0
+    assert (changed.loaded, untouched.loaded) == (1, 0)
