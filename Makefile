@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test test-slow test-wheel bench-stall bench-overhead clean
+.PHONY: demo check test test-slow test-wheel bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -43,6 +43,12 @@ bench-stall: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(BIN)/cpsr bench overhead
+
+bench-recovery: $(STAMP)
+	$(BIN)/cpsr bench recovery --quick
+
+bench-predictor: $(STAMP)
+	$(BIN)/cpsr bench predictor --methods line,vitp
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

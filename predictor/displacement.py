@@ -81,6 +81,8 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
 def of_length(forecast: Forecast, length: float) -> Forecast:
     """The forecast with all of its displacement this much as long; its settings say so.
 
+    The lag to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
+
     Args:
         forecast: a feasible one.
         length: in (0, 1].
@@ -90,7 +92,11 @@ def of_length(forecast: Forecast, length: float) -> Forecast:
     shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
     numbers = ("gain", "base")
     scaled: dict[str, Any] = {key: forecast.settings[key] * length for key in numbers if key in forecast.settings}
-    return replace(shorter, settings={**forecast.settings, **scaled})
+    horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_lag_iterations))
+    expected = horizon + length * (forecast.expected_lag_iterations - horizon)
+    if "expected_lag_iterations" in forecast.settings:
+        scaled["expected_lag_iterations"] = expected
+    return replace(shorter, settings={**forecast.settings, **scaled}, expected_lag_iterations=expected)
 
 
 def _zeros(*shape: int) -> torch.Tensor:

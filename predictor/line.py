@@ -21,6 +21,9 @@ CURIOSITY_DEVIATIONS = -1.0
 # The other direction must promise this much less lag before it is taken up, or the two would take turns: recoveries
 # from one failure differ by as much for no reason.
 HYSTERESIS_ITERATIONS = 5.0
+# A rehearsal sees the lag 30 to 60 iterations after the failure, where some of the transient is left: 17 to 32
+# iterations more than from 60 to 160, in three cells. It counts as that much less sure.
+REHEARSAL_DEVIATION_ITERATIONS = 30.0
 
 
 class LinePredictor(SeriesPredictor):
@@ -80,11 +83,18 @@ class LinePredictor(SeriesPredictor):
         """Note how one recovery or rehearsal went; a measured lag changes what is expected of settings.
 
         Raises:
-            ValueError: the outcome is not plain JSON data.
+            ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
         """
-        super().record(outcome)
         for observation in _observations([outcome]):
-            self._calibration.observe(observation)
+            if not (math.isfinite(observation.lag_iterations) and observation.standard_error_iterations >= 0):
+                raise ValueError(f"a lag of {observation.lag_iterations} +- {observation.standard_error_iterations}")
+        super().record(outcome)
+        # Anew from all that is kept, so that it is the same after a restart.
+        self._calibration = Calibration(observations=_observations(self._outcomes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Past recoveries and the direction in use, as plain data."""
+        return {**super().state_dict(), "direction": self._direction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict()` returned.
@@ -94,6 +104,7 @@ class LinePredictor(SeriesPredictor):
         """
         super().load_state_dict(state)
         self._calibration = Calibration(observations=_observations(self._outcomes))
+        self._direction = state.get("direction", "line")
 
     def _directions(self) -> tuple[Direction, ...]:
         """Directions that this predictor can take now."""
@@ -103,15 +114,15 @@ class LinePredictor(SeriesPredictor):
         few = too_few(points, prior.MIN_CHECKPOINTS)
         if few is not None:
             return few
-        window = max(self._windows(points))
-        fitted = points[window_start(points, window) :]
-        if len(fitted) < prior.MIN_CHECKPOINTS:
-            return f"{len(fitted)} usable checkpoints within {window} iterations; {prior.MIN_CHECKPOINTS} are needed"
-        return too_far(target, fitted)
+        obstacles = [_window_obstacle(points, window, target) for window in self._windows(points)]
+        return obstacles[-1] if all(obstacles) else None
 
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
         context = prior.context_of(target, points)
-        setting, expected = self._choose(context, points)
+        setting, expected = self._choose(context, points, target)
+        lag = expected.lag_iterations
+        if context.horizon_iterations > prior.HORIZON_ITERATIONS:
+            lag = max(lag, context.horizon_iterations)
         window = int(setting.window_iterations)
         gain = setting.reach_iterations / context.horizon_iterations
         start = window_start(points, window)
@@ -121,14 +132,15 @@ class LinePredictor(SeriesPredictor):
             "gain": gain,
             "base": setting.base,
             "direction": setting.direction,
-            "expected_lag_iterations": expected.lag_iterations,
+            "expected_lag_iterations": lag,
             "expected_deviation_iterations": expected.deviation_iterations,
             "context": asdict(context),
         }
         return Fit((0.0,) * start + row, settings=settings)
 
-    def _choose(self, context: Context, points: Sequence[HistoryEntry]) -> tuple[Setting, Expected]:
-        windows, directions = self._windows(points), self._directions()
+    def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
+        windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
+        directions = self._directions()
         considered = prior.settings(context, windows, self._bases, self._gain, directions)
         best = self._calibration.best(context, considered, self._deviations)
         usual = [setting for setting in considered if setting.direction == self._direction]
@@ -136,6 +148,7 @@ class LinePredictor(SeriesPredictor):
             before = self._calibration.best(context, usual, self._deviations)
             gained = before[1].bound(self._deviations) - best[1].bound(self._deviations)
             best = best if gained > HYSTERESIS_ITERATIONS else before
+        self._direction = best[0].direction
         return best
 
     def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
@@ -150,16 +163,33 @@ class LinePredictor(SeriesPredictor):
         )
 
 
+def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:
+    """Why the line cannot be fitted over this window; None where it can."""
+    fitted = points[window_start(points, window) :]
+    if len(fitted) < prior.MIN_CHECKPOINTS:
+        return f"{len(fitted)} usable checkpoints within {window} iterations; {prior.MIN_CHECKPOINTS} are needed"
+    return too_far(target, fitted)
+
+
 def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
-    """What was measured of settings of the line, in outcomes of any kind."""
+    """What was measured of settings of the line, in outcomes of any kind.
+
+    Where the guard limited some tensors, what was measured is of no setting.
+    """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
-        if lag is None or "context" not in settings:
+        if lag is None or "context" not in settings or settings.get("limited_operators"):
             continue
-        context = Context(**settings["context"])
+        try:
+            context = Context(**settings["context"])
+        except TypeError as error:
+            raise ValueError(f"an outcome of another version: {error}") from error
         reach = settings["gain"] * context.horizon_iterations
         setting = Setting(settings["window_iterations"], reach, settings["base"], settings["direction"])
-        yield Observation(context, setting, float(lag), float(outcome["standard_error_iterations"]))
+        deviation = float(outcome.get("standard_error_iterations", math.nan))
+        if outcome.get("kind") == "rehearsal":
+            deviation = math.hypot(deviation, REHEARSAL_DEVIATION_ITERATIONS)
+        yield Observation(context, setting, float(lag), deviation)
 
 
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:

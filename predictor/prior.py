@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from cpsr.predictor.calibration import Context, Direction, Setting
 from cpsr.predictor.protocol import HistoryEntry, Target
 
-__all__ = ["BASES", "MIN_CHECKPOINTS", "WINDOWS_ITERATIONS", "context_of", "reaches", "settings", "windows"]
+__all__ = [
+    "BASES",
+    "HORIZON_ITERATIONS",
+    "MIN_CHECKPOINTS",
+    "WINDOWS_ITERATIONS",
+    "context_of",
+    "reaches",
+    "settings",
+    "windows",
+]
 
 # Two checkpoints leave no residual to average: the secant amplified noise (0.12 to 0.30 nats up at injection).
 MIN_CHECKPOINTS = 3
@@ -19,6 +28,8 @@ BASES = (0.0, 0.5, 1.0)
 # 0.8 windows and 3 horizons; beyond half a window lags still fall a little, but the loss at injection rises fast.
 REACH_OF_WINDOW = (0.1, 0.2, 0.3, 0.4, 0.5)
 REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
+# The furthest failure the table was fitted to; beyond it nothing is promised.
+HORIZON_ITERATIONS = 200
 
 
 def context_of(target: Target, points: Sequence[HistoryEntry]) -> Context:
@@ -46,9 +57,10 @@ def windows(points: Sequence[HistoryEntry]) -> list[int]:
 
 
 def reaches(horizon: float, window: float) -> list[float]:
-    """How far the line may be followed, in iterations at the checkpoint's pace."""
-    of_window = [share * window for share in REACH_OF_WINDOW if share * window >= REACH_OF_HORIZON[0] * horizon]
-    return sorted({*of_window, *(multiple * horizon for multiple in REACH_OF_HORIZON)})
+    """How far the line may be followed, in iterations at the checkpoint's pace: at most half its window, or to f."""
+    found = {share * window for share in REACH_OF_WINDOW} | {multiple * horizon for multiple in REACH_OF_HORIZON}
+    shortest, longest = REACH_OF_HORIZON[0] * horizon, max(REACH_OF_WINDOW[-1] * window, horizon)
+    return sorted(reach for reach in found if shortest <= reach <= longest)
 
 
 def settings(

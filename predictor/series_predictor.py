@@ -142,7 +142,7 @@ class SeriesPredictor(ABC):
         return iter(())
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Note how one recovery went; the newest 64 are kept.
+        """Note how one recovery went; the newest 64 with a measured lag are kept, and the newest 64 others.
 
         Raises:
             ValueError: the outcome is not plain JSON data.
@@ -151,7 +151,7 @@ class SeriesPredictor(ABC):
             self._outcomes.append(json.loads(json.dumps(outcome)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"the outcome of a recovery must be plain JSON data: {error}") from error
-        del self._outcomes[:-MAX_OUTCOMES]
+        self._outcomes = _newest(self._outcomes)
 
     def state_dict(self) -> dict[str, Any]:
         """Past recoveries, as plain data: `{"predictor": name, "version": 1, "outcomes": [...]}`."""
@@ -168,7 +168,7 @@ class SeriesPredictor(ABC):
                 f"learned state of predictor {state.get('predictor')!r}, version {state.get('version')!r}; "
                 f"this is {self.name!r}, version {STATE_VERSION}"
             )
-        self._outcomes = copy.deepcopy(list(state["outcomes"]))[-MAX_OUTCOMES:]
+        self._outcomes = _newest(copy.deepcopy(list(state["outcomes"])))
 
     def _series_fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
         if points and target.iteration == points[-1].iteration:
@@ -248,6 +248,15 @@ class SeriesPredictor(ABC):
     def _sentence(self, settings: Mapping[str, Any]) -> str:
         used = len(settings["used_iterations"])
         return f"{self.name} over {used} checkpoints, {settings['horizon_iterations']} iterations ahead"
+
+
+def _newest(outcomes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest 64 outcomes that hold a measured lag, and the newest 64 others, in their order."""
+    kept: set[int] = set()
+    for measured in (True, False):
+        places = [place for place, one in enumerate(outcomes) if (one.get("lag_iterations") is not None) == measured]
+        kept |= set(places[-MAX_OUTCOMES:])
+    return [one for place, one in enumerate(outcomes) if place in kept]
 
 
 def newest_row(count: int) -> tuple[float, ...]:

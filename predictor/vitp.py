@@ -167,7 +167,7 @@ class VITPPredictor(LinePredictor):
             "version": STATE_VERSION,
             "statistics": self._statistics.state_dict(),
             "examples": self._examples.state_dict(),
-            "head": self._head.state_dict(),
+            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for what was never trained
             "checkpoints": self._checkpoints,
             "accuracy": copy.deepcopy(self._accuracy),
         }
@@ -186,7 +186,8 @@ class VITPPredictor(LinePredictor):
         if learned:
             statistics.load_state_dict(learned["statistics"])
             examples.load_state_dict(learned["examples"])
-            head.load_state_dict(learned["head"])
+            if learned["head"] is not None:
+                head.load_state_dict(learned["head"])
         super().load_state_dict(state)
         self._statistics, self._examples, self._head = statistics, examples, head
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]

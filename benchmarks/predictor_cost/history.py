@@ -24,9 +24,9 @@ SIZES = {
     "124M": GPTConfig(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
     "10M": GPTConfig(layers=4, heads=4, width=160, context=1024, vocabulary=50257),
 }
-# A run in its middle, at a constant learning rate; the history is as short as the windows of a young run.
+# A run in its middle, at a constant learning rate; the history spans what the predictor uses, and trains its network on.
 NEWEST_ITERATION = 10_000
-SPAN_ITERATIONS = 98
+SPAN_ITERATIONS = 294
 LEARNING_RATE = 3e-4
 FAILURE_SHARE_OF_INTERVAL = 0.8
 WEIGHT_SIZE = 0.02

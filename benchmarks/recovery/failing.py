@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cpsr.benchmarks.recovery.files import read_json, write_json, write_tensors
 from cpsr.benchmarks.recovery.grid import HORIZON_SHARE, Point
+from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.jobs import Run
 from cpsr.benchmarks.recovery.learning import learned, lesson
 from cpsr.benchmarks.recovery.methods import PREDICTORS, predictor_source, sees_the_run
@@ -125,7 +126,9 @@ class _Course:
         if self._state is not None:
             predictor.load_state_dict(self._state)
         workload = self._trajectory.workload
-        forecast, state = predicted_state(predictor, self._history(), workload, point.failure, self._newest)
+        asked = predictor, self._history(), workload, point.failure, self._newest
+        guarded = PREDICTORS[self._method].guarded
+        forecast, state = guarded_state(*asked, self._trainer) if guarded else predicted_state(*asked)
         if state is not None and not state.is_finite():
             state = None  # as the guard has it
         self._trainer.load(self._newest if state is None else state)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cpsr.benchmarks.recovery.grid import Point
@@ -13,7 +13,9 @@ from cpsr.benchmarks.recovery.predict import predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 
-__all__ = ["Formed", "form", "form_truth"]
+__all__ = ["MOVES_AS", "Formed", "form", "form_moved", "form_truth"]
+
+MOVES_AS = "line"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,22 @@ def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, r
         lessons.rehearsal_iterations,
         None if accuracy is None else [score for score in accuracy() if all(map(math.isfinite, score.values()))],
     )
+
+
+def form_moved(trajectory: Trajectory, point: Point, checkpoint: State, failure: State) -> Formed:
+    """The true state at the failure, moved as far as `line` moves the checkpoint's; None where that declines.
+
+    It costs the horizon, which is recomputed first, and has nothing to do with the failure: any run could do it at any
+    time. What `line` costs less than it is what the prediction itself saves.
+    """
+    moved = form(MOVES_AS, trajectory, point, checkpoint, rehearsal_budget=0.0)
+    if moved.state is None:
+        return moved
+    weights = {
+        name: values + (moved.state.weights[name] - checkpoint.weights[name])
+        for name, values in failure.weights.items()
+    }
+    return replace(moved, state=replace(failure, weights=weights))
 
 
 def form_truth(trajectory: Trajectory, failure: State) -> Formed:

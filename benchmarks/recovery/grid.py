@@ -84,7 +84,13 @@ class Selection:
 
 
 QUICK = Selection(
-    "quick", ("gpt-0.4M-cosine",), (50,), FRACTIONS, 4, 1, ("recompute", "stale", "line-8-1.5", "line", "oracle")
+    "quick",
+    ("gpt-0.4M-cosine",),
+    (50,),
+    FRACTIONS,
+    4,
+    1,
+    ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle"),
 )
 FULL = Selection("full", EVERYWHERE, INTERVALS, FRACTIONS, 8, 2, None)
 

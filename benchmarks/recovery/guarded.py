@@ -1,4 +1,4 @@
-"""One prediction under the guard, as `CPSRRecovery` makes it in mode `auto`."""
+"""One prediction under the guard, as `CPSRRecovery` makes it in mode `auto`; the watch afterwards is not played."""
 
 from dataclasses import replace
 

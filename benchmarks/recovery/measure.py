@@ -13,9 +13,17 @@ import xxhash
 
 import cpsr.fitter
 from cpsr.benchmarks.recovery.files import read_json, write_json
-from cpsr.benchmarks.recovery.form import Formed, form, form_truth
+from cpsr.benchmarks.recovery.form import MOVES_AS, Formed, form, form_moved, form_truth
 from cpsr.benchmarks.recovery.grid import DEFAULT_REHEARSAL_BUDGET, Point
-from cpsr.benchmarks.recovery.methods import HARNESS, HARNESS_VERSION, ORACLE, PREDICTORS, RECOMPUTE, predictor_source
+from cpsr.benchmarks.recovery.methods import (
+    HARNESS,
+    HARNESS_VERSION,
+    MOVED,
+    ORACLE,
+    PREDICTORS,
+    RECOMPUTE,
+    predictor_source,
+)
 from cpsr.benchmarks.recovery.sources import files_digest, package_files
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, Trajectory
@@ -116,12 +124,12 @@ class PointMeasurement:
             outcome,
             predicted=True,
             reason=curve["obstacle"] or outcome.reason,
-            lag_iterations=None if lag is None else lag["iterations"],
+            lag_iterations=None if lag is None else lag["iterations"] + _recomputed(method, point),
             curve=curve,
         )
 
     def _formed_path(self, method: str) -> Path:
-        source = f"harness{HARNESS_VERSION}" if method in HARNESS else predictor_source(method)
+        source = f"harness{HARNESS_VERSION}" if method == ORACLE else predictor_source(_made_by(method))
         if method not in HARNESS and PREDICTORS[method].rehearses:
             source = f"budget{self._budget:g}-{source}"
         return self._directory / f"formed-{method}-{source}.json"
@@ -137,6 +145,8 @@ class PointMeasurement:
     def _formed_by(self, method: str) -> Formed:
         if method == ORACLE:
             return form_truth(self._trajectory, self._failure[0])
+        if method == MOVED:
+            return form_moved(self._trajectory, self._point, self._checkpoint, self._failure[0])
         return form(method, self._trajectory, self._point, self._checkpoint, self._budget)
 
     def _curve(self, method: str, key: str) -> dict[str, Any]:
@@ -205,6 +215,15 @@ class PointMeasurement:
             return kept
         iterations = numpy.insert(kept.iterations, place, failure)
         return LossCurve(iterations, numpy.insert(kept.losses, place, curve["fault_free_at_failure"], axis=0))
+
+
+def _made_by(method: str) -> str:
+    return MOVES_AS if method == MOVED else method
+
+
+def _recomputed(method: str, point: Point) -> int:
+    """Iterations that were trained again before the state that a method goes on from."""
+    return point.horizon if method == MOVED else 0
 
 
 def max_lag(point: Point) -> int:

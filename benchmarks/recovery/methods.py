@@ -7,6 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from cpsr.benchmarks.recovery import guarded
 from cpsr.benchmarks.recovery.components import IterationTime, ScaledSecant
 from cpsr.benchmarks.recovery.sources import files_digest, predictor_files
 from cpsr.errors import ConfigError
@@ -26,6 +27,7 @@ __all__ = [
     "HARNESS",
     "HARNESS_VERSION",
     "HINDSIGHT",
+    "MOVED",
     "ORACLE",
     "PREDICTORS",
     "RECOMPUTE",
@@ -40,8 +42,10 @@ __all__ = [
 
 STALE = "stale"  # what every method is paired with, beside recomputing
 REHEARSED = "line-rehearsed"
+# Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own.
+MOVED = "recompute-moved"
 # Recomputing costs the horizon by definition, and is not run; the oracle's cost is the error of the measurement.
-HARNESS = (RECOMPUTE, ORACLE)
+HARNESS = (RECOMPUTE, MOVED, ORACLE)
 # Chosen among the arms after they were measured: the first at each failure by what that failure itself cost, the
 # second once for a whole cell, by its other failures.
 HINDSIGHT, CELL_BEST = "line-hindsight", "line-cell-best"
@@ -74,24 +78,23 @@ class Method:
         """A new one, for checkpoints every `interval` iterations."""
         if self.window_checkpoints is None:
             return self.make()
-        return self.make(window_iterations=self.window_checkpoints * interval)
+        return self.make(window_iterations=(self.window_checkpoints - 1) * interval)
 
 
 def _line(window_iterations: int, gain: float, base: Literal["checkpoint", "line"]) -> Method:
     return Method(partial(LinePredictor, window_iterations=window_iterations, gain=gain, base=base))
 
 
-# Settings of the line that hindsight chooses among: the windows that were useful anywhere, and gains around 2 from
-# the checkpoint ("c") or around 1.5 from the line's own value there.
+# Settings of the line that hindsight chooses among: from the plain line to the furthest that a window bears.
 ARMS: dict[str, Method] = {
-    "arm-w200-x2-c": _line(200, 2.0, "checkpoint"),
+    "arm-w300-x1-line": _line(300, 1.0, "line"),
     "arm-w300-x2-c": _line(300, 2.0, "checkpoint"),
     "arm-w400-x2-c": _line(400, 2.0, "checkpoint"),
+    "arm-w200-x3-c": _line(200, 3.0, "checkpoint"),
+    "arm-w300-x4-c": _line(300, 4.0, "checkpoint"),
+    "arm-w400-x4-line": _line(400, 4.0, "line"),
     "arm-w300-x3-c": _line(300, 3.0, "checkpoint"),
-    "arm-w200-x1.5-line": _line(200, 1.5, "line"),
-    "arm-w300-x1-line": _line(300, 1.0, "line"),
-    "arm-w300-x1.5-line": _line(300, 1.5, "line"),
-    "arm-w400-x1.5-line": _line(400, 1.5, "line"),
+    "arm-w400-x5-c": _line(400, 5.0, "checkpoint"),
 }
 
 # The whole predictor, and the same with one component replaced: name -> what was done.
@@ -133,7 +136,7 @@ def find_methods(names: Iterable[str] | None) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no method of that name.
     """
-    known = (RECOMPUTE, *PREDICTORS, *DERIVED, ORACLE)
+    known = (RECOMPUTE, MOVED, *PREDICTORS, *DERIVED, ORACLE)
     if names is None:
         return tuple(name for name in known if name not in ASIDE)
     chosen = tuple(dict.fromkeys(names))
@@ -166,8 +169,11 @@ def predictor_source(name: str) -> str:
 @cache
 def _source(method: Method) -> str:
     made = method.make
-    settings: tuple[Any, ...] = (HARNESS_VERSION, method.window_checkpoints, method.rehearses)
+    settings: tuple[Any, ...] = (HARNESS_VERSION, method.window_checkpoints, method.rehearses, method.guarded)
     if isinstance(made, partial):
         settings = (*settings, made.args, sorted(made.keywords.items()))
         made = made.func
-    return files_digest(predictor_files(Path(inspect.getfile(made))), f"{made.__qualname__} {settings}")
+    files = predictor_files(Path(inspect.getfile(made)))
+    if method.guarded:
+        files |= predictor_files(Path(inspect.getfile(guarded)))
+    return files_digest(files, f"{made.__qualname__} {settings}")

@@ -6,7 +6,8 @@ from typing import Any
 
 from cpsr.benchmarks.recovery.grid import INTERVALS, Cell, Selection
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.statistics import CellResult, Mean, Sample, cell_results, grid_mean, samples_of
+from cpsr.benchmarks.recovery.methods import MOVED, PREDICTORS
+from cpsr.benchmarks.recovery.statistics import CellResult, Mean, cell_results, differences, grid_mean, samples_of
 
 __all__ = [
     "LAG_AIM",
@@ -19,6 +20,7 @@ __all__ = [
     "summarise",
 ]
 
+GUARDED = {name for name, method in PREDICTORS.items() if method.guarded}
 LAG_AIM = 0.12  # mean persistent lag over the feasible grid, in horizons
 # What others measured, beside which ours is printed: recovery cost saved by stage and on average, share of the time
 # below the baseline's loss (the paper's sections VI-C and Fig. 8), and lag over horizon of the plain line with gain 2
@@ -37,31 +39,54 @@ class GridMean:
         method: its name.
         workload: of the cells; None for all.
         fraction: of the cells; None for all.
+        interval: of the cells; None for all.
         cells: how many there are.
         lag: the mean; 1 is what recomputing costs.
+        untold: failures without a lag, which are not in the mean.
+        of_all_horizons: sum of the lags over sum of the horizons: what counts for the time lost.
     """
 
     method: str
     workload: str | None
     fraction: float | None
+    interval: int | None
     cells: int
     lag: Mean
+    untold: int
+    of_all_horizons: float
 
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What is printed, drawn and written."""
+    """What is printed, drawn and written.
+
+    Attributes:
+        selection: what was asked for.
+        machine: where it was measured.
+        methods: their names.
+        cells: every method in every cell.
+        means: over cells.
+        against_moved: by method, lag over the horizon minus that of recomputing and moving as far, paired.
+    """
 
     selection: Selection
     machine: dict[str, Any]
     methods: tuple[str, ...]
     cells: list[CellResult]
     means: list[GridMean]
+    against_moved: dict[str, Mean]
 
-    def mean(self, method: str, workload: str | None = None, fraction: float | None = None) -> GridMean | None:
+    def mean(
+        self,
+        method: str,
+        workload: str | None = None,
+        fraction: float | None = None,
+        interval: int | None = None,
+    ) -> GridMean | None:
         """The grid mean of these cells, None where nothing was measured."""
-        wanted = (method, workload, fraction)
-        return next((mean for mean in self.means if (mean.method, mean.workload, mean.fraction) == wanted), None)
+        wanted = (method, workload, fraction, interval)
+        found = (one for one in self.means if (one.method, one.workload, one.fraction, one.interval) == wanted)
+        return next(found, None)
 
     def to_json(self, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
         """Plain data, with every failure point in it."""
@@ -77,6 +102,7 @@ class RecoveryResult:
                 "plain_line_x2_lag_over_horizon": PLAIN_LINE_LAG,
             },
             "means": [asdict(mean) for mean in self.means],
+            "against_recompute_moved": {name: asdict(mean) for name, mean in self.against_moved.items()},
             "cells": [asdict(cell) for cell in self.cells],
             "points": {name: [_point(outcome) for outcome in of] for name, of in outcomes.items()},
         }
@@ -104,31 +130,60 @@ def summarise(
     cells = [result for cell, of in by_cell.items() for result in cell_results(cell, of)]
     means = []
     for method in methods:
-        samples = _feasible_samples(by_cell, method)
+        mine = _feasible(by_cell, method)
+        intervals = [interval for interval in selection.intervals if interval in INTERVALS]
         for workload in (None, *selection.workloads):
             for fraction in (None, *selection.fractions):
-                means += _grid_mean(samples, method, workload, fraction)
-    return RecoveryResult(selection, machine, tuple(methods), cells, means)
+                means += _grid_mean(mine, method, workload, fraction, None)
+            for interval in intervals:
+                means += _grid_mean(mine, method, workload, None, interval)
+    return RecoveryResult(selection, machine, tuple(methods), cells, means, _against_moved(by_cell, methods))
 
 
-def _feasible_samples(by_cell: dict[Cell, list[Outcome]], method: str) -> dict[Cell, list[Sample]]:
-    samples = {
-        cell: samples_of([outcome for outcome in of if outcome.method == method])
+def _feasible(by_cell: dict[Cell, list[Outcome]], method: str) -> dict[Cell, list[Outcome]]:
+    """A method's outcomes in the cells of the feasible grid that have any lag of it."""
+    mine = {
+        cell: [outcome for outcome in of if outcome.method == method]
         for cell, of in by_cell.items()
         if cell.interval in INTERVALS
     }
-    return {cell: found for cell, found in samples.items() if found}
+    return {cell: found for cell, found in mine.items() if samples_of(found)}
 
 
 def _grid_mean(
-    samples: dict[Cell, list[Sample]], method: str, workload: str | None, fraction: float | None
+    mine: dict[Cell, list[Outcome]], method: str, workload: str | None, fraction: float | None, interval: int | None
 ) -> list[GridMean]:
     chosen = [
         found
-        for cell, found in samples.items()
-        if workload in (None, cell.workload) and fraction in (None, cell.fraction)
+        for cell, found in mine.items()
+        if workload in (None, cell.workload) and fraction in (None, cell.fraction) and interval in (None, cell.interval)
     ]
-    return [GridMean(method, workload, fraction, len(chosen), grid_mean(chosen))] if chosen else []
+    if not chosen:
+        return []
+    outcomes = [outcome for found in chosen for outcome in found]
+    told = [(one.lag_iterations, one.point.horizon) for one in outcomes if one.lag_iterations is not None]
+    return [
+        GridMean(
+            method=method,
+            workload=workload,
+            fraction=fraction,
+            interval=interval,
+            cells=len(chosen),
+            lag=grid_mean([samples_of(found) for found in chosen]),
+            untold=len(outcomes) - len(told),
+            of_all_horizons=sum(lag for lag, _ in told) / sum(horizon for _, horizon in told),
+        )
+    ]
+
+
+def _against_moved(by_cell: dict[Cell, list[Outcome]], methods: Sequence[str]) -> dict[str, Mean]:
+    moved = _feasible(by_cell, MOVED)
+    found = {}
+    for method in (name for name in methods if name in GUARDED):
+        cells = [differences(of, moved[cell]) for cell, of in _feasible(by_cell, method).items() if cell in moved]
+        if any(cells):
+            found[method] = grid_mean([cell for cell in cells if cell])
+    return found
 
 
 def _point(outcome: Outcome) -> dict[str, Any]:

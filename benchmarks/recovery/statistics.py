@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cpsr.benchmarks.intervals import CONFIDENCE, RESAMPLES, SEED
 from cpsr.benchmarks.recovery.grid import Cell
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.methods import MOVED, RECOMPUTE, STALE
 
 __all__ = [
     "CellResult",
@@ -23,6 +23,8 @@ __all__ = [
     "verdict",
 ]
 
+# Failures of one run that lie in the same stretch of so many iterations count as one in the intervals.
+CLUSTER_ITERATIONS = 100
 # Below this a bootstrap interval is hardly more than the samples' own range: none is given.
 MIN_CLUSTERS = 4
 # A method is at most this much worse, in horizons, before a cell counts against it.
@@ -126,7 +128,8 @@ def _cell_result(cell: Cell, method: str, outcomes: list[Outcome], stale: list[O
         learning_seconds=_median([one.learning_seconds for one in told if one.learning_seconds is not None]),
         rehearsal_iterations=float(numpy.mean([one.rehearsal_iterations for one in told])),
         lag_and_rehearsals=_with_rehearsals(told),
-        below_recompute=_mean([curve["below_recompute"] for curve in curves]),
+        # Where the horizon was recomputed first, iterations after the failure do not compare.
+        below_recompute=_mean([_below(one) for one in outcomes]) if curves and method != MOVED else None,
         verdicts=verdicts,
     )
 
@@ -198,9 +201,15 @@ def _place(outcome: Outcome) -> tuple[int, int, int]:
     return outcome.seed, outcome.point.checkpoint, outcome.point.failure
 
 
+def _below(outcome: Outcome) -> float:
+    """Where a method declined, diverged or failed it was never below recomputing."""
+    share = None if outcome.curve is None else outcome.curve["below_recompute"]
+    return 0.0 if share is None else float(share)
+
+
 def _cluster(outcome: Outcome) -> tuple[int, int]:
-    # Failures after the same checkpoint are recovered from the same weights.
-    return outcome.seed, outcome.point.checkpoint
+    # Failures close to each other are recovered from much the same weights, and followed by the same batches.
+    return outcome.seed, outcome.point.checkpoint // CLUSTER_ITERATIONS
 
 
 def _resampled_means(samples: Sequence[Sample], seed: int) -> NDArray[numpy.float64] | None:

@@ -26,7 +26,15 @@ from cpsr.benchmarks.recovery.grid import FULL, QUICK, Cell, Point, points, sele
 from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
 from cpsr.benchmarks.recovery.methods import Method
 from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.statistics import Mean, Sample, cell_results, grid_mean, mean_interval, verdict
+from cpsr.benchmarks.recovery.statistics import (
+    Mean,
+    Sample,
+    cell_results,
+    grid_mean,
+    mean_interval,
+    samples_of,
+    verdict,
+)
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import WORKLOADS
@@ -143,8 +151,8 @@ def test_stale_starts_with_the_checkpoint_at_the_failures_place(cache: Path) -> 
 
 def test_methods_with_the_same_prediction_share_one_run(cache: Path) -> None:
     measurement = PointMeasurement(trajectory(cache), POINT)
-    plain = measurement.outcome("line-6-x2")
-    same = measurement.outcome("line-x2")  # its window is 300 iterations: six checkpoints at 50
+    plain = measurement.outcome("line-x2")
+    same = measurement.outcome("arm-w300-x2-c")
     assert plain.curve == same.curve
     assert plain.lag_iterations is not None
 
@@ -270,7 +278,7 @@ def outcome(method: str, lag: float | None, checkpoint: int, seed: int = 0, pred
 
 
 def test_a_cell_divides_each_lag_by_its_horizon_and_pairs_by_failure() -> None:
-    lags = {500: (10.0, 30.0), 550: (-10.0, 20.0), 600: (20.0, 34.0), 650: (0.0, 16.0)}
+    lags = {500: (10.0, 30.0), 600: (-10.0, 20.0), 700: (20.0, 34.0), 800: (0.0, 16.0)}
     of = [outcome("line", line, at) for at, (line, _) in lags.items()]
     of += [outcome("stale", stale, at) for at, (_, stale) in reversed(lags.items())]
     line, stale = cell_results(Cell("tiny", 50, 0.5), of)
@@ -291,9 +299,14 @@ def test_a_failure_without_a_lag_is_counted_and_forbids_a_verdict() -> None:
 
 
 def test_what_was_declined_is_counted_and_costs_the_horizon() -> None:
-    of = [outcome("line", 40.0, at, predicted=False) for at in (500, 550, 600, 650)]
+    of = [outcome("line", 40.0, at, predicted=False) for at in (500, 600, 700, 800)]
     (line,) = cell_results(Cell("tiny", 50, 0.5), of)
     assert (line.declined, line.lag.value, line.verdicts) == (4, 1.0, {"recompute": "not worse"})
+
+
+def test_failures_close_to_each_other_are_one_cluster() -> None:
+    of = [outcome("line", 10.0, at) for at in (500, 520, 540, 560, 650, 700)]
+    assert {sample.cluster for sample in samples_of(of)} == {(0, 5), (0, 6), (0, 7)}
 
 
 def test_an_interval_draws_clusters_not_points() -> None:

@@ -17,6 +17,7 @@ from cpsr.predictor.baselines import ORACLE, RECOMPUTE
 from cpsr.predictor.elementwise import ElementwisePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.vitp_training import Head
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(600, 1001, 50))
@@ -27,6 +28,7 @@ def turning(**options: Any) -> VITPPredictor:
     """VITP with a network of random weights: its directions are far from the line's."""
     predictor = VITPPredictor(direction="vitp", **options)
     state = predictor.state_dict()
+    state["vitp"]["head"] = Head().state_dict()
     parameters = state["vitp"]["head"]["parameters"]
     parameters += 0.1 * torch.randn(len(parameters), generator=torch.Generator().manual_seed(0))
     predictor.load_state_dict(state)
