@@ -132,6 +132,10 @@ class RehearsalConfig(_Section):
     min_interval_iterations: int = Field(
         default=500, ge=0, description="Iterations between rehearsals at least, whatever the budget has earned."
     )
+    # Far above what 60 iterations of tokens take, and far below what a host that holds checkpoints has to spare.
+    batches_limit_bytes: int = Field(
+        default=1 << 30, ge=1, description="Host memory of a rank for the batches that a rehearsal trains on again."
+    )
 
 
 class JournalConfig(_Section):

@@ -57,7 +57,10 @@ class Learner:
             self._thread.start()
 
     def notify(self, iteration: int, history_start: int) -> None:
-        """This checkpoint is the newest committed one; returns at once, and at once where it was told before.
+        """This checkpoint is the newest one that this rank knows of; returns at once.
+
+        Ranks other than 0 know when they have written theirs: where it is not committed yet, it is taken in with the
+        next.
 
         Args:
             iteration: of the checkpoint.
@@ -73,8 +76,10 @@ class Learner:
 
         What the thread was about to take in is dropped: the block may change the predictor or the checkpoints.
         """
+        self._generation += 1  # before the lock: the thread would otherwise take it again, slice after slice
         with self._lock:
-            self._generation += 1
+            self._wanted = None
+            self._wake.clear()
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,9 +109,11 @@ class Learner:
     def _run(self, store_directory: Path, rank: int) -> None:
         try:
             while self._wake.wait() and not self._closing.is_set():
-                self._wake.clear()
-                if self._wanted is not None:
-                    self._take_in(store_directory, rank, *self._wanted)
+                with self._lock:
+                    self._wake.clear()
+                    wanted, generation = self._wanted, self._generation
+                if wanted is not None:
+                    self._take_in(store_directory, rank, *wanted, generation)
         except Exception as error:
             self._failure = (
                 f"the predictor stopped learning for the rest of this life ({type(error).__name__}: {error}); what it "
@@ -114,21 +121,25 @@ class Learner:
             )
             logger.exception("learning from checkpoints failed")
 
-    def _take_in(self, store_directory: Path, rank: int, iteration: int, history_start: int) -> None:
-        generation = self._generation
-        history = DiskHistory(store_directory, rank, before=iteration + 1, checked=self._checked)
+    def _take_in(self, store_directory: Path, rank: int, iteration: int, history_start: int, generation: int) -> None:
+        started = time.perf_counter()
+        history = DiskHistory(store_directory, rank, before=iteration + 1, since=history_start, checked=self._checked)
         try:
-            history.keep({entry.iteration for entry in history.entries if entry.iteration >= history_start})
             self._checked = {entry.iteration for entry in history.entries}
+            self._rest(time.perf_counter() - started)  # it has hashed what is new
             work = self._predictor.learn(history)
             while not self._closing.is_set():
                 started = time.perf_counter()
                 with self._lock:
                     if self._generation != generation:
+                        self._checked = set()  # the same iterations may have been saved anew
                         return
                     if next(work, self) is self:  # a value that no slice yields
                         return
-                used = time.perf_counter() - started
-                self._closing.wait(used / self._budget_fraction - used)
+                self._rest(time.perf_counter() - started)
         finally:
             history.close()
+
+    def _rest(self, used_seconds: float) -> None:
+        """Pause for as long as keeps the budget."""
+        self._closing.wait(used_seconds / self._budget_fraction - used_seconds)

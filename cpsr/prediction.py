@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,7 +169,8 @@ class StatePrediction:
             "shortened_names": shortened[:SHORTENED_NAMES],
             "smallest_scale": min(scales.values(), default=1.0),
         }
-        return shorten(forecast, scales), guard
+        limited = shorten(forecast, scales)
+        return replace(limited, settings={**limited.settings, "limited_operators": len(shortened)}), guard
 
     def _scales(self, moved: Displacements) -> dict[str, float]:
         return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))

@@ -43,11 +43,13 @@ class RehearsalAccount:
         trained_seconds: wall time of all steps.
         spent_seconds: wall time of all rehearsals.
         count: their number.
+        killed: those that never ended: the job was killed during them.
     """
 
     trained_seconds: float = 0.0
     spent_seconds: float = 0.0
     count: int = 0
+    killed: int = 0
 
 
 class Recorder:
@@ -207,6 +209,18 @@ class Recorder:
         if self._journal is not None and recovery_id is not None:
             self._journal.update_recovery(recovery_id, outcome, guard)
 
+    def losses_before(self, iteration: int, count: int) -> list[tuple[int, float]]:
+        """The newest losses of at most `count` iterations up to this one, of all lives (rank 0; elsewhere none)."""
+        if self._journal is None:
+            return []
+        try:
+            with JournalReader(self._journal.path) as reader:
+                steps = reader.losses(iteration - count, iteration + 1)
+        except JournalError as error:
+            logger.warning("losses before the failure cannot be read, its lag will not be told: %s", error)
+            return []
+        return [(step.iteration, step.loss) for step in steps if step.loss is not None]
+
     def rehearsal(self, row: RehearsalRow) -> None:
         """Record a rehearsal that begins, or how it ended (rank 0)."""
         if self._journal is not None:
@@ -220,7 +234,8 @@ class Recorder:
             with JournalReader(self._journal.path) as reader:
                 rehearsals = reader.rehearsals()
                 spent_seconds = sum(row.cost_seconds for row in rehearsals)
-                return RehearsalAccount(reader.trained_seconds(), spent_seconds, len(rehearsals))
+                killed = sum(row.outcome == "running" for row in rehearsals)
+                return RehearsalAccount(reader.trained_seconds(), spent_seconds, len(rehearsals), killed)
         except JournalError as error:
             logger.warning("what rehearsals have cost so far cannot be read, their budget starts anew: %s", error)
             return RehearsalAccount()

@@ -20,6 +20,8 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
+from cpsr.coordinator.lag import SLOPE_LOSSES_MAX
+from cpsr.coordinator.recovered import RecoveredLag
 from cpsr.coordinator.schedule import Rehearsals
 from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
@@ -56,7 +58,8 @@ class CPSRRecovery:
         config: a `CPSRConfig`, a mapping, or the path of a YAML or JSON file; None reads the `"cpsr"` block of the
             DeepSpeed configuration.
         loss_fn: loss of one batch of your loader, without backward; needed for the guard's loss veto where the module
-            does not return its loss. On pipelines, give it together with `probe_batches`.
+            does not return its loss. On pipelines, give it together with `probe_batches`. Rehearsals then train on it
+            too, so it must be the very loss that your loop trains on; they are off where it differs from that.
         probe_batches: held-out batches for the loss veto; by default the last few inputs before each checkpoint.
         mode: overrides the configured mode.
 
@@ -121,6 +124,8 @@ class CPSRRecovery:
         self._state = RunState(self._adapter, self._losses, self._probes, self._learner)
         self._iteration_seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._watch: RecoveryWatch | None = None
+        self._recovered: RecoveredLag | None = None
+        self._watched: dict[str, Any] = {}
         self._recovery_id: str | None = None
         self._stop = False
         self._entered = False
@@ -254,6 +259,8 @@ class CPSRRecovery:
             self._saver.begin(iteration, self._capture)
             if self._group.rank == 0:
                 self._proposal = self._saver.propose(statistics.median(self._iteration_seconds))
+        if self._recovered is not None and iteration >= self._recovered.due_iteration:
+            self._tell_lag(self._recovered, iteration)
         if self._rehearsals.after_step(iteration, applied, seconds, self._capture):
             self._stepped = time.perf_counter()
         if iteration % self.config.stop_check_iterations == 0:
@@ -334,6 +341,9 @@ class CPSRRecovery:
         if self._watch is not None:
             self._pool.pin()  # the checkpoint stays in memory until the watch is over
         self._recovery_id = self._recorder.restored(restored, self._run.ended, config.mode, self._watch is not None)
+        if restored.predicted:
+            before = self._recorder.losses_before(iteration, SLOPE_LOSSES_MAX)
+            self._recovered = RecoveredLag(before, iteration)
         self._announce()
         self._writer = CheckpointWriter(self._store, self._pool, config.checkpoint)
         self._saver = Saver(
@@ -353,6 +363,7 @@ class CPSRRecovery:
             self._recorder,
             config,
             self._loss_fn,
+            lambda: self._stop,
         )
         self._votes = group.votes()
         self._stepped = time.perf_counter()
@@ -454,8 +465,25 @@ class CPSRRecovery:
             self._go_on_diverged(iteration)
         return False
 
+    def _tell_lag(self, recovered: RecoveredLag, iteration: int) -> None:
+        """What the recovery has cost, as far as the losses tell, for the journal and the predictor; a collective."""
+        self._recovered = None
+        settings = {} if self._restored.forecast is None else self._restored.forecast.settings
+        # Rank 0 alone has the losses of earlier lives, and all must learn the same.
+        measured, settings = self._group.broadcast([recovered.measure(), settings])
+        if measured is None:
+            self._recorder.event("recovered", "the losses do not tell how far behind the recovery is", iteration)
+            return
+        lag, error = measured
+        told = {"lag_iterations": lag, "standard_error_iterations": error}
+        self._learner.record({"kind": "recovery", "settings": settings, **told})
+        message = f"the recovery lags {lag:+.0f} +- {error:.0f} iterations behind the course before the failure"
+        self._recorder.event("recovered", message, iteration)
+        guard = {**self._restored.guard, "watch": self._watched, "lag": told}
+        self._recorder.recovery_outcome(self._recovery_id, "kept", guard)
+
     def _end_watch(self, outcome: Literal["kept", "rolled_back"], watch: dict[str, Any]) -> None:
-        self._watch = None
+        self._watch, self._watched = None, watch
         self._pool.unpin()
         self._recorder.recovery_outcome(self._recovery_id, outcome, {**self._restored.guard, "watch": watch})
         settings = {} if self._restored.forecast is None else self._restored.forecast.settings
@@ -497,6 +525,7 @@ class CPSRRecovery:
                 f"now ({reason}); nothing was set aside: restart the job when the disk answers"
             )
         self._store.attempt += 1  # the same iterations may be saved again
+        self._recovered = None
         self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)
         self._group.barrier()
@@ -508,6 +537,8 @@ class CPSRRecovery:
     def _note(self, steps: Sequence[Step]) -> None:
         self._recorder.steps(steps)
         self._rehearsals.on_steps(steps)
+        if self._recovered is not None:
+            self._recovered.on_steps(steps)
 
 
 class _Leave(SystemExit):

@@ -1,6 +1,7 @@
 """Bring a run back: choose the source on all ranks together, put it into the engine, and judge it."""
 
 import copy
+import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,9 @@ from cpsr.scalars import DataPosition, Scalars
 __all__ = ["Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
+
+# In the run's directory: the checkpoint from which predicting raised, so that restarting does not meet it for ever.
+FAILED_PREDICTION = "prediction-failed.json"
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,13 @@ class Restorer:
         )
         if mode == "exact" or f is None:
             return exact
-        return self._predict(exact, snapshot, self._data_at(progress, scalars, f), f, mode)
+        failed = self._failed_before(snapshot.iteration)
+        if failed is not None:
+            return replace(exact, reason=f"exact, since predicting from this checkpoint failed before ({failed})")
+        try:
+            return self._predict(exact, snapshot, self._data_at(progress, scalars, f), f, mode)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is whole and the run must come back
+            return self._without_prediction(exact, snapshot, error)
 
     def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
         """Restore what a failure would have been restored to, by prediction, as `restore` does it.
@@ -191,6 +201,34 @@ class Restorer:
             data=restored.scalars.data,
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
+
+    def _failed_before(self, checkpoint_iteration: int) -> str | None:
+        """What an earlier life met when it predicted from this checkpoint; a collective."""
+        noted = None
+        if self._group.rank == 0:
+            try:
+                noted = json.loads((self._config.run_dir / FAILED_PREDICTION).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                pass
+            except ValueError as error:
+                logger.warning("%s cannot be read and is ignored: %s", FAILED_PREDICTION, error)
+        noted = self._group.broadcast(noted)
+        same = noted is not None and noted.get("checkpoint_iteration") == checkpoint_iteration
+        return str(noted.get("error")) if same else None
+
+    def _without_prediction(self, exact: Restored, snapshot: Snapshot, error: Exception) -> Restored:
+        """Prediction raised: exact where this rank is alone, and at the next start where others may wait for it."""
+        message = f"{type(error).__name__}: {error}"
+        noted = {"checkpoint_iteration": snapshot.iteration, "rank": self._group.rank, "error": message}
+        (self._config.run_dir / FAILED_PREDICTION).write_text(json.dumps(noted), encoding="utf-8")
+        if self._group.size > 1:
+            raise RecoveryError(
+                f"predicting the state failed on rank {self._group.rank} ({message}); checkpoint {snapshot.iteration} "
+                "is untouched, and the next start restores it exactly: start the job again"
+            ) from error
+        logger.exception("predicting the state failed; the checkpoint is restored exactly")
+        self.inject(snapshot)
+        return replace(exact, reason=f"predicting the state failed ({message}): it is exact instead")
 
     def _take_over(self, learned: dict[str, Any]) -> None:
         """What the predictor had learned; where another kind or version wrote it, it begins anew and says so."""

@@ -122,9 +122,10 @@ def test_the_budget_holds(filled: CheckpointStore) -> None:
     learner = Learner(predictor, 0.1)
     learner.start(filled.directory, 0)
     predictor.go_on.clear()
-    threading.Timer(0.2, predictor.go_on.set).start()  # the second slice takes 0.2 s: 1.8 s of rest follow it
-    started = time.monotonic()
     learner.notify(30, 0)
+    assert predictor.begun.wait(PATIENCE_SECONDS)
+    started = time.monotonic()
+    threading.Timer(0.3, predictor.go_on.set).start()  # the second slice takes 0.3 s: 2.7 s of rest follow it
     _wait_for(predictor, [10, 20, 30])
-    assert time.monotonic() - started >= 1.8
+    assert time.monotonic() - started >= 2.0
     learner.close()

@@ -34,7 +34,7 @@ def test_the_next_life_knows_what_rehearsals_have_cost(tmp_path: Path) -> None:
     first.close("error")
     second = Recorder(tmp_path, Group(), "auto")
     # What was killed is charged with what it was expected to cost.
-    assert second.rehearsal_account() == RehearsalAccount(50.0, 7.0, 2)
+    assert second.rehearsal_account() == RehearsalAccount(50.0, 7.0, 2, killed=1)
     second.close("clean")
 
 

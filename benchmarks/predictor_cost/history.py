@@ -24,7 +24,7 @@ SIZES = {
     "124M": GPTConfig(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
     "10M": GPTConfig(layers=4, heads=4, width=160, context=1024, vocabulary=50257),
 }
-# A run in its middle, at a constant learning rate; the history spans what the predictor uses, and trains its network on.
+# A run in its middle, at a constant learning rate, with a history as long as its windows.
 NEWEST_ITERATION = 10_000
 SPAN_ITERATIONS = 294
 LEARNING_RATE = 3e-4

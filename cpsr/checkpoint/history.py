@@ -37,6 +37,7 @@ class DiskHistory:
         store_directory: `CheckpointStore.directory`.
         rank: whose part is read.
         before: only checkpoints of earlier iterations; None is all.
+        since: only checkpoints of this and later iterations.
         checked: iterations of checkpoints whose hash this process has checked before; they are not read again for it.
 
     Attributes:
@@ -47,19 +48,25 @@ class DiskHistory:
     """
 
     def __init__(
-        self, store_directory: Path, rank: int, before: int | None = None, checked: Collection[int] = ()
+        self,
+        store_directory: Path,
+        rank: int,
+        before: int | None = None,
+        since: int = 0,
+        checked: Collection[int] = (),
     ) -> None:
         if (store_directory / "checkpoints").is_dir():
             raise ValueError(f"{store_directory} is the run's directory; the history reads its 'checkpoints'")
         self.excluded: dict[int, str] = {}
         self._checked = checked
+        end = math.inf if before is None else before
         catalogue = scan(store_directory)
         for problem in catalogue.problems:
-            if problem.iteration is not None and (before is None or problem.iteration < before):
+            if problem.iteration is not None and since <= problem.iteration < end:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
         self._checkpoints: list[_Checkpoint] = []
         for info in catalogue.checkpoints:
-            if before is None or info.iteration < before:
+            if since <= info.iteration < end:
                 self._add(info, rank)
         self._operators = self._common_operators()
 

@@ -35,17 +35,20 @@ class TrainedBatches:
     Args:
         micro_batches_per_iteration: of the engine.
         device: the engine's.
+        limit_bytes: what the copies may take of the host's memory.
 
     Attributes:
         iterations: the micro-batches of each finished iteration.
         problem: why these batches cannot be trained on once more; None while they can.
         hopeless: whether later ones would meet the same problem.
-        seconds: what the copies have taken.
+        seconds: what the copies, and the comparison with the user's loss function, have taken.
     """
 
-    def __init__(self, micro_batches_per_iteration: int, device: torch.device) -> None:
+    def __init__(self, micro_batches_per_iteration: int, device: torch.device, limit_bytes: int) -> None:
         self._per_iteration = micro_batches_per_iteration
         self._device_type = device.type
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
         self.iterations: list[list[MicroBatch]] = []
         self.problem: str | None = None
         self.hopeless = False
@@ -59,13 +62,20 @@ class TrainedBatches:
         if self.problem is not None:
             return
         started = time.perf_counter()
+        self._bytes += _size_bytes((args, kwargs))
+        if self._bytes > self._limit_bytes:
+            self.give_up(
+                f"the inputs of {len(self.iterations)} iterations and what came of the next take {self._bytes} bytes "
+                f"of host memory on a rank, more than rehearsal.batches_limit_bytes = {self._limit_bytes}"
+            )
+            return
         if torch.is_autocast_enabled(self._device_type):
-            self._give_up("the loop calls the module under autocast, which is not known at a step boundary")
+            self.give_up("the loop calls the module under autocast, which is not known at a step boundary")
             return
         try:
             self._batches.append(MicroBatch(_kept(args), _kept(kwargs)))
         except TypeError as error:
-            self._give_up(f"the inputs hold {error}, which is not plain data")
+            self.give_up(f"the inputs hold {error}, which is not plain data")
         self.seconds += time.perf_counter() - started
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -81,7 +91,7 @@ class TrainedBatches:
         batches, losses = self._batches, self._seen
         self._batches, self._seen = [], []
         if self.problem is None and not len(batches) == len(losses) == self._per_iteration:
-            self._give_up(
+            self.give_up(
                 f"an iteration had {len(batches)} forwards and {len(losses)} losses where {self._per_iteration} of "
                 "each were expected"
             )
@@ -91,7 +101,12 @@ class TrainedBatches:
             self.iterations.append(batches)
             self._losses.append(losses)
 
-    def _give_up(self, problem: str) -> None:
+    def give_up(self, problem: str) -> None:
+        """Keep nothing more, and nothing of what there is: later batches would meet the same problem.
+
+        Args:
+            problem: one clause for people.
+        """
         self.problem, self.hopeless = problem, True
         self.iterations.clear()
         self._batches.clear()
@@ -119,6 +134,14 @@ def _kept(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict | list | tuple):
+        return sum(_size_bytes(item) for item in (value.values() if isinstance(value, dict) else value))
+    return 0
 
 
 def _given_back(value: Any) -> Any:

@@ -1,11 +1,12 @@
 """One rehearsal: the state of a predicted restart is trained for a while in the running job, and undone."""
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,15 +23,29 @@ from cpsr.restore import Restored, Restorer
 from cpsr.run_state import RunState
 from cpsr.scalars import Scalars, restore_rng
 
-__all__ = ["Prepared", "Rehearsal", "Rehearsed"]
+__all__ = ["ASKED_TO_LEAVE", "Obstacle", "Prepared", "Rehearsal", "Rehearsed"]
 
 logger = logging.getLogger(__name__)
 
+ASKED_TO_LEAVE = "the job was asked to leave (SIGTERM)"
 # How long a rank that failed in a rehearsal waits for the others: they come at once where they failed too, and not at
 # all where they wait for it inside a collective of the engine.
 MEET_SECONDS = 120.0
 
-_GO_ON, _NOT_FINITE, _FAILED = 0, 1, 2
+# The worst of all ranks counts.
+_GO_ON, _STOPPING, _NOT_FINITE, _FAILED = 0, 1, 2, 3
+
+
+class Obstacle(NamedTuple):
+    """Why a rank cannot take part in a rehearsal.
+
+    Attributes:
+        reason: one clause for people.
+        lasting: whether later rehearsals would meet it too.
+    """
+
+    reason: str
+    lasting: bool
 
 
 @dataclass(frozen=True)
@@ -55,13 +70,15 @@ class Rehearsed:
     """What came of a rehearsal; the exact state is back, whatever it was.
 
     Attributes:
-        outcome: `measured`, `refused` (no predicted state), `diverged` (a loss was not finite) or `failed`.
+        outcome: `measured`, `refused` (no predicted state, or the job was asked to leave meanwhile), `diverged` (a loss
+            was not finite) or `failed`.
         reason: one sentence for people.
         restored: how the state was restored, where it came that far.
         lag: what was measured.
         gaps: paired gap of each iteration, in nats, mean over the ranks.
         probe_gap_nats: mean loss of the probes at the end, rehearsed minus exact; None where there are none.
         train_seconds: wall time of the training.
+        lasting: the obstacle, where later ones would meet it too.
     """
 
     outcome: Literal["measured", "refused", "diverged", "failed"]
@@ -71,6 +88,15 @@ class Rehearsed:
     gaps: Sequence[float] = field(default_factory=list)
     probe_gap_nats: float | None = None
     train_seconds: float = 0.0
+    lasting: str | None = None
+
+    @property
+    def unusable(self) -> bool:
+        """Whether there was a prediction that a restart could not have used: the guard vetoed it, or it diverged."""
+        restored = self.restored
+        if restored is None or restored.forecast is None or not restored.forecast.feasible:
+            return False
+        return self.outcome == "diverged" or (not restored.predicted and bool(restored.guard))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -82,9 +108,9 @@ class Rehearsed:
 class _StoppedError(Exception):
     """All ranks agreed to end a rehearsal early."""
 
-    def __init__(self, outcome: Literal["diverged", "failed"], reason: str) -> None:
+    def __init__(self, outcome: Literal["refused", "diverged", "failed"], reason: str) -> None:
         super().__init__(reason)
-        self.outcome: Literal["diverged", "failed"] = outcome
+        self.outcome: Literal["refused", "diverged", "failed"] = outcome
 
 
 class Rehearsal:
@@ -98,6 +124,7 @@ class Rehearsal:
         learner: keeps its hands off the predictor meanwhile.
         state: the small exact state.
         loss_fn: the user's loss of a batch; None where the module returns it.
+        stopping: whether this rank was asked to leave: a rehearsal then ends at the next micro-batch.
     """
 
     def __init__(
@@ -109,6 +136,7 @@ class Rehearsal:
         learner: Learner,
         state: RunState,
         loss_fn: LossFunction | None,
+        stopping: Callable[[], bool],
     ) -> None:
         self._adapter = adapter
         self._pool = pool
@@ -117,12 +145,59 @@ class Rehearsal:
         self._learner = learner
         self._state = state
         self._loss_fn = loss_fn
+        self._stopping = stopping
+
+    def loss_before_training(self, batch: Any, problem: str | None) -> torch.Tensor | str:
+        """`loss_fn` of a batch that the loop is about to train on; leaves no trace. A collective, at a step boundary.
+
+        Args:
+            batch: as the loop gets it.
+            problem: why this rank cannot evaluate it.
+
+        Returns:
+            The loss, a detached scalar; or why it is not known, the same on every rank.
+
+        Raises:
+            RecoveryError: it failed on one rank, and others wait for that inside a collective of the engine.
+        """
+        exact = self._state.capture()
+        exact = replace(exact, registered=copy.deepcopy(exact.registered))  # or they would change with their owners
+        meeting = Group()
+        try:
+            with self._adapter.rehearsing(), torch.no_grad():
+                loss = self._given_loss(meeting, batch, problem)
+        except RuntimeError as error:
+            raise RecoveryError(
+                f"loss_fn was not evaluated on all ranks together: one waits for another in vain ({error}). Restart "
+                "the job: it recovers from its last checkpoint as after any failure. rehearsal.budget_fraction = 0 "
+                "turns rehearsals off"
+            ) from error
+        finally:
+            self._state.put_back(exact)
+        meeting.close()
+        return loss
+
+    def _given_loss(self, meeting: Group, batch: Any, problem: str | None) -> torch.Tensor | str:
+        assert self._loss_fn is not None
+        loss = None
+        try:
+            self._agree(meeting, _GO_ON if problem is None else _FAILED, problem)
+            try:
+                loss = self._loss_fn(copy.deepcopy(batch)).detach()
+            except Exception as raised:  # whatever a user's function raises, training can go on without rehearsals
+                logger.error("loss_fn failed on a training batch", exc_info=raised)
+                problem = f"loss_fn raised {type(raised).__name__}: {raised}"
+            self._agree(meeting, _GO_ON if problem is None else _FAILED, problem)
+        except _StoppedError as stopped:
+            return str(stopped)
+        assert loss is not None
+        return loss
 
     def run(
         self,
         prepared: Prepared,
         capture: Callable[[], Scalars],
-        obstacle: str | None,
+        obstacle: Obstacle | None,
         losses: Iterable[tuple[int, float]],
     ) -> Rehearsed:
         """Set the exact state aside, train the predicted one on the same batches, and put the exact state back.
@@ -141,10 +216,11 @@ class Rehearsal:
         iteration = self._adapter.iteration
         # Its own group: a rank that fails alone must not meet the others in the middle of another collective.
         meeting = Group()
-        obstacles = [part for part in meeting.gather(obstacle or prepared.batches.problem) if part is not None]
-        if obstacles:
+        met = [Obstacle(*part) for part in meeting.gather(obstacle) if part is not None]
+        if met:
             meeting.close()
-            return Rehearsed("refused", f"not rehearsed: {obstacles[0]}")
+            reason, lasting = max(met, key=lambda part: part.lasting)
+            return Rehearsed("refused", f"not rehearsed: {reason}", lasting=reason if lasting else None)
         kept = self._set_aside(iteration, prepared.checkpoint_iteration, capture)
         obstacles = [part for part in meeting.gather(kept if isinstance(kept, str) else None) if part is not None]
         if isinstance(kept, str) or obstacles:
@@ -216,7 +292,7 @@ class Rehearsal:
         except Exception as raised:  # whatever it is, the exact state can still be put back
             logger.error("the restoration that is rehearsed failed", exc_info=raised)
             error = f"restoring raised {type(raised).__name__}: {raised}"
-        self._agree(meeting, _GO_ON if error is None else _FAILED, error)
+        self._agree(meeting, _FAILED if error is not None else self._go_on(), error)
         assert restored is not None
         return restored
 
@@ -246,10 +322,14 @@ class Rehearsal:
             error = f"a forward raised {type(raised).__name__}: {raised}"
         if loss is not None and not loss.requires_grad and error is None:
             error = "loss_fn gave a loss without a gradient, so that nothing can be trained with it"
-        self._agree(meeting, _FAILED if error is not None else _GO_ON if math.isfinite(value) else _NOT_FINITE, error)
+        code = _FAILED if error is not None else self._go_on() if math.isfinite(value) else _NOT_FINITE
+        self._agree(meeting, code, error)
         assert loss is not None
         self._adapter.train_on(loss)
         return value
+
+    def _go_on(self) -> int:
+        return _STOPPING if self._stopping() else _GO_ON
 
     def _agree(self, meeting: Group, code: int, error: str | None) -> None:
         """Go on where every rank does.
@@ -263,6 +343,8 @@ class Rehearsal:
             raise _StoppedError("failed", next(part for part in meeting.gather(error) if part is not None))
         if worst == _NOT_FINITE:
             raise _StoppedError("diverged", "the training loss was not finite any more")
+        if worst == _STOPPING:
+            raise _StoppedError("refused", ASKED_TO_LEAVE)
 
     def _with_probes(self, result: Rehearsed, loss_exact: float | None, saved: list[Any]) -> Rehearsed:
         loss = self._restorer.probe_loss(saved)

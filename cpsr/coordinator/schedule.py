@@ -17,7 +17,7 @@ from cpsr.config import CPSRConfig
 from cpsr.coordinator.batches import TrainedBatches
 from cpsr.coordinator.budget import RehearsalBudget
 from cpsr.coordinator.lag import SLOPE_LOSSES_MAX, SLOPE_LOSSES_MIN
-from cpsr.coordinator.rehearsal import Prepared, Rehearsal, Rehearsed
+from cpsr.coordinator.rehearsal import ASKED_TO_LEAVE, Obstacle, Prepared, Rehearsal, Rehearsed
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.group import Group
 from cpsr.journal import RehearsalRow
@@ -40,6 +40,18 @@ MIN_CHECKPOINTS = 4  # one more than the line needs: a rehearsal from the fewest
 # large gap after any number of them.
 GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 FIRST_FRACTION = 0.5
+# A prediction that was vetoed or diverged is at least as dear as recomputing the horizon, and the failure was caught
+# late besides; how much dearer nobody has measured, so that the error is as large as the horizon.
+UNUSABLE_LAG_HORIZONS = 2.0
+UNUSABLE_ERROR_HORIZONS = 1.0
+# The same computation gives the same loss, but for kernels that sum in another order; what a smoothed or an added
+# loss changes is far more. Of a loss in half precision two of its own steps are allowed.
+LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE_STEPS = 2
+# How soon SIGTERM is noticed while the disk is waited for.
+SETTLE_SLICE_SECONDS = 0.5
+# One kill during a rehearsal may be chance, as they take less than a hundredth of the time; two are not.
+KILLED_MAX = 1
 
 
 class Rehearsals:
@@ -62,6 +74,7 @@ class Rehearsals:
         recorder: the journal.
         config: the run's configuration.
         loss_fn: the user's loss of a batch; None where the module returns it.
+        stopping: whether this rank was asked to leave.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class Rehearsals:
         recorder: Recorder,
         config: CPSRConfig,
         loss_fn: LossFunction | None,
+        stopping: Callable[[], bool],
     ) -> None:
         self._adapter = adapter
         self._group = group
@@ -89,12 +103,16 @@ class Rehearsals:
         self._config = config.rehearsal
         self._vote_iterations = config.stop_check_iterations
         self._loss_given = loss_fn is not None
-        self._rehearsal = Rehearsal(adapter, pool, restorer, predictor, learner, state, loss_fn)
+        self._stopping = stopping
+        self._rehearsal = Rehearsal(adapter, pool, restorer, predictor, learner, state, loss_fn, stopping)
         account = recorder.rehearsal_account()
         self._budget = RehearsalBudget(self._config.budget_fraction, account.trained_seconds, account.spent_seconds)
         self._count = account.count
         self._losses: deque[tuple[int, float]] = deque(maxlen=SLOPE_LOSSES_MAX)
         self._prepared: Prepared | None = None
+        self._dealt = self._dealt_last = 0  # batches of the iteration in progress, and of the last
+        self._compared = False
+        self._loss_expected: torch.Tensor | None = None  # of the next micro-batch, by loss_fn
         self._overhead_seconds = 0.0  # of the last rehearsal, beside its training
         self._not_before = 0
         self._looked_at: int | None = None  # a checkpoint that there are too few before
@@ -104,6 +122,12 @@ class Rehearsals:
             self._turn_off("mode 'exact' never predicts")
         elif self._config.budget_fraction == 0:
             self._turn_off("rehearsal.budget_fraction is 0")
+        elif account.killed > KILLED_MAX:
+            self._turn_off(
+                f"{account.killed} earlier lives of this run ended during one (the journal's rehearsals that still say "
+                "'running'); a new run_dir rehearses again",
+                logging.WARNING,
+            )
 
     # What is watched
 
@@ -113,13 +137,33 @@ class Rehearsals:
             self._prepared.batches.add(args, kwargs)
 
     def _on_batch(self, batch: Any) -> None:
-        if self._prepared is not None and self._loss_given:
-            self._prepared.batches.add((batch,), {})
+        self._dealt += 1
+        if self._prepared is None or not self._loss_given:
+            return
+        batches = self._prepared.batches
+        batches.add((batch,), {})
+        if self._compared:
+            return
+        self._compared = True
+        started = perf_counter()
+        loss = self._rehearsal.loss_before_training(batch, batches.problem)
+        batches.seconds += perf_counter() - started
+        if isinstance(loss, torch.Tensor):
+            self._loss_expected = loss
+        elif batches.problem is None:
+            batches.give_up(loss)
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's detached training loss."""
-        if self._prepared is not None:
-            self._prepared.batches.add_loss(loss)
+        if self._prepared is None:
+            return
+        self._prepared.batches.add_loss(loss)
+        expected, self._loss_expected = self._loss_expected, None
+        if expected is not None and not _same_loss(expected, loss):
+            self._prepared.batches.give_up(
+                f"loss_fn gives {float(expected):.6g} for a batch whose training loss is {float(loss):.6g}: rehearsals "
+                "need the loss that is trained on, for the batch that the loop has just taken"
+            )
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         """Finished iterations whose losses have arrived."""
@@ -143,6 +187,7 @@ class Rehearsals:
             RecoveryError: the exact state could not be put back.
         """
         self._budget.train(seconds)
+        self._dealt_last, self._dealt = self._dealt, 0
         prepared = self._prepared
         if prepared is None:
             return False
@@ -180,18 +225,33 @@ class Rehearsals:
         return checkpoint
 
     def prepare(self, checkpoint_iteration: int, iteration: int) -> None:
-        """All ranks have agreed: keep what is trained on from here."""
-        if checkpoint_iteration >= iteration:  # the run was taken back meanwhile
-            self._store.held_iteration = None
+        """All ranks have agreed: keep what is trained on from here; a collective."""
+        if not self._state.history_start <= checkpoint_iteration < iteration:  # the state was replaced meanwhile
+            self._let_go(checkpoint_iteration)
             return
-        batches = TrainedBatches(self._adapter.micro_batches_per_iteration, self._adapter.device)
+        per_iteration = self._adapter.micro_batches_per_iteration
+        # Or a rank would wait for the others with its first batch.
+        if self._loss_given and not self._group.all(self._dealt_last == per_iteration):
+            self._let_go(checkpoint_iteration)
+            self._turn_off(
+                f"loss_fn needs {per_iteration} batches an iteration from recovery.resume on every rank, and a rank "
+                f"takes another number (rank {self._group.rank}: {self._dealt_last})"
+            )
+            return
+        batches = TrainedBatches(per_iteration, self._adapter.device, self._config.batches_limit_bytes)
+        self._compared = False
         self._prepared = Prepared(checkpoint_iteration, iteration, batches, capture_rng())
 
     def drop(self) -> None:
         """Give up what is prepared: the state is no longer the one that these batches led to."""
-        self._prepared = None
+        self._prepared = self._loss_expected = self._looked_at = None
         self._store.held_iteration = None
+        self._not_before = 0  # iterations may begin anew, and checkpoints with them
         self._losses.clear()
+
+    def _let_go(self, checkpoint_iteration: int) -> None:
+        if self._store.held_iteration == checkpoint_iteration:  # another may have been proposed since
+            self._store.held_iteration = None
 
     def _expected_seconds(self) -> float:
         return self._config.iterations * self._budget.iteration_seconds + self._overhead_seconds
@@ -210,12 +270,8 @@ class Rehearsals:
             cost_seconds=expected,
         )
         self._recorder.rehearsal(row)
-        # As long as the rehearsal itself: a disk that needs more has no room for it.
-        settled = self._saver.settle(expected)
-        obstacle = self._adapter.rehearsal_obstacle(self._loss_given)
-        if not settled:
-            obstacle = "the disk is still writing checkpoints"
-        result = self._rehearsal.run(prepared, capture, obstacle, self._losses)
+        settled = self._settle(expected)  # as long as the rehearsal: a disk that needs more has no room for it
+        result = self._rehearsal.run(prepared, capture, self._obstacle(prepared.batches, settled), self._losses)
         self._store.held_iteration = None
         self._count += 1
         self._not_before = iteration + self._config.min_interval_iterations
@@ -224,8 +280,27 @@ class Rehearsals:
         if result.outcome == "measured":
             self._overhead_seconds = max(cost - result.train_seconds, 0.0)
         self._tell(_finished(row, result, cost, self._budget.iteration_seconds), result)
-        if prepared.batches.hopeless and prepared.batches.problem is not None:
-            self._turn_off(prepared.batches.problem)
+        if result.lasting is not None:
+            self._turn_off(result.lasting)
+
+    def _settle(self, timeout_seconds: float) -> bool:
+        """Wait for checkpoints that are being written; False when the time is out, or the job was asked to leave."""
+        until = perf_counter() + timeout_seconds
+        while not self._saver.settle(min(SETTLE_SLICE_SECONDS, max(until - perf_counter(), 0.0))):
+            if self._stopping() or perf_counter() >= until:
+                return False
+        return True
+
+    def _obstacle(self, batches: TrainedBatches, settled: bool) -> Obstacle | None:
+        """What keeps this rank from a rehearsal that is due."""
+        loop = self._adapter.rehearsal_obstacle(self._loss_given)
+        if loop is not None:
+            return Obstacle(loop, lasting=True)
+        if batches.problem is not None:
+            return Obstacle(batches.problem, batches.hopeless)
+        if self._stopping():
+            return Obstacle(ASKED_TO_LEAVE, lasting=False)
+        return None if settled else Obstacle("the disk is still writing checkpoints", lasting=False)
 
     def _tell(self, row: RehearsalRow, result: Rehearsed) -> None:
         """Journal, log and predictor."""
@@ -241,21 +316,9 @@ class Rehearsals:
             self._recorder.event("rehearsal", message, row.iteration, level)
         if result.outcome == "failed":
             self._turn_off("the last one failed; training went on from its exact state", logging.ERROR)
-        if result.lag is not None and result.lag.lag_iterations is not None:
-            self._learner.record(
-                {
-                    "kind": "rehearsal",
-                    "settings": result.settings,
-                    "lag_iterations": result.lag.lag_iterations,
-                    "standard_error_iterations": result.lag.standard_error_iterations,
-                    "horizon_iterations": row.failure_iteration - row.checkpoint_iteration,
-                    "failure_iteration": row.failure_iteration,
-                    "checkpoint_iteration": row.checkpoint_iteration,
-                    "gap_nats": result.lag.gap_nats,
-                    "gap_standard_error_nats": result.lag.gap_standard_error_nats,
-                    "first_gap_nats": result.lag.first_gap_nats,
-                }
-            )
+        learned = _learned(row, result)
+        if learned is not None:
+            self._learner.record(learned)
 
     def _turn_off(self, why: str, level: int = logging.INFO) -> None:
         self._off = True
@@ -264,7 +327,10 @@ class Rehearsals:
 
 
 def rehearsed_horizon(count: int, interval_iterations: int) -> int:
-    """Iterations between the checkpoint and the failure of the next rehearsal, from 1 to the interval.
+    """Least iterations between the checkpoint and the failure of the next rehearsal, from 1 to the interval.
+
+    A lower bound: the failure comes when, beyond that, the budget allows one and all ranks have agreed on it, a vote
+    later, and where the checkpoint is late from an older one.
 
     Args:
         count: rehearsals before it.
@@ -272,6 +338,36 @@ def rehearsed_horizon(count: int, interval_iterations: int) -> int:
     """
     fraction = (FIRST_FRACTION + count * GOLDEN_RATIO) % 1.0
     return max(1, round(fraction * interval_iterations))
+
+
+def _same_loss(one: torch.Tensor, other: torch.Tensor) -> bool:
+    steps = LOSS_TOLERANCE_STEPS * max(torch.finfo(loss.dtype).eps for loss in (one, other))
+    values = float(one), float(other)
+    return all(map(math.isnan, values)) or math.isclose(*values, rel_tol=max(LOSS_TOLERANCE, steps))
+
+
+def _learned(row: RehearsalRow, result: Rehearsed) -> dict[str, Any] | None:
+    """What the predictor is told of a rehearsal; None where it showed nothing."""
+    horizon = row.failure_iteration - row.checkpoint_iteration
+    outcome = {
+        "kind": "rehearsal",
+        "settings": result.settings,
+        "horizon_iterations": horizon,
+        "failure_iteration": row.failure_iteration,
+        "checkpoint_iteration": row.checkpoint_iteration,
+    }
+    if result.unusable:
+        lag, error = UNUSABLE_LAG_HORIZONS * horizon, UNUSABLE_ERROR_HORIZONS * horizon
+        return outcome | {"lag_iterations": lag, "standard_error_iterations": error}
+    if result.lag is None or result.lag.lag_iterations is None:
+        return None
+    return outcome | {
+        "lag_iterations": result.lag.lag_iterations,
+        "standard_error_iterations": result.lag.standard_error_iterations,
+        "gap_nats": result.lag.gap_nats,
+        "gap_standard_error_nats": result.lag.gap_standard_error_nats,
+        "first_gap_nats": result.lag.first_gap_nats,
+    }
 
 
 def _finished(row: RehearsalRow, result: Rehearsed, cost_seconds: float, iteration_seconds: float) -> RehearsalRow:

@@ -20,7 +20,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
-from cpsr.engines.deepspeed_quiet import unreported
+from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
@@ -220,23 +220,30 @@ class DeepSpeedAdapter:
         self._loop.detach()
 
     def rehearsal_obstacle(self, loss_given: bool) -> str | None:
-        """A pipeline; or a loop that does not train on the module's own loss by `engine.backward`."""
+        """A pipeline; or a loop that does not train, by `engine.backward`, on `loss_fn`'s loss or the module's own."""
         if self._pipeline:
             return "a pipeline takes its batches from the user's iterator by itself"
         if not loss_given and not self.can_evaluate:
             return "the module does not return its loss; give loss_fn"
         if not loss_given and not self._loop.trains_given_loss:
             return "the loop does not call engine.backward on the loss that the module returned"
+        if not self._loop.calls_backward:
+            return "the loop does not call engine.backward"
         return None
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Hooks, monitors, timers and progress lines are silent inside; see `EngineAdapter.rehearsing`."""
-        with self._loop.unobserved(), unreported(self._engine), torch.enable_grad():
+        """Hooks, monitors, timers and progress lines are silent inside; see `EngineAdapter.rehearsing`.
+
+        Buffers and plain Python state of the module (see `unmarked`) are as before on exit.
+        """
+        engine = self._engine
+        with self._loop.unobserved(), unreported(engine), unmarked(engine.module), torch.enable_grad():
             try:
                 yield
+                settle_after_forward(engine.optimizer)  # not after an error: the other ranks may not be here
             finally:
-                discard_gradients(self._engine.optimizer)
+                discard_gradients(engine.optimizer)
 
     def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Loss of one forward through the engine; collective under ZeRO-3."""

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
@@ -47,7 +48,9 @@ class DeepSpeedLoop:
 
     Attributes:
         gives_loss: whether the last training forward returned a loss.
-        trains_given_loss: whether the last backward was that of the very loss which the forward had returned.
+        trains_given_loss: whether the last backward was that of the very loss which the forward had returned, and
+            nothing had been added to it in place.
+        calls_backward: whether the last step's gradients came from `engine.backward`.
     """
 
     def __init__(self, engine: Any, pipeline: bool) -> None:
@@ -57,19 +60,21 @@ class DeepSpeedLoop:
         self._observer: StepObserver | None = None
         self.gives_loss = False
         self.trains_given_loss = False
-        self._given_loss = 0  # its id: a reference would keep the graph alive
+        self.calls_backward = False
+        # Weak, or it would keep the graph alive; with its version, which changes where a loop adds to it in place.
+        self._given_loss: tuple[TensorWeakRef, int] | None = None
         self.forget_step()
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
         """Tell the observer nothing of what happens inside."""
         observer, self._observer = self._observer, _Unobserved()
-        known = self.gives_loss, self.trains_given_loss
+        known = self.gives_loss, self.trains_given_loss, self.calls_backward
         try:
             yield
         finally:
             self._observer = observer
-            self.gives_loss, self.trains_given_loss = known
+            self.gives_loss, self.trains_given_loss, self.calls_backward = known
             self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
@@ -124,6 +129,7 @@ class DeepSpeedLoop:
         return result
 
     def _complete_step(self) -> None:
+        self.calls_backward = self._backward_seen
         losses = [] if self._backward_seen else self._forward_losses
         self.forget_step()
         for loss in losses:
@@ -137,9 +143,11 @@ class DeepSpeedLoop:
         self._forward_losses: list[torch.Tensor] = []
 
     def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = self._given_loss
+        # An id would not do: where the forward's loss is gone, the one made of it may have taken its place in memory.
+        self.trains_given_loss = given is not None and given[0]() is loss and given[1] == loss._version
         result = original(loss, *args, **kwargs)
         self._backward_seen = True
-        self.trains_given_loss = id(loss) == self._given_loss
         self._watching().on_loss(loss.detach())
         return result
 
@@ -160,6 +168,6 @@ class DeepSpeedLoop:
         if module.training and torch.is_grad_enabled():
             loss = loss_of(output)
             self.gives_loss = loss is not None
-            self._given_loss = id(loss)
+            self._given_loss = None if loss is None else (TensorWeakRef(loss), loss._version)
             if loss is not None and not self._backward_seen:
                 self._forward_losses.append(loss.detach())  # for loops that call loss.backward() themselves

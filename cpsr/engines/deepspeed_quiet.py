@@ -1,4 +1,4 @@
-"""A DeepSpeed engine that trains without leaving a trace in what it counts, times and reports."""
+"""A DeepSpeed engine and a module that train without a trace in what they count, time, draw and report."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["unreported"]
+__all__ = ["unmarked", "unreported"]
 
 
 @contextmanager
@@ -34,6 +34,46 @@ def unreported(engine: Any) -> Iterator[None]:
             for name, value in numbers.items():
                 if _is_number(getattr(owner, name, None)):
                     setattr(owner, name, value)
+
+
+@contextmanager
+def unmarked(module: torch.nn.Module) -> Iterator[None]:
+    """On exit buffers and the plain Python state of every submodule are as before; at step boundaries only.
+
+    Plain are attributes that are numbers, strings or None, and `torch.Generator`s with their states. What changes
+    inside containers and other objects, and in tensors that are neither parameter nor buffer, is not put back.
+    """
+    kept = [
+        (submodule, {name: value for name, value in vars(submodule).items() if _is_plain(value)})
+        for submodule in module.modules()
+    ]
+    drawn = [
+        (value, value.get_state())
+        for _, attributes in kept
+        for value in attributes.values()
+        if isinstance(value, torch.Generator)
+    ]
+    buffers = [
+        (submodule._buffers, name, buffer, buffer.detach().clone())
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for submodule, attributes in kept:
+            vars(submodule).update(attributes)
+        for generator, state in drawn:
+            generator.set_state(state)
+        with torch.no_grad():
+            for owner, name, buffer, values in buffers:
+                buffer.copy_(values)  # whatever its version: batch norm's own do not count their changes
+                owner[name] = buffer
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Generator)
 
 
 def _is_number(value: Any) -> bool:

@@ -145,7 +145,8 @@ class RehearsalRow:
     """A recovery that was rehearsed in the running job at `iteration`, as if it had failed at `failure_iteration`.
 
     `outcome` is `running` until it has ended (with a later life present: the job was killed during it), `measured`,
-    `refused` (there was no predicted state to train from), `diverged` (its loss was no longer finite) or `failed`.
+    `refused` (no predicted state to train from, or the job was asked to leave meanwhile), `diverged` (its loss
+    was no longer finite) or `failed`.
     `lag_iterations` is None where nothing was measured, or the loss does not fall fast enough to tell time by.
     `cost_seconds` is what training waited; while it runs, what it is expected to.
     """

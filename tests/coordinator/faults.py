@@ -11,6 +11,7 @@ import torch
 
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.coordinator.batches import TrainedBatches
 from cpsr.engines.deepspeed import DeepSpeedAdapter
 from cpsr.prediction import StatePrediction
 from cpsr.run_state import RunState
@@ -79,6 +80,11 @@ def spoiled(original: Instead, state: Any, scalars: Any) -> None:
         next(iter(state._adapter.shard().operators.values())).parameter.values[0] += 1.0
 
 
+def strange(original: Instead, batches: Any, *arguments: Any) -> Any:
+    """An input that is not plain data."""
+    return original(batches, (object(),), {})
+
+
 def worse_from(number: int) -> Callable[[Instead], Instead]:
     """Every evaluation from that one on is 10 nats up."""
 
@@ -96,6 +102,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "nan": lambda at: replaced(DeepSpeedAdapter, "training_loss", at_call(at, not_finite)),
     "veto": lambda at: replaced(DeepSpeedAdapter, "evaluate", worse_from(at)),
     "restore": lambda at: replaced(StatePrediction, "attempt", at_call(at, no_history)),
+    "strange": lambda at: replaced(TrainedBatches, "add", at_call(at, strange)),
     "damage": lambda at: replaced(CheckpointStore, "load", at_call(at, damaged)),
     "spoil": lambda at: replaced(RunState, "put_back", at_call(at, spoiled)),
 }

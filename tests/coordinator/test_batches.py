@@ -8,9 +8,11 @@ import torch
 
 from cpsr.coordinator.batches import TrainedBatches
 
+LIMIT_BYTES = 1000
+
 
 def batches(per_iteration: int = 1) -> TrainedBatches:
-    return TrainedBatches(per_iteration, torch.device("cpu"))
+    return TrainedBatches(per_iteration, torch.device("cpu"), LIMIT_BYTES)
 
 
 def test_inputs_that_the_loop_overwrites_are_kept() -> None:
@@ -75,6 +77,22 @@ def test_what_cannot_be_trained_on_again_is_said(
     kept.add((1,), {})
     kept.add_loss(torch.tensor(1.0))
     kept.end_iteration(True)
+    assert kept.iterations == []
+
+
+def test_the_hosts_memory_is_not_filled() -> None:
+    kept = batches()
+    for _ in range(10):
+        kept.add((torch.ones(20), [torch.ones(1)]), {"mask": {"inner": torch.ones(4)}})  # 100 bytes
+        kept.add_loss(torch.tensor(1.0))
+        kept.end_iteration(True)
+    assert kept.problem is None
+    kept.add((torch.ones(1),), {})
+    assert kept.problem is not None
+    assert "10 iterations" in kept.problem
+    assert "take 1004 bytes" in kept.problem
+    assert f"rehearsal.batches_limit_bytes = {LIMIT_BYTES}" in kept.problem
+    assert kept.hopeless
     assert kept.iterations == []
 
 

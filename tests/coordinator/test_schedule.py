@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.coordinator.schedule import rehearsed_horizon
-from cpsr.journal import JournalReader
+from cpsr.coordinator.rehearsal import Rehearsed
+from cpsr.coordinator.schedule import _learned, rehearsed_horizon
+from cpsr.journal import JournalReader, RehearsalRow
+from cpsr.predictor.protocol import Forecast
+from cpsr.restore import Restored
 
 ITERATIONS = 150
 EAGER = {"budget_fraction": 1.0, "iterations": 8, "min_interval_iterations": 0}
@@ -59,3 +62,73 @@ def test_failures_are_rehearsed_all_over_the_interval(before: int, interval: int
 
 def test_a_short_run_earns_none_and_hears_nothing_of_it(tmp_path: Path) -> None:
     assert train(tmp_path, "auto", {}) == []
+
+
+def running(life: int) -> RehearsalRow:
+    return RehearsalRow(
+        id=f"row {life}",
+        life=life,
+        iteration=90,
+        failure_iteration=80,
+        checkpoint_iteration=70,
+        outcome="running",
+        cost_seconds=1.0,
+    )
+
+
+def plain_job(run_dir: Path) -> CPSRRecovery:
+    module = nn.Linear(4, 1)
+    config = {"run_dir": run_dir, "checkpoint": {"fsync": False}, "rehearsal": EAGER}
+    return CPSRRecovery(TorchAdapter(module, torch.optim.AdamW(module.parameters())), config)
+
+
+def test_a_run_that_rehearsals_have_killed_twice_rehearses_no_more(tmp_path: Path) -> None:
+    for life in range(1, 4):
+        with plain_job(tmp_path) as recovery:
+            assert recovery._rehearsals._off == (life == 3)
+            recovery._recorder.rehearsal(running(life))
+    with JournalReader(tmp_path / "journal.db") as journal:
+        (off,) = [event for event in journal.events() if event.kind == "rehearsals off"]
+    assert "2 earlier lives of this run ended during one" in off.message
+
+
+def test_a_proposal_does_not_outlive_the_state_that_it_was_made_for(tmp_path: Path) -> None:
+    with plain_job(tmp_path) as recovery:
+        rehearsals = recovery._rehearsals
+        rehearsals.prepare(7, 10)
+        assert rehearsals._prepared is not None
+        rehearsals._not_before, rehearsals._looked_at = 500, 7
+        recovery.after_external_load(9)
+        assert rehearsals._prepared is None
+        assert (rehearsals._not_before, rehearsals._looked_at) == (0, None)
+        recovery._store.held_iteration = 7
+        rehearsals.prepare(7, 10)  # agreed from a vote of before
+        assert rehearsals._prepared is None
+        assert recovery._store.held_iteration is None
+        recovery._store.held_iteration = 9
+        rehearsals.prepare(7, 10)
+        assert recovery._store.held_iteration == 9  # proposed since
+        rehearsals.prepare(9, 10)
+        assert rehearsals._prepared is not None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "method", "guard", "feasible", "told"),
+    [
+        ("refused", "exact", {"loss": {"accepted": False}}, True, True),
+        ("diverged", "line", {"loss": {"accepted": True}}, True, True),
+        ("refused", "exact", {}, False, False),  # nothing was predicted
+        ("refused", "line", {"loss": {"accepted": True}}, True, False),  # the job was asked to leave
+        ("failed", "line", {"loss": {"accepted": True}}, True, False),
+    ],
+)
+def test_a_prediction_that_no_restart_could_use_is_as_dear_as_two_horizons(
+    outcome: Any, method: str, guard: dict[str, Any], feasible: bool, told: bool
+) -> None:
+    forecast = Forecast("line", feasible, {}, 5.0, "why", settings={"gain": 2.0})
+    restored = Restored(method, 80, 70, 80, "why", forecast=forecast, guard=guard)
+    learned = _learned(running(1), Rehearsed(outcome, "why", restored))
+    assert (learned is not None) == told
+    if learned is not None:
+        assert learned["settings"] == {"gain": 2.0}
+        assert (learned["lag_iterations"], learned["standard_error_iterations"]) == (20.0, 10.0)

@@ -21,6 +21,8 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
+from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.vitp import VITPPredictor
 
 INTERVAL = 3
 
@@ -341,8 +343,23 @@ def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -
 
     one_life(20, True, "exact")
     back = one_life(24, False, "predict")
-    assert back.restored.method == "line", back.restored.reason
+    assert back.restored.method == "vitp", back.restored.reason
     assert back.restored.guard["loss"]["loss_checkpoint"] > 0
+
+
+def test_a_predictor_that_raises_leads_to_the_exact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life(tmp_path, 11, crash=True)
+
+    def broken(self: VITPPredictor, history: History, target: Target) -> Forecast:
+        raise ValueError("no such row")
+
+    monkeypatch.setattr(VITPPredictor, "forecast", broken)
+    recovery, _ = life(tmp_path, 12, mode="predict", crash=True)
+    assert (recovery.restored.method, recovery.restored.restored_iteration) == ("exact", 9)
+    assert "ValueError: no such row" in recovery.restored.reason
+    monkeypatch.undo()
+    noted = json.loads((tmp_path / "prediction-failed.json").read_text())
+    assert noted["checkpoint_iteration"] == 9
 
 
 def test_a_killed_process_is_found_by_its_counter(tmp_path: Path) -> None:
@@ -363,7 +380,7 @@ def test_a_killed_process_is_found_by_its_counter(tmp_path: Path) -> None:
     recovery, _ = life(tmp_path, 12, mode="predict")
     assert recovery.restored.failure_iteration == 11
     assert recovery.restored.checkpoint_iteration == 9
-    assert recovery.restored.method == "line"
+    assert recovery.restored.method == "vitp"
     assert recovery.restored.restored_iteration == 11
 
 

@@ -41,6 +41,6 @@ def test_prediction_continues_with_the_next_micro_batch(job: Job, uninterrupted:
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(RANKS):
         assert back.result(rank)["started"]["iteration"] == FAILURE
-        assert back.result(rank)["started"]["method"] == "line"
+        assert back.result(rank)["started"]["method"] == "vitp"
         assert back.result(rank)["batches"] == uninterrupted(micro_batches=2).result(rank)["batches"][2 * FAILURE :]
         assert back.result(rank)["iteration"] == ITERATIONS

@@ -43,7 +43,8 @@ class Options:
         zero, precision, micro_batches: of the DeepSpeed configuration.
         stages: pipeline stages, 0 is no pipeline.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
-            `reversed` grows as training goes on. `of a batch` gives other engines the loss of their loader's batch.
+            `reversed` grows as training goes on. `of a batch` gives other engines the loss of their loader's batch,
+            `of another` a loss that is not trained on, and `raising` a function that fails on rank 1.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
@@ -124,6 +125,10 @@ def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, An
         return {}
     if options.probes == "of a batch":
         return {"loss_fn": lambda batch: engine(*batch[:2])}
+    if options.probes == "of another":
+        return {"loss_fn": lambda batch: 1.01 * engine(*batch[:2])}
+    if options.probes == "raising":
+        return {"loss_fn": lambda batch: engine(*batch[: 2 - engine.global_rank])}
     inputs, targets, _ = batches.dataset[:BATCH]
     probe = inputs, -targets if options.probes == "reversed" else targets
     if options.probes == "without loss_fn":
