@@ -100,12 +100,12 @@ ARMS: dict[str, Method] = {
 # The whole predictor, and the same with one component replaced: name -> what was done.
 FULL_PREDICTOR = "vitp"
 ABLATION = {
-    "line": "no learned direction: the line's, always",
+    "line": "no learned direction (the same wherever the calibration takes the line's)",
     "vitp-always": "no choice of direction: the learned one, always",
-    "secant-scaled": "no denoising: the last two checkpoints, as far",
+    "secant-scaled": "no denoising: the last two checkpoints, as far as their own path allows",
     "vitp-plain": "no gain: the line's own value at the failure",
     "vitp-6": "window of 6 checkpoints, not of iterations",
-    "vitp-x2": "no calibration: window 300, gain 2, from the checkpoint, always",
+    "vitp-x2": "no calibrated setting: window 300, gain 2, from the checkpoint",
     "iteration-time": "iterations as time, not the cumulative learning rate",
 }
 
