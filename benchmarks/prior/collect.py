@@ -125,7 +125,7 @@ def _measure_directions(run: PriorRun, trajectory: Trajectory, draw: random.Rand
         "iterations": workload.iterations,
         "learning_rate": workload.learning_rate(at.checkpoint),
         "peak_learning_rate": target.peak_learning_rate,
-        "updates": bent.state_dict()["vitp"]["head"]["steps"],
+        "updates": forecast.settings["updates"],
         "recoveries": measured,
     }
 

@@ -54,6 +54,7 @@ def test_settings_are_part_of_the_digest() -> None:
         Method(partial(LinePredictor, gain=1.0)),
         Method(LinePredictor, window_checkpoints=6),
         Method(LinePredictor, rehearses=True),
+        Method(LinePredictor, guarded=True),
     ]
-    assert len({plain, *(_source(method) for method in other)}) == 4
-    assert predictor_source("line") == plain
+    assert len({plain, *(_source(method) for method in other)}) == 5
+    assert predictor_source("line") == _source(other[-1])
