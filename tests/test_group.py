@@ -1,16 +1,12 @@
 """The ranks agree, on real gloo processes."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import torch
 
 from cpsr.group import Group
+from tests.two_ranks import run
 
 SCRIPT = textwrap.dedent(
     """
@@ -48,15 +44,7 @@ SCRIPT = textwrap.dedent(
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "found")]
-    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
-    first, second = (json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2))
+    first, second = run(SCRIPT, tmp_path)
     assert first == second
     assert first["gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 10}]
     assert first["broadcast"] == ["from", 0]

@@ -3,10 +3,8 @@
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +16,7 @@ from cpsr.predictor.elementwise import ElementwisePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.vitp_training import Head
+from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(600, 1001, 50))
@@ -483,35 +482,6 @@ def test_learning_goes_on_where_a_tensor_has_changed_its_size(make_history: Make
     out = predict(predictor, make_history(ITERATIONS, resized))
     assert out["w0"].shape == (41,)
     assert all(bool(torch.isfinite(values).all()) for values in out.values())
-
-
-class MappedHistory:
-    """One large operator in files that are mapped; notes the process's own memory whenever a piece is read."""
-
-    def __init__(self, directory: Path, iterations: list[int], numel: int) -> None:
-        self.entries = [HistoryEntry(i, float(i), 1.0) for i in iterations]
-        self.operators = ["w"]
-        self.peak_bytes = 0
-        self._files = []
-        for place, iteration in enumerate(iterations):
-            file = numpy.memmap(directory / f"{iteration}.bin", numpy.float32, "w+", shape=(numel,))  # sparse on disk
-            file[:: numel // 64] = float(place**2 % 7)
-            self._files.append(torch.from_numpy(file))
-
-    def numel(self, operator: str) -> int:
-        return self._files[0].numel()
-
-    def taken_at(self, operator: str, entry: int) -> int:
-        return self.entries[entry].iteration
-
-    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        self.peak_bytes = max(self.peak_bytes, own_memory_bytes())
-        return self._files[entry][start:stop]
-
-
-def own_memory_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 @pytest.fixture(scope="module")

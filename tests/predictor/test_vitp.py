@@ -13,9 +13,10 @@ import torch
 
 from cpsr import codec
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT
+from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
 MakeHistory = Callable[..., Any]
 Steps = list[dict[str, torch.Tensor]]
@@ -467,38 +468,9 @@ def test_collectives_are_called_once_whatever_a_rank_holds(make_history: MakeHis
     assert ranks.calls == [6, 6]
 
 
-class MappedHistory:
-    """One large operator in files that are mapped; notes the process's own memory whenever a piece is read."""
-
-    def __init__(self, directory: Path, count: int, numel: int) -> None:
-        self.entries = [HistoryEntry(50 * k, 50.0 * k, 1.0) for k in range(count)]
-        self.operators = ["w"]
-        self.peak_bytes = 0
-        self._files = []
-        for place in range(count):
-            file = numpy.memmap(directory / f"{place}.bin", numpy.float32, "w+", shape=(numel,))  # sparse on disk
-            file[:: numel // 64] = float(place**2 % 7)
-            self._files.append(torch.from_numpy(file))
-
-    def numel(self, operator: str) -> int:
-        return self._files[0].numel()
-
-    def taken_at(self, operator: str, entry: int) -> int:
-        return self.entries[entry].iteration
-
-    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        self.peak_bytes = max(self.peak_bytes, own_memory_bytes())
-        return self._files[entry][start:stop]
-
-
-def own_memory_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
 def test_memory_does_not_grow_with_the_model(make_history: MakeHistory, tmp_path: Path) -> None:
     teach(VITPPredictor(**LINE, direction="vitp"), make_history, noisy(circle, 8))  # what torch itself takes at first
-    history = MappedHistory(tmp_path, 7, numel=9 << 20)
+    history = MappedHistory(tmp_path, [50 * k for k in range(7)], numel=9 << 20)
     predictor = VITPPredictor(**LINE, chunk_elements=1 << 17, direction="vitp")
     before = history.peak_bytes = own_memory_bytes()
     for _ in predictor.learn(history):
