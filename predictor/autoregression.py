@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cpsr.predictor import prior
 from cpsr.predictor.gram import gram
-from cpsr.predictor.obstacles import too_far, too_few, window_start
+from cpsr.predictor.obstacles import too_far, too_few
 from cpsr.predictor.protocol import History, HistoryEntry, Target
 from cpsr.predictor.series import Series, distinct_times
 from cpsr.predictor.series_predictor import Fit, SeriesPredictor, newest_row
@@ -123,4 +123,4 @@ def continued_row(times: Sequence[float], coefficients: Matrix, target_time: flo
 
 def _window(points: Sequence[HistoryEntry]) -> Sequence[HistoryEntry]:
     """The last 400 iterations, and at least three snapshots."""
-    return points[min(window_start(points, WINDOW_ITERATIONS), len(points) - prior.MIN_CHECKPOINTS) :]
+    return points[prior.start_of_three(points, WINDOW_ITERATIONS) :]

@@ -9,7 +9,7 @@ from cpsr.predictor import prior
 from cpsr.predictor.autoregression import RidgeAutoregression
 from cpsr.predictor.denoise import bands
 from cpsr.predictor.line import LinePredictor, line_coefficients
-from cpsr.predictor.obstacles import too_far, too_few, window_start
+from cpsr.predictor.obstacles import too_far, too_few
 from cpsr.predictor.protocol import HistoryEntry, StatePredictor, Target
 from cpsr.predictor.series import distinct_times
 from cpsr.predictor.series_predictor import Fit, SeriesPredictor, newest_row
@@ -81,7 +81,7 @@ class DenoisedBands(SeriesPredictor):
 
 
 def _bands_start(points: Sequence[HistoryEntry]) -> int:
-    return min(window_start(points, BANDS_WINDOW_ITERATIONS), len(points) - prior.MIN_CHECKPOINTS)
+    return prior.start_of_three(points, BANDS_WINDOW_ITERATIONS)
 
 
 def _line(window_iterations: int) -> Callable[..., StatePredictor]:

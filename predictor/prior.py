@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from cpsr.predictor.calibration import Context, Direction, Setting
+from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "context_of",
     "reaches",
     "settings",
+    "start_of_three",
     "windows",
 ]
 
@@ -54,6 +56,11 @@ def windows(points: Sequence[HistoryEntry]) -> list[int]:
     three, whole = newest - points[-MIN_CHECKPOINTS].iteration, newest - points[0].iteration
     longest = min(whole, WINDOW_SHARE_OF_AGE * newest)
     return [window for window in WINDOWS_ITERATIONS if three <= window <= longest] or [three]
+
+
+def start_of_three(points: Sequence[HistoryEntry], window_iterations: int) -> int:
+    """Position of the oldest point within a window that is stretched to three points (there are at least three)."""
+    return min(window_start(points, window_iterations), len(points) - MIN_CHECKPOINTS)
 
 
 def reaches(horizon: float, window: float) -> list[float]:

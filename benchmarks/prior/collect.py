@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,16 @@ import numpy
 import torch
 
 from cpsr.benchmarks.prior.runs import RUNS, PriorRun
-from cpsr.benchmarks.recovery.trainer import State, Trainer
-from cpsr.benchmarks.recovery.trajectory import Trajectory
+from cpsr.benchmarks.recovery.predict import applied, target_of
+from cpsr.benchmarks.recovery.trainer import State
+from cpsr.benchmarks.recovery.trajectory import CachedHistory, Trajectory
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import persistent_lag
-from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.combine import combine
+from cpsr.predictor.line import LinePredictor, line_coefficients
+from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Target
+from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = ["collect", "collect_directions", "read_rows"]
@@ -102,7 +106,7 @@ def _measure_directions(run: PriorRun, trajectory: Trajectory, draw: random.Rand
     workload = run.workload
     trainer = trajectory.at(at.checkpoint)
     checkpoint = trainer.state()
-    target = Target(at.failure, workload.times[at.failure], workload.peak_until(at.failure))
+    target = target_of(workload, at.failure)
     learning = VITPPredictor()
     for iteration in range(at.interval, at.checkpoint + 1, at.interval):
         for _ in learning.learn(trajectory.history(iteration, at.interval)):
@@ -115,11 +119,9 @@ def _measure_directions(run: PriorRun, trajectory: Trajectory, draw: random.Rand
     measured = []
     for predictor in (line, bent):
         forecast = predictor.forecast(history, target)
-        weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
-        for name, start, values in predictor.predict(history, forecast):
-            weights[name][start : start + values.numel()] = values
+        state = applied(predictor, history, forecast, at.failure, checkpoint)
         setting = {key: forecast.settings[key] for key in ("window_iterations", "gain", "base", "direction")}
-        measured.append({"setting": setting} | _recover(trajectory, at, checkpoint, weights))
+        measured.append({"setting": setting} | _recover(trajectory, state))
     return {
         **asdict(at),
         "iterations": workload.iterations,
@@ -163,15 +165,15 @@ def _measure(run: PriorRun, trajectory: Trajectory, draw: random.Random, setting
     trainer = trajectory.at(at.checkpoint)
     checkpoint = trainer.state()
     history = trajectory.history(at.checkpoint, at.interval)
-    target = Target(at.failure, workload.times[at.failure], workload.peak_until(at.failure))
-    measured = [{"setting": None} | _recover(trajectory, at, checkpoint, checkpoint.weights)]
+    target = target_of(workload, at.failure)
+    measured = [{"setting": None} | _recover(trajectory, replace(checkpoint, iteration=at.failure))]
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
     for _ in range(settings):
         window, base = min(draw.choice(windows), at.checkpoint - at.interval), draw.choice(BASES)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
-        weights = _line(history, target, checkpoint, window, gain, base)
+        state = _line(history, target, checkpoint, window, gain, base)
         setting = {"window_iterations": window, "gain": gain, "base": base}
-        measured.append({"setting": setting} | _recover(trajectory, at, checkpoint, weights))
+        measured.append({"setting": setting} | _recover(trajectory, state))
     return {
         **asdict(at),
         "iterations": workload.iterations,
@@ -181,44 +183,31 @@ def _measure(run: PriorRun, trajectory: Trajectory, draw: random.Random, setting
     }
 
 
-def _line(
-    history: Any, target: Target, checkpoint: State, window: int, gain: float, base: float
-) -> dict[str, torch.Tensor]:
+def _line(history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float, base: float) -> State:
     """The line with these settings, also where the predictor would not go so far."""
-    times = [entry.time for entry in history.entries]
-    newest = history.entries[-1].iteration
-    places = [place for place, entry in enumerate(history.entries) if entry.iteration >= newest - window]
-    centred = numpy.array([times[place] for place in places])
-    mean = centred.mean()
-    scatter = float(((centred - mean) ** 2).sum())
-    reach = base * (times[-1] - mean) + gain * (target.time - times[-1])
-    weights = {}
-    for name, values in checkpoint.weights.items():
-        slope = torch.zeros_like(values)
-        average = torch.zeros_like(values)
-        for place, time in zip(places, centred, strict=True):
-            piece = history.read(name, place, 0, values.numel())
-            slope.add_(piece - values, alpha=float((time - mean) / scatter))
-            average.add_(piece - values, alpha=1.0 / len(places))
-        weights[name] = values + base * average + reach * slope
-    return weights
+    start = window_start(history.entries, window)
+    times = [entry.time for entry in history.entries[start:]]
+    row = (0.0,) * start + line_coefficients(times, target.time, gain, base)
+    weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
+    for name, begin, values in combine(history, dict.fromkeys(history.operators, row), CHUNK_ELEMENTS):
+        weights[name][begin : begin + values.numel()] = values
+    return replace(checkpoint, iteration=target.iteration, weights=weights)
 
 
-def _recover(
-    trajectory: Trajectory, at: Failure, checkpoint: State, weights: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Train on from these weights at the failure and tell the lag."""
-    trainer: Trainer = trajectory.trainer()
-    trainer.load(State(at.failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq))
+def _recover(trajectory: Trajectory, state: State) -> dict[str, Any]:
+    """Train on from a state that stands at the failure, and tell the lag."""
+    failure = state.iteration
+    trainer = trajectory.trainer()
+    trainer.load(state)
     injected = float(trainer.validate().mean())
     iterations, losses = [], []
-    while trainer.iteration < at.failure + MEASURED[1]:
+    while trainer.iteration < failure + MEASURED[1]:
         trainer.step()
-        inside = trainer.iteration >= at.failure + MEASURED[0]
+        inside = trainer.iteration >= failure + MEASURED[0]
         if inside and trainer.iteration % VALIDATION_ITERATIONS == 0:
             iterations.append(trainer.iteration)
             losses.append(trainer.validate())
-    first, last = at.failure - 2 * MAX_LAG_ITERATIONS, at.failure + MEASURED[1] + MAX_LAG_ITERATIONS
+    first, last = failure - 2 * MAX_LAG_ITERATIONS, failure + MEASURED[1] + MAX_LAG_ITERATIONS
     fault_free = trajectory.curve(first, last)
     result: dict[str, Any] = {"injected_nats": injected, "lag_iterations": None, "obstacle": None}
     if not numpy.isfinite(losses).all():
@@ -227,7 +216,7 @@ def _recover(
         lag = persistent_lag(
             LossCurve(numpy.array(iterations), numpy.array(losses)),
             fault_free,
-            at.failure,
+            failure,
             MEASURED,
             max_lag_iterations=MAX_LAG_ITERATIONS,
         )
