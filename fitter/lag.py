@@ -9,7 +9,7 @@ from scipy import interpolate, optimize, stats
 
 from cpsr.fitter.curve import LossCurve
 
-__all__ = ["Lag", "Transient", "persistent_lag", "transient"]
+__all__ = ["Lag", "LagBeyondError", "Transient", "persistent_lag", "transient"]
 
 # Half a window: a spline with such knots follows how the loss bends, not the noise of single evaluations.
 KNOT_ITERATIONS = 100
@@ -29,6 +29,18 @@ SHIFT_TOLERANCE_ITERATIONS = 1e-3
 SETTLED_POINTS = 3
 
 _Array = NDArray[numpy.float64]
+
+
+class LagBeyondError(ValueError):
+    """The recovered run lies further behind or ahead than was looked for.
+
+    Attributes:
+        bound_iterations: the end of what was looked for on that side: the lag is at least as far from zero.
+    """
+
+    def __init__(self, message: str, bound_iterations: float) -> None:
+        super().__init__(message)
+        self.bound_iterations = bound_iterations
 
 
 @dataclass(frozen=True)
@@ -99,8 +111,8 @@ def persistent_lag(
         max_lag_iterations: largest lag looked for, either way.
 
     Raises:
-        ValueError: points are missing, chunks differ, the curve is too flat to tell time by, or the best shift lies
-            at the edge of what the fault-free curve covers.
+        LagBeyondError: the best shift lies at the edge of what is looked for, or of what the fault-free curve covers.
+        ValueError: points are missing, chunks differ, or the curve is too flat to tell time by.
     """
     first, last = window
     if not 0 <= first < last or max_lag_iterations < 1:
@@ -121,27 +133,18 @@ def persistent_lag(
     def lag_of(chunks: _Array) -> float:
         return _best_shift(spline, chunks, inside, bounds)
 
-    def local_lag_of(chunks: _Array) -> float:
-        descent = -spline(inside.iterations, 1) @ chunks
-        return float(numpy.mean(gaps @ chunks) / numpy.mean(descent))
-
     count = gaps.shape[1]
     everything = numpy.full(count, 1.0 / count)
     lag = lag_of(everything)
-    if not bounds[0] + 1.0 < lag < bounds[1] - 1.0:
-        raise ValueError(
-            f"the best shift ({lag:.1f} iterations) lies at the edge of what can be told ({bounds[0]:.0f} to "
-            f"{bounds[1]:.0f}): the fault-free curve covers iterations {around.iterations[0]} to "
-            f"{around.iterations[-1]} of what was asked for, with max_lag_iterations = {max_lag_iterations}"
-        )
-    slope = float(numpy.mean(-spline(inside.iterations, 1) @ everything))
+    _refuse_beyond(lag, bounds, around, max_lag_iterations)
+    descent = -spline(inside.iterations, 1) @ everything
     return Lag(
         iterations=lag,
         standard_error=_jackknife(lag_of, count),
-        local_iterations=local_lag_of(everything),
+        local_iterations=float(numpy.mean(gaps @ everything) / numpy.mean(descent)),
         gap_nats=float(gaps.mean()),
         gap_standard_error=_jackknife(lambda chunks: float(numpy.mean(gaps @ chunks)), count),
-        slope_nats_per_iteration=slope,
+        slope_nats_per_iteration=float(numpy.mean(descent)),
         points=len(inside.iterations),
         window=window,
     )
@@ -224,6 +227,17 @@ def _refuse_flat(curve: LossCurve, begin: int) -> None:
             f"the fault-free curve is flat from iteration {begin}: it falls by {-fit.slope:.2e} +- {fit.stderr:.1e} "
             "nats an iteration: a gap cannot be told in iterations; compare gaps in nats, or lengthen the window"
         )
+
+
+def _refuse_beyond(lag: float, bounds: tuple[float, float], around: LossCurve, max_lag_iterations: int) -> None:
+    if bounds[0] + 1.0 < lag < bounds[1] - 1.0:
+        return
+    raise LagBeyondError(
+        f"the best shift ({lag:.1f} iterations) lies at the edge of what can be told ({bounds[0]:.0f} to "
+        f"{bounds[1]:.0f}): the fault-free curve covers iterations {around.iterations[0]} to {around.iterations[-1]} "
+        f"of what was asked for, with max_lag_iterations = {max_lag_iterations}",
+        min(bounds, key=lambda bound: abs(bound - lag)),
+    )
 
 
 def _best_shift(spline: interpolate.BSpline, chunks: _Array, inside: LossCurve, bounds: tuple[float, float]) -> float:

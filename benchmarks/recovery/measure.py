@@ -29,7 +29,7 @@ from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, Trajectory
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import persistent_lag, transient
+from cpsr.fitter.lag import LagBeyondError, persistent_lag, transient
 
 __all__ = ["MEASURED_ITERATIONS", "Outcome", "PointMeasurement", "needed_until"]
 
@@ -48,6 +48,7 @@ class Outcome:
         predicted: False where the method advises against itself, or recomputes: the cost is then the horizon.
         reason: one sentence of the predictor, or why no lag can be told.
         lag_iterations: persistent lag; None where it cannot be told.
+        beyond: the lag lies beyond what is looked for, and is counted as the bound: it is at least as far from zero.
         recover_seconds: opening the history, loading what was learned, forecasting, predicting and injecting; None for
             recomputing.
         learning_seconds: spent at the checkpoints before, on learning; None for recomputing.
@@ -64,6 +65,7 @@ class Outcome:
     predicted: bool
     reason: str
     lag_iterations: float | None
+    beyond: bool = False
     recover_seconds: float | None = None
     learning_seconds: float | None = None
     rehearsal_iterations: float = 0.0
@@ -119,12 +121,13 @@ class PointMeasurement:
         if formed["state"] is None:
             return outcome
         curve = self._curve(method, formed["state"])
-        lag = curve["lag"]
+        lag = curve["beyond"] if curve["lag"] is None else curve["lag"]["iterations"]
         return replace(
             outcome,
             predicted=True,
             reason=curve["obstacle"] or outcome.reason,
-            lag_iterations=None if lag is None else lag["iterations"] + _recomputed(method, point),
+            lag_iterations=None if lag is None else lag + _recomputed(method, point),
+            beyond=curve["beyond"] is not None,
             curve=curve,
         )
 
@@ -246,10 +249,18 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
 
     Returns:
         `lag` and `transient` (fields of the fitter's), None where they cannot be told, and `obstacle` why not;
+        `beyond`: the bound in iterations, where the lag lies beyond what is looked for, else None;
         `after`: iterations since the failure; `gaps_nats`: the paired gap there; `below_recompute`: the share of
         them at which the loss was below that of recomputing after as many iterations.
     """
-    nothing: dict[str, Any] = {"lag": None, "transient": None, "after": [], "gaps_nats": [], "below_recompute": None}
+    nothing: dict[str, Any] = {
+        "lag": None,
+        "beyond": None,
+        "transient": None,
+        "after": [],
+        "gaps_nats": [],
+        "below_recompute": None,
+    }
     if curve["losses"] is None:
         return nothing | {"obstacle": "training diverged after the recovery: a validation loss is not finite"}
     recovered = LossCurve(numpy.array(curve["iterations"]), numpy.array(curve["losses"]))
@@ -266,6 +277,8 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
     }
     try:
         lag = persistent_lag(recovered, fault_free, point.failure, max_lag_iterations=max_lag(point))
+    except LagBeyondError as error:
+        return figures | {"beyond": error.bound_iterations, "obstacle": f"counted as the bound: {error}"}
     except ValueError as error:
         return figures | {"obstacle": f"no lag can be told: {error}"}
     return figures | {"lag": asdict(lag) | {"window": list(lag.window)}}

@@ -43,6 +43,8 @@ class GridMean:
         cells: how many there are.
         lag: the mean; 1 is what recomputing costs.
         untold: failures without a lag, which are not in the mean.
+        beyond_ahead: failures further ahead than is looked for, which are in the mean as the bound: it is too high.
+        beyond_behind: failures further behind, likewise: it is too low.
         of_all_horizons: sum of the lags over sum of the horizons: what counts for the time lost.
     """
 
@@ -53,6 +55,8 @@ class GridMean:
     cells: int
     lag: Mean
     untold: int
+    beyond_ahead: int
+    beyond_behind: int
     of_all_horizons: float
 
 
@@ -171,6 +175,8 @@ def _grid_mean(
             cells=len(chosen),
             lag=grid_mean([samples_of(found) for found in chosen]),
             untold=len(outcomes) - len(told),
+            beyond_ahead=sum(one.beyond and (one.lag_iterations or 0.0) < 0.0 for one in outcomes),
+            beyond_behind=sum(one.beyond and (one.lag_iterations or 0.0) > 0.0 for one in outcomes),
             of_all_horizons=sum(lag for lag, _ in told) / sum(horizon for _, horizon in told),
         )
     ]

@@ -25,6 +25,7 @@ from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
 from cpsr.benchmarks.recovery.grid import FULL, QUICK, Cell, Point, points, selection
 from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
 from cpsr.benchmarks.recovery.methods import Method
+from cpsr.benchmarks.recovery.result import summarise
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.statistics import (
     Mean,
@@ -296,6 +297,19 @@ def test_a_failure_without_a_lag_is_counted_and_forbids_a_verdict() -> None:
     (line,) = cell_results(Cell("tiny", 50, 0.5), of)
     assert (line.points, line.without_lag, line.lag.value) == (4, 1, 0.25)
     assert line.verdicts == {"recompute": "undetermined"}
+
+
+def test_a_lag_beyond_what_is_looked_for_counts_as_the_bound_and_is_told_apart() -> None:
+    ahead = [outcome("line", -200.0, at) for at in (500, 700, 900, 1100)]
+    beyond = [dataclasses.replace(one, beyond=True) for one in ahead]
+    behind = dataclasses.replace(outcome("line", 200.0, 1300), beyond=True)
+    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,))
+    lead = summarise(asked, {}, ("line",), {TINY.name: beyond}).mean("line")
+    both = summarise(asked, {}, ("line",), {TINY.name: [*beyond, behind]}).mean("line")
+    assert lead is not None
+    assert both is not None
+    assert (lead.untold, lead.beyond_ahead, lead.beyond_behind, lead.lag.value) == (0, 4, 0, -5.0)
+    assert (both.beyond_ahead, both.beyond_behind, both.lag.value) == (4, 1, -3.0)
 
 
 def test_what_was_declined_is_counted_and_costs_the_horizon() -> None:

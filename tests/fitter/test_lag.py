@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import persistent_lag, transient
+from cpsr.fitter.lag import LagBeyondError, persistent_lag, transient
 
 FAILURE = 1000
 CHUNKS = 16
@@ -125,11 +125,13 @@ def test_missing_points_are_named() -> None:
         persistent_lag(good, good, FAILURE, window=(160, 60))
 
 
-def test_a_lag_beyond_the_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="at the edge"):
+def test_a_lag_beyond_the_data_is_refused_and_says_how_far_it_is_at_least() -> None:
+    with pytest.raises(LagBeyondError, match="at the edge") as ahead:
         persistent_lag(curve(FAILURE, FAILURE + 160, -40.0), curve(0, 1170), FAILURE)
-    with pytest.raises(ValueError, match="at the edge"):
+    assert ahead.value.bound_iterations == -10.0  # the window ends at 1160, the fault-free curve at 1170
+    with pytest.raises(LagBeyondError, match="at the edge") as behind:
         persistent_lag(curve(FAILURE, FAILURE + 160, 90.0), curve(0, 2000), FAILURE, max_lag_iterations=60)
+    assert behind.value.bound_iterations == 60.0
 
 
 def test_transient_of_a_recovery_that_closes_the_gap() -> None:
