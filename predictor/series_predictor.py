@@ -103,12 +103,18 @@ class SeriesPredictor(ABC):
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
         """The row over `points`, where there is no obstacle and `target` is later in time than the newest."""
 
+    def _found_finite(self, history: History, operator: str, position: int) -> bool:
+        """Whether these weights were read whole before and were finite, so that a forecast need not look again."""
+        return False
+
     def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
         """The fit of one operator; where weights read here were not finite, its `reads` must hold them."""
         return fit
 
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads the checkpoints in use, to leave out any that holds NaN or infinity.
+
+        What was learned from, and was finite then, is not read again: it would be half of the time of a recovery.
 
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
@@ -216,6 +222,8 @@ class SeriesPredictor(ABC):
                 if position in damaged or (operator, position) in checked:
                     continue
                 checked.add((operator, position))
+                if self._found_finite(history, operator, position):
+                    continue
                 if not is_finite(history, operator, position, self._chunk_elements):
                     damaged.add(position)
         return sorted(damaged)

@@ -102,6 +102,11 @@ class MotionStatistics:
         """Iterations of the history's checkpoints that are not finite."""
         return self._left_out
 
+    def found_finite(self, operator: str, numel: int, iteration: int) -> bool:
+        """Whether the checkpoint of that iteration was read whole, and held no NaN or infinity, with this operator."""
+        known = self._operators.get(operator)
+        return known is not None and known.numel == numel and iteration in self._seen
+
     def update(self, history: History) -> Iterator[None]:
         """Take in the checkpoints of `history` that are not known yet, in slices.
 

@@ -140,7 +140,7 @@ class VITPPredictor(LinePredictor):
         return self._statistics.left_out
 
     def forecast(self, history: History, target: Target) -> Forecast:
-        """Decide the coefficients; reads the checkpoints in use once for damage, and once more where not learned yet.
+        """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
         Settings say the `direction` taken, how many updates its network has had (`updates`), and which operators keep
         the line's row (`line_operators`, their number, and up to 8 `line_names`).
@@ -191,6 +191,10 @@ class VITPPredictor(LinePredictor):
         super().load_state_dict(state)
         self._statistics, self._examples, self._head = statistics, examples, head
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
+
+    def _found_finite(self, history: History, operator: str, position: int) -> bool:
+        iteration = history.entries[position].iteration
+        return self._statistics.found_finite(operator, history.numel(operator), iteration)
 
     def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
         fit = super()._operator_row(history, operator, series, fit, target)

@@ -93,7 +93,7 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
     predictor, target = METHODS[method](), synthetic.target
     with MemoryPeak() as memory:
         open_seconds, history = _timed(lambda: DiskHistory(synthetic.directory / "checkpoints", rank=0))
-        slices = _slices(predictor, history)
+        slices = _learned_before_the_newest(predictor, synthetic)
         first_seconds, forecast = _timed(lambda: _predicted(predictor, history, target))
         entries = _used_entries(history, forecast)
         turns = [_repeat(predictor, history, target, forecast, entries) for _ in range(repeats)]
@@ -138,13 +138,15 @@ def _consume(predictor: StatePredictor, history: History, forecast: Forecast) ->
         pass
 
 
-def _slices(predictor: StatePredictor, history: History) -> list[float]:
-    """Seconds of each slice of learning."""
+def _learned_before_the_newest(predictor: StatePredictor, synthetic: SyntheticHistory) -> list[float]:
+    """Seconds of each slice of learning; what is learned from a checkpoint is committed with the next one only."""
+    history = DiskHistory(synthetic.directory / "checkpoints", rank=0, before=synthetic.iterations[-1])
     seconds = []
     started = time.perf_counter()
     for _ in predictor.learn(history):
         seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
+    history.close()
     return seconds
 
 
