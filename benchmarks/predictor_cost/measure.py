@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import numpy
 import torch
 
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
@@ -66,6 +67,7 @@ class MethodSamples:
         open_seconds: opening the history, every file's hash included.
         learn_seconds: taking in the newest checkpoint.
         slice_seconds: the longest of its slices.
+        slice_p99_seconds: of a hundred slices 99 are no longer.
         first_seconds: forecast and prediction right after opening, when no page is mapped yet.
         peak: memory above the level before the history was opened, over opening, learning and all predictions.
         repeats: the turns behind the first.
@@ -76,6 +78,7 @@ class MethodSamples:
     open_seconds: float
     learn_seconds: float
     slice_seconds: float
+    slice_p99_seconds: float
     first_seconds: float
     peak: Resident
     repeats: list[Repeat] = field(default_factory=list)
@@ -105,6 +108,7 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
         open_seconds=open_seconds,
         learn_seconds=sum(slices),
         slice_seconds=max(slices, default=0.0),
+        slice_p99_seconds=float(numpy.quantile(slices, 0.99)) if slices else 0.0,
         first_seconds=first_seconds,
         peak=memory.above_before,
         repeats=turns,

@@ -33,6 +33,7 @@ class MethodResult:
         training_seconds: five training iterations.
         learn_seconds: taking in one checkpoint.
         slice_seconds: the longest slice of that.
+        slice_p99_seconds: of a hundred slices 99 are no longer.
         major_faults: in all turns together; more than a few and the figures are the disk's.
     """
 
@@ -49,6 +50,7 @@ class MethodResult:
     training_seconds: float
     learn_seconds: float
     slice_seconds: float
+    slice_p99_seconds: float
     major_faults: int
 
     def aims(self) -> dict[str, bool]:
@@ -90,5 +92,6 @@ def summarise(samples: MethodSamples, training_seconds: Sequence[float]) -> Meth
         training_seconds=sum(training_seconds),
         learn_seconds=samples.learn_seconds,
         slice_seconds=samples.slice_seconds,
+        slice_p99_seconds=samples.slice_p99_seconds,
         major_faults=sum(turn.major_faults for turn in turns),
     )
