@@ -26,7 +26,7 @@ def turn(*, read: float = 1.0, copy: float = 2.0, forecast: float = 1.0, predict
 
 
 def result(*turns: Repeat, peak_bytes: int = 10, training_seconds: float = 1.0) -> MethodResult:
-    samples = MethodSamples("line", 100, 0.5, 0.25, 0.125, 3.0, Resident(peak_bytes, 7), list(turns))
+    samples = MethodSamples("line", 100, 0.5, 0.25, 0.125, 0.1, 3.0, Resident(peak_bytes, 7), list(turns))
     return summarise(samples, [training_seconds] * 5)
 
 
