@@ -154,10 +154,9 @@ def test_training_is_bitwise_what_it_would_have_been(trained: tuple[Path, Ended]
         assert row.cost_seconds > sum(part or 0.0 for part in parts)
 
 
-def reference(trained: tuple[Path, Ended], engine: str, rank: int) -> dict[str, Any]:
-    alike = "loss_fn" if engine in WRONG_LOSSES else engine
-    found: dict[str, Any] = trained[1].result(rank)[f"{alike} without"]
-    return found
+def without(engine: str) -> str:
+    """The run of the same training without rehearsals."""
+    return f"{'loss_fn' if engine in WRONG_LOSSES else engine} without"
 
 
 @pytest.mark.parametrize("case", UNDONE)
@@ -165,8 +164,8 @@ def test_what_goes_wrong_in_a_rehearsal_is_undone_and_told(trained: tuple[Path, 
     _, _, engine, outcome, reason = UNDONE[case]
     run_dir, ended = trained[0] / case, trained[1]
     for rank in range(RANKS):
-        assert ended.result(rank)[case] == reference(trained, engine, rank)
-    assert losses(run_dir) == losses(trained[0] / f"{engine} without")
+        assert ended.result(rank)[case] == ended.result(rank)[without(engine)]
+    assert losses(run_dir) == losses(trained[0] / without(engine))
     (row,) = rehearsals(run_dir)
     assert row.outcome == outcome
     assert reason in row.reason
@@ -194,7 +193,7 @@ def test_a_rank_killed_in_a_rehearsal_is_a_failure_like_any_other(tmp_path: Path
     assert (failure.iteration, failure.checkpoint_iteration) == (row.iteration, newest)
     assert recovery.restored_iteration == newest
     for rank in range(RANKS):
-        mine, exact = back.result(rank), reference(trained, "zero 0", rank)
+        mine, exact = back.result(rank), trained[1].result(rank)[without("zero 0")]
         assert mine["batches"] == exact["batches"][newest:]
         assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
 
@@ -211,7 +210,7 @@ def test_sigterm_ends_a_rehearsal_at_the_next_micro_batch(tmp_path: Path, traine
     assert ended == {"ending": "sigterm", "iteration": row.iteration + 1}  # said at one vote, agreed at the next
     back = job.launch("auto", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
     for rank in range(RANKS):
-        mine, exact = back.result(rank), reference(trained, "zero 0", rank)
+        mine, exact = back.result(rank), trained[1].result(rank)[without("zero 0")]
         assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
 
 
