@@ -24,15 +24,18 @@ from cpsr.journal import (
     EventFile,
     EventRow,
     FailureRow,
+    FitRow,
     Journal,
     JournalReader,
     LifeRow,
+    PhaseRow,
     PlanRow,
     RecoveryRow,
     RecoverySource,
     RehearsalRow,
     StepRow,
     json_ready,
+    schema,
     writer,
 )
 from cpsr.journal.rows import columns, from_sql, to_sql
@@ -90,16 +93,23 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
         FailureRow(life=0, iteration=92, checkpoint_iteration=None, description="rank 1 was killed"),
         PlanRow(life=0, from_iteration=0, interval_iterations=50, origin="young", explanation={"bound": "none"}),
         EventRow(life=0, rank=3, kind="note", message="ümlaut and 'quotes'", iteration=7),
+        PhaseRow(life=0, phase=2, first_iteration=120, last_iteration=300, xi=1e-9, change=0.0512),
+        FitRow(life=0, iteration=300, kind="loss", result={"family": "power", "coefficients": {"d": 1.5}}),
     ]
-    journal.record_checkpoint(rows[0])  # type: ignore[arg-type]  # a list of four types
+    journal.record_checkpoint(rows[0])  # type: ignore[arg-type]  # a list of six types
     journal.record_failure(rows[1])  # type: ignore[arg-type]
     journal.record_plan(rows[2])  # type: ignore[arg-type]
     journal.record_event(rows[3])  # type: ignore[arg-type]
+    journal.record_phase(rows[4])  # type: ignore[arg-type]
+    journal.record_fit(rows[5])  # type: ignore[arg-type]
+    journal.record_fit(FitRow(life=0, iteration=300, kind="failure_rate", result={"mean_per_second": 1e-5}))
     journal.record_recovery(recovery())
     journal.record_steps([step(1), step(2, loss=None)])
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
-        assert [*reader.checkpoints(), *reader.failures(), reader.latest_plan(), *reader.events()] == rows
+        found = [*reader.checkpoints(), *reader.failures(), reader.latest_plan(), *reader.events()]
+        assert [*found, *reader.phases(), *reader.fits("loss")] == rows
+        assert [fit.kind for fit in reader.fits()] == ["loss", "failure_rate"]
         (read,) = reader.recoveries()
         assert dataclasses.replace(read, created_unix_seconds=0) == recovery(created_unix_seconds=0)
         assert reader.losses() == [step(1), step(2, loss=None)]
@@ -186,24 +196,35 @@ def test_a_rehearsal_is_replaced_by_how_it_ended(path: Path, journal: Journal) -
         assert reader.trained_seconds() == 0.5
 
 
-def test_a_file_of_version_1_is_read_and_gets_what_it_lacks(path: Path) -> None:
-    journal = Journal.open(path)
-    journal.start_life("auto")
-    journal.close()
-    connection = sqlite3.connect(path)
-    connection.execute("DROP TABLE rehearsals")
-    connection.execute("PRAGMA user_version=1")
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) -> None:
+    path.parent.mkdir()
+    connection = sqlite3.connect(path, isolation_level=None)
+    for statements in (schema._STATEMENTS, *(schema._ADDED[added] for added in range(2, version + 1))):
+        connection.executescript(statements)
+    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={version}")
+    connection.execute(
+        "INSERT INTO lives (life, mode, pid, host, started_unix_seconds, ending) VALUES (0, 'auto', 1, 'a', 1, 'clean')"
+    )
+    connection.execute("INSERT INTO plans VALUES (7, 0, 20, 50, 'young', '{}', 1.0)")
     connection.close()
+    kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
     with JournalReader(path) as reader:
-        assert reader.rehearsals() == []
+        assert (reader.rehearsals(), reader.phases(), reader.fits()) == ([], [], [])
         assert [life.life for life in reader.lives()] == [0]
+        assert reader.plans() == [kept]
+        assert reader.latest_plan() == kept
     journal = Journal.open(path)
     assert journal.start_life("auto") == 1
     journal.record_rehearsal(rehearsal(life=1))
+    newer = PlanRow(life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict")
+    journal.record_plan(newer)
     assert journal.flush(FLUSH_SECONDS)
     journal.close()
     with JournalReader(path) as reader:
         assert reader.rehearsals() == [rehearsal(life=1)]
+        assert reader.plans() == [kept, newer]
         assert [life.life for life in reader.lives()] == [0, 1]
 
 

@@ -11,7 +11,9 @@ from cpsr.journal.rows import (
     CheckpointRow,
     EventRow,
     FailureRow,
+    FitRow,
     LifeRow,
+    PhaseRow,
     PlanRow,
     RecoveryRow,
     RecoverySource,
@@ -29,6 +31,8 @@ Row = TypeVar("Row")
 # Readers wait this long for a writer's lock; only a rollback journal or a foreign process makes them wait at all.
 BUSY_SECONDS = 1.0
 REHEARSALS_SINCE_VERSION = 2
+PHASES_SINCE_VERSION = 3
+PLAN_COLUMNS_OF_VERSION_2 = "life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds"
 
 
 class JournalReader:
@@ -103,8 +107,7 @@ class JournalReader:
 
     def rehearsals(self) -> list[RehearsalRow]:
         """Every rehearsed recovery; none in a file of version 1, which knows no rehearsals."""
-        ((version,),) = self._query("PRAGMA user_version")
-        return self._rows(RehearsalRow, "ORDER BY row") if version >= REHEARSALS_SINCE_VERSION else []
+        return self._rows(RehearsalRow, "ORDER BY row") if self._version() >= REHEARSALS_SINCE_VERSION else []
 
     def trained_seconds(self) -> float:
         """Wall time of all recorded steps together, those of branches that were given up included."""
@@ -115,9 +118,23 @@ class JournalReader:
         """Every failure that a later life detected."""
         return self._rows(FailureRow, "ORDER BY row")
 
+    def plans(self) -> list[PlanRow]:
+        """Every plan, in the order in which they came to hold."""
+        return self._plans("ORDER BY row")
+
     def latest_plan(self) -> PlanRow | None:
         """The plan that was recorded last, or None before the first."""
-        return _first(self._rows(PlanRow, "ORDER BY row DESC LIMIT 1"))
+        return _first(self._plans("ORDER BY row DESC LIMIT 1"))
+
+    def phases(self) -> list[PhaseRow]:
+        """Every phase that has ended; none in a file from before there were phases."""
+        return self._rows(PhaseRow, "ORDER BY row") if self._version() >= PHASES_SINCE_VERSION else []
+
+    def fits(self, kind: str | None = None) -> list[FitRow]:
+        """Every fitted curve, of all kinds or of one; none in a file from before there were any."""
+        if self._version() < PHASES_SINCE_VERSION:
+            return []
+        return self._rows(FitRow, "WHERE ?1 IS NULL OR kind = ?1 ORDER BY row", (kind,))
 
     def events(self) -> list[EventRow]:
         """Every event of every rank."""
@@ -138,6 +155,16 @@ class JournalReader:
     def recent_steps(self, count: int) -> list[StepRow]:
         """The steps that were recorded last, newest first."""
         return self._rows(StepRow, "ORDER BY row DESC LIMIT ?", (count,))
+
+    def _version(self) -> int:
+        ((version,),) = self._query("PRAGMA user_version")
+        return int(version)
+
+    def _plans(self, clause: str) -> list[PlanRow]:
+        if self._version() >= PHASES_SINCE_VERSION:
+            return self._rows(PlanRow, clause)
+        rows = self._query(f"SELECT {PLAN_COLUMNS_OF_VERSION_2} FROM plans {clause}")  # noqa: S608 - no input in it
+        return [self._build(PlanRow, row) for row in rows]
 
     def _recoveries(self, clause: str) -> list[RecoveryRow]:
         names = columns(RecoveryRow)

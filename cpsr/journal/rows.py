@@ -17,7 +17,9 @@ __all__ = [
     "CheckpointRow",
     "EventRow",
     "FailureRow",
+    "FitRow",
     "LifeRow",
+    "PhaseRow",
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
@@ -177,13 +179,41 @@ class RehearsalRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """The checkpoint interval that holds from an iteration on, and why."""
+    """The checkpoint interval that holds from an iteration on, and why.
+
+    `mode` is how a failure would be recovered from, None where the plan did not choose; `origin` the rule's name.
+    """
 
     life: int
     from_iteration: int
     interval_iterations: int
-    origin: Literal["fixed", "young"]
+    origin: str
+    mode: str | None = None
     explanation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRow:
+    """One phase of the training that has ended; `xi` is the mean second moment of the gradients at its end."""
+
+    life: int
+    phase: int
+    first_iteration: int
+    last_iteration: int
+    xi: float
+    change: float
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FitRow:
+    """One curve as it was fitted at an iteration: of the loss, the predictor's error, failures, or recovery costs."""
+
+    life: int
+    iteration: int
+    kind: Literal["loss", "predictor", "failure_rate", "recovery_cost"]
+    result: Mapping[str, Any]
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 

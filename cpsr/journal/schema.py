@@ -13,7 +13,9 @@ from cpsr.journal.rows import (
     CheckpointRow,
     EventRow,
     FailureRow,
+    FitRow,
     LifeRow,
+    PhaseRow,
     PlanRow,
     RecoveryRow,
     RecoverySource,
@@ -34,7 +36,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
 TABLES: dict[type[Any], str] = {
@@ -45,6 +47,8 @@ TABLES: dict[type[Any], str] = {
     RecoveryRow: "recoveries",
     RecoverySource: "recovery_sources",
     RehearsalRow: "rehearsals",
+    PhaseRow: "phases",
+    FitRow: "fits",
     PlanRow: "plans",
     EventRow: "events",
 }
@@ -102,6 +106,25 @@ CREATE TABLE rehearsals (
     lag_standard_error_iterations REAL, gap_nats REAL, gap_standard_error_nats REAL, measured TEXT NOT NULL,
     load_seconds REAL, predict_seconds REAL, inject_seconds REAL, train_seconds REAL, cost_seconds REAL NOT NULL,
     cost_iterations REAL, created_unix_seconds REAL NOT NULL);
+""",
+    # SQLite cannot take a CHECK back: the plans move into a table whose origins are open.
+    3: """
+CREATE TABLE plans_3 (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, from_iteration INTEGER NOT NULL,
+    interval_iterations INTEGER NOT NULL CHECK (interval_iterations >= 1), origin TEXT NOT NULL,
+    mode TEXT CHECK (mode IN ('predict', 'recompute')), explanation TEXT NOT NULL, created_unix_seconds REAL NOT NULL);
+INSERT INTO plans_3 SELECT row, life, from_iteration, interval_iterations, origin, NULL, explanation,
+    created_unix_seconds FROM plans;
+DROP TABLE plans;
+ALTER TABLE plans_3 RENAME TO plans;
+CREATE TABLE phases (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, phase INTEGER NOT NULL CHECK (phase >= 0),
+    first_iteration INTEGER NOT NULL, last_iteration INTEGER NOT NULL, xi REAL NOT NULL, change REAL NOT NULL,
+    created_unix_seconds REAL NOT NULL);
+CREATE TABLE fits (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate', 'recovery_cost')), result TEXT NOT NULL,
+    created_unix_seconds REAL NOT NULL);
 """,
 }
 

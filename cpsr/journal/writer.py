@@ -18,7 +18,9 @@ from cpsr.journal.rows import (
     CheckpointRow,
     EventRow,
     FailureRow,
+    FitRow,
     LifeRow,
+    PhaseRow,
     PlanRow,
     RecoveryRow,
     RecoverySource,
@@ -147,6 +149,14 @@ class Journal:
 
     def record_plan(self, row: PlanRow) -> None:
         """Record the interval that holds from now on."""
+        self._record(row)
+
+    def record_phase(self, row: PhaseRow) -> None:
+        """Record a phase that has ended."""
+        self._record(row)
+
+    def record_fit(self, row: FitRow) -> None:
+        """Record a curve as it was fitted."""
         self._record(row)
 
     def record_event(self, row: EventRow) -> None:
