@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, serve, inspect, verify, bench.
+"""The `cpsr` command: demo, serve, inspect, verify, export, plan, simulate, bench.
 
 Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
 
 if TYPE_CHECKING:
-    from cpsr.journal import CheckpointRow, LifeRow, RecoveryRow
+    from cpsr.journal import CheckpointRow, LifeRow, RecoveryRow, RehearsalRow
 
 __all__ = ["app", "main"]
 
@@ -71,15 +71,21 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8712,
     allow_remote: Annotated[bool, typer.Option(help="Accept a host that other machines can reach.")] = False,
+    allow_writes: Annotated[bool, typer.Option(help="Let everybody on this machine report failures.")] = False,
 ) -> None:
-    """Answer GET /plan and GET /healthz about a run until SIGTERM or Ctrl-C."""
+    """Answer GET /plan, /failures and /healthz about a run until SIGTERM or Ctrl-C."""
+    if allow_remote and allow_writes:
+        raise ConfigError(
+            "--allow-writes with --allow-remote would let other machines write, and the service asks for no password "
+            "yet; leave one of the two out"
+        )
     from cpsr.service.app import bind
     from cpsr.service.app import serve as run_service
 
     listener = bind(host, port, allow_remote=allow_remote)
     address = f"[{host}]" if ":" in host else host
     typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/plan")
-    run_service(run_dir, listener)
+    run_service(run_dir, listener, allow_writes)
 
 
 @app.command()
@@ -96,6 +102,8 @@ def inspect(
             "checkpoints": reader.checkpoints(),
             "failures": reader.failures(),
             "recoveries": reader.recoveries(),
+            "rehearsals": reader.rehearsals(),
+            "phases": reader.phases(),
             "plans": [plan for plan in [reader.latest_plan()] if plan],
         }
     if as_json:
@@ -106,6 +114,13 @@ def inspect(
     for table in (_lives_table(rows["lives"]), _checkpoints_table(rows["checkpoints"])):
         console.print(table)
     console.print(_recoveries_table(rows["recoveries"]) if rows["recoveries"] else "No recovery so far.")
+    if rows["rehearsals"]:
+        console.print(_rehearsals_table(rows["rehearsals"]))
+    for plan in rows["plans"]:
+        console.print(
+            f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations "
+            f"({plan.origin}); phases so far: {len(rows['phases'])}"
+        )
 
 
 @app.command()
@@ -128,6 +143,48 @@ def verify(directory: RunDirectory) -> None:
     typer.echo(f"{directory}: every committed checkpoint is whole")
 
 
+@app.command()
+def export(
+    directory: RunDirectory,
+    out: Annotated[Path, typer.Option(help="What is written, not there yet: a directory (universal), or a file.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="universal (of DeepSpeed, with moments), or safetensors: the state dict.")
+    ] = "universal",
+    iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole checkpoint.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of a state dict: fp32, or trained: what the module held.")] = "fp32",
+) -> None:
+    """Write a committed checkpoint in a format that needs no CPSR; the run's directory is only read."""
+    from cpsr.export.command import run_export
+
+    for line in run_export(directory, out, format_, dtype, iteration):
+        typer.echo(line)
+
+
+@app.command()
+def plan(
+    spec: Annotated[Path, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")],
+    policy: Annotated[list[str] | None, typer.Option(help="Name; may be repeated. By default cpsr.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """When a described job should take checkpoints, what that costs, and what other rules would choose."""
+    from cpsr.planner.command import run_plan
+
+    run_plan(spec, policy or [], as_json)
+
+
+@app.command("simulate")
+def simulate_command(
+    spec: Annotated[Path, typer.Option(help="Describes the job, its checkpoints and failures; YAML.")],
+    trace: Annotated[Path | None, typer.Option(help="File of recorded failures, in place of the spec's.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Names, comma-separated, in place of the spec's.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Simulate what failures cost a job, by checkpoint policy; nothing is trained."""
+    from cpsr.simulate.command import run_simulation
+
+    run_simulation(spec, trace, policies.split(",") if policies is not None else None, json_path)
+
+
 @bench.command()
 def stall(
     json_path: JsonPath = None,
@@ -140,6 +197,27 @@ def stall(
     run_stall(json_path=json_path, pairs=pairs, workdir=workdir)
 
 
+@bench.command("plan")
+def bench_plan(
+    json_path: JsonPath = None,
+    real: Annotated[bool, typer.Option("--real", help="What failing jobs cost, beside their plans, instead.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --real: trainings, of about 10 minutes each.")] = 3,
+    mtbf_iterations: Annotated[int, typer.Option(min=20, help="With --real: between failures, on average.")] = 88,
+    cache: Annotated[Path | None, typer.Option(help="With --real: keeps the jobs; runs/bench-plan-real.")] = None,
+) -> None:
+    """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs foretell their cost."""
+    if real:
+        from cpsr.benchmarks.plan.injection import Injection
+        from cpsr.benchmarks.plan.real import CACHE
+        from cpsr.benchmarks.plan.real import main as run_real
+
+        run_real(json_path, seeds, CACHE if cache is None else cache, Injection(mtbf_iterations=mtbf_iterations))
+        return
+    from cpsr.benchmarks.plan.run import main as run_plan_benchmark
+
+    run_plan_benchmark(json_path)
+
+
 @bench.command()
 def overhead(
     json_path: JsonPath = None,
@@ -150,6 +228,18 @@ def overhead(
     from cpsr.benchmarks.overhead.run import main as run_overhead
 
     run_overhead(json_path=json_path, pairs=pairs, workdir=workdir)
+
+
+@bench.command()
+def fit(
+    run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
+    phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,
+    json_path: JsonPath = None,
+) -> None:
+    """How well the loss curves of finished runs are fitted and forecast online."""
+    from cpsr.benchmarks.loss_fit.run import main as run_fit
+
+    run_fit(run_dir, phase_iterations, json_path)
 
 
 @bench.command()
@@ -221,6 +311,34 @@ def predictor(
     run_predictor(parameters, checkpoints, methods, repeats, tokens, CACHE if cache is None else cache, keep, json_path)
 
 
+@bench.command()
+def faults(
+    every: Annotated[int, typer.Option(min=1, help="Only every so many faults of each scenario.")] = 1,
+    only: Annotated[str, typer.Option(help="Parts, comma-separated; by default all.")] = "",
+    json_path: JsonPath = None,
+    workdir: Workdir = None,
+) -> None:
+    """Kill, refuse and damage the checkpoint store at every point, and restart after each."""
+    from cpsr.benchmarks.faults.run import main as run_faults
+
+    run_faults(json_path, every, only, workdir)
+
+
+@bench.command("simulate")
+def simulate_papers(
+    subject: Annotated[str, typer.Argument(help="moevement, cpsr or planner.")],
+    json_path: JsonPath = None,
+) -> None:
+    """Results of papers computed again by the simulator, or the planner against brute force; nothing is trained."""
+    from cpsr.benchmarks.simulate.run import SUBJECTS
+    from cpsr.benchmarks.simulate.run import main as run_simulations
+
+    chosen = next((name for name in SUBJECTS if name == subject), None)
+    if chosen is None:
+        raise ConfigError(f"unknown subject {subject!r}; known are {', '.join(SUBJECTS)}")
+    run_simulations(chosen, json_path)
+
+
 def _lives_table(lives: "list[LifeRow]") -> Table:
     table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
     for life in lives:
@@ -254,6 +372,16 @@ def _recoveries_table(recoveries: "list[RecoveryRow]") -> Table:
     for row in recoveries:
         iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
         table.add_row(*("-" if at is None else str(at) for at in iterations), row.method, row.outcome, row.reason)
+    return table
+
+
+def _rehearsals_table(rehearsals: "list[RehearsalRow]") -> Table:
+    table = Table("failure at", "checkpoint", "outcome", "lag", "cost s", "reason", title="Rehearsals")
+    for row in rehearsals[-TABLE_ROWS_MAX:]:
+        error = row.lag_standard_error_iterations
+        lag = "-" if row.lag_iterations is None else f"{row.lag_iterations:+.0f} ± {_number(error)}"
+        iterations = str(row.failure_iteration), str(row.checkpoint_iteration)
+        table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), row.reason)
     return table
 
 

@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -18,12 +18,18 @@ from cpsr.errors import ConfigError
 __all__ = [
     "CPSRConfig",
     "CheckpointConfig",
+    "FitterConfig",
     "GuardConfig",
     "JournalConfig",
     "PlannerConfig",
+    "PlannerPolicy",
     "PredictorConfig",
     "RehearsalConfig",
+    "read_model",
 ]
+
+Model = TypeVar("Model", bound=BaseModel)
+PlannerPolicy = Literal["cpsr", "theorem1", "untruncated", "sinh", "young", "daly", "checkfreq", "pccheck", "gemini"]
 
 
 class _Section(BaseModel):
@@ -62,9 +68,28 @@ class CheckpointConfig(_Section):
 
 
 class PlannerConfig(_Section):
-    """How the interval is chosen while `checkpoint.interval_iterations` is null (Young's rule)."""
+    """How the interval is chosen while `checkpoint.interval_iterations` is null."""
 
-    mtbf_hours: float = Field(default=12.0, gt=0, description="Mean time between failures of the whole job.")
+    policy: PlannerPolicy = Field(
+        default="cpsr", description="cpsr: the interval of least expected cost; else the rule of that name."
+    )
+    intervals: Literal["common", "per_rank"] = Field(
+        default="common",
+        description="One interval for all ranks; or a common base times a power of two for each, of weights alone "
+        "between the checkpoints of all ranks.",
+    )
+    mtbf_hours: float = Field(
+        default=12.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Mean time between failures of the whole job, as expected beforehand.",
+    )
+    mtbf_prior_failures: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="mtbf_hours counts as much as so many failures that were seen.",
+    )
     interval_min_iterations: int = Field(default=10, ge=1, description="Never checkpoint more often than this.")
     interval_max_iterations: int = Field(default=500, ge=1, description="Never checkpoint less often than this.")
 
@@ -72,6 +97,24 @@ class PlannerConfig(_Section):
     def _bounds_in_order(self) -> "PlannerConfig":
         if self.interval_min_iterations > self.interval_max_iterations:
             raise ValueError("interval_min_iterations is larger than interval_max_iterations")
+        return self
+
+
+class FitterConfig(_Section):
+    """When a phase of the training ends, and with it the curves are fitted anew."""
+
+    phase_change_fraction: float = Field(
+        default=0.05, gt=0, description="Change of the mean second moment of the gradients that ends a phase."
+    )
+    phase_min_iterations: int = Field(default=100, ge=1, description="No phase is shorter, whatever the gradients do.")
+    phase_max_iterations: int = Field(
+        default=1000, ge=1, description="No phase is longer: the norm of clipped gradients tells of no phases at all."
+    )
+
+    @model_validator(mode="after")
+    def _lengths_in_order(self) -> "FitterConfig":
+        if self.phase_min_iterations > self.phase_max_iterations:
+            raise ValueError("phase_min_iterations is larger than phase_max_iterations")
         return self
 
 
@@ -163,6 +206,7 @@ class CPSRConfig(_Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     planner: PlannerConfig = PlannerConfig()
+    fitter: FitterConfig = FitterConfig()
     predictor: PredictorConfig = PredictorConfig()
     guard: GuardConfig = GuardConfig()
     rehearsal: RehearsalConfig = RehearsalConfig()
@@ -184,12 +228,30 @@ class CPSRConfig(_Section):
         if "cpsr" in data:
             data = data["cpsr"]
             where += ", block 'cpsr'"
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
-        try:
-            return cls.model_validate(dict(data))
-        except ValidationError as error:
-            raise ConfigError(f"{where}: " + "; ".join(_explain(cls, error))) from error
+        return _validated(cls, where, data)
+
+
+def read_model(model: type[Model], path: Path) -> Model:
+    """Read another description than the configuration, of a job for example, from a YAML or JSON file.
+
+    Args:
+        model: what the file describes.
+        path: of the file.
+
+    Raises:
+        ConfigError: as `CPSRConfig.load`.
+    """
+    where, data = _read_file(path)
+    return _validated(model, where, data)
+
+
+def _validated(model: type[Model], where: str, data: Any) -> Model:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explain(model, error))) from error
 
 
 def _read_file(path: Path) -> tuple[str, Any]:
@@ -217,12 +279,18 @@ def _explain(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
 
 def _nearest(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
     for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
+        if isinstance(part, str):  # a number is a place in a list, whose model is known already
+            model = _section_of(model.model_fields[part].annotation) or model
     # A low cutoff, so that a key with the wrong unit (`interval_seconds`) still finds its neighbour.
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1, cutoff=0.3)
     prefix = ".".join([*map(str, location[:-1]), ""])
     if close:
         return f"; did you mean '{prefix}{close[0]}'?"
     return f"; valid keys: {', '.join(sorted(model.model_fields))}"
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section in a field's type, also where it may be absent or in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_of, get_args(annotation))), None)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from cpsr.group import Group
+from cpsr.state import Shard
 
 __all__ = ["Exchange"]
 
@@ -51,6 +52,23 @@ class Exchange:
         parts = torch.split(total, [rows * columns for rows, columns in shapes.values()])
         summed = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
         return {name: summed[name] for name in products}
+
+    def held_twice(self, shard: Shard) -> str | None:
+        """First operator of which two ranks hold the same elements; None where each is held once.
+
+        Copies must be predicted from the same snapshots, or they would differ.
+        """
+        if self._group is None:
+            return None
+        slices = {name: [one.parameter.offset, one.parameter.numel] for name, one in shard.operators.items()}
+        ends: dict[str, int] = {}
+        parts: list[dict[str, list[int]]] = self._group.gather(slices)
+        pieces = [(name, offset, numel) for part in parts for name, (offset, numel) in part.items()]
+        for name, offset, numel in sorted(pieces):
+            if numel and offset < ends.get(name, 0):
+                return name
+            ends[name] = max(ends.get(name, 0), offset + numel)
+        return None
 
     def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""

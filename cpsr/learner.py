@@ -3,10 +3,10 @@
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.predictor.protocol import StatePredictor
@@ -14,6 +14,8 @@ from cpsr.predictor.protocol import StatePredictor
 __all__ = ["Learner"]
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 THREAD_NAME = "cpsr-learner"
 # Longer than any slice: a thread that does not end by then hangs in the file system, and the exit does not wait for it.
@@ -87,6 +89,11 @@ class Learner:
         with self._lock:
             return self._predictor.state_dict()
 
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """Ask the predictor something that changes nothing; waits for one slice at most."""
+        with self._lock:
+            return question()
+
     def record(self, outcome: dict[str, Any]) -> None:
         """Hand the predictor an outcome; waits for one slice at most."""
         with self._lock:
@@ -123,7 +130,10 @@ class Learner:
 
     def _take_in(self, store_directory: Path, rank: int, iteration: int, history_start: int, generation: int) -> None:
         started = time.perf_counter()
-        history = DiskHistory(store_directory, rank, before=iteration + 1, since=history_start, checked=self._checked)
+        # Without partial checkpoints: what all ranks learn from was taken at one time.
+        history = DiskHistory(
+            store_directory, rank, before=iteration + 1, since=history_start, checked=self._checked, partial=False
+        )
         try:
             self._checked = {entry.iteration for entry in history.entries}
             self._rest(time.perf_counter() - started)  # it has hashed what is new

@@ -82,7 +82,13 @@ class StatePrediction:
         self._guard = Guard(config.loss_tolerance_nats, config.displacement_limit)
 
     def attempt(
-        self, scalars: Scalars, failure_iteration: int, only_if_cheaper: bool, forecaster: Forecaster | None = None
+        self,
+        scalars: Scalars,
+        failure_iteration: int,
+        only_if_cheaper: bool,
+        forecaster: Forecaster | None = None,
+        *,
+        partial: bool = True,
     ) -> Prediction:
         """Predict the state at the failure, write it into the engine and judge it.
 
@@ -91,19 +97,23 @@ class StatePrediction:
             failure_iteration: f.
             only_if_cheaper: refuse where the expected lag is not below recomputing.
             forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
+            partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
+                operators are then predicted from their own newest weights, while moments are the checkpoint's.
 
         Returns:
             Where it is not accepted, the engine's counters and perhaps its weights have been changed.
         """
         started = time.perf_counter()
         ahead = failure_iteration - scalars.iteration
-        history = self._history(scalars)
+        history = self._history(scalars, failure_iteration, partial)
         try:
             loss_checkpoint = self.probe_loss(scalars.probes)
             rates = self._adapter.skip_ahead(ahead)
+            # No earlier than a partial checkpoint: the same rates were added there in another order.
+            times = [entry.time for entry in history.entries if entry.iteration > scalars.iteration]
             target = Target(
                 failure_iteration,
-                scalars.cumulative_learning_rate + sum(rates),
+                max([scalars.cumulative_learning_rate + sum(rates), *times]),
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = (forecaster or self._predictor.forecast)(history, target)
@@ -147,9 +157,10 @@ class StatePrediction:
             reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
         return Prediction(accepted, f"{tried.reason}; {reason}", tried, target, guard, predict_seconds, inject_seconds)
 
-    def _history(self, scalars: Scalars) -> DiskHistory:
-        """The checkpoints that every rank can read and that led to this state."""
-        history = DiskHistory(self._store.directory, self._group.rank, before=scalars.iteration + 1)
+    def _history(self, scalars: Scalars, failure_iteration: int, partial: bool) -> DiskHistory:
+        """The checkpoints that every rank can read and that led to this state, or on from it to the failure."""
+        newest = failure_iteration if partial else scalars.iteration
+        history = DiskHistory(self._store.directory, self._group.rank, before=newest + 1, partial=partial)
         readable = self._group.gather([entry.iteration for entry in history.entries])
         common = set(readable[0]).intersection(*readable[1:])
         history.keep({iteration for iteration in common if iteration >= scalars.history_start})
@@ -170,7 +181,11 @@ class StatePrediction:
             "smallest_scale": min(scales.values(), default=1.0),
         }
         limited = shorten(forecast, scales)
-        return replace(limited, settings={**limited.settings, "limited_operators": len(shortened)}), guard
+        settings = {**limited.settings, "limited_operators": len(shortened)}
+        if history.partial_iterations:  # no rank's own word: what is measured is of all of them
+            own_series = int(self._group.sum(settings.get("own_series_operators", 0)))
+            settings |= {"own_series_operators": own_series}
+        return replace(limited, settings=settings), guard
 
     def _scales(self, moved: Displacements) -> dict[str, float]:
         return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))

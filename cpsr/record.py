@@ -4,20 +4,23 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import JournalDamagedError, JournalError
+from cpsr.fitter.phases import Phase
 from cpsr.group import Group
 from cpsr.journal import (
     CheckpointRow,
     EventFile,
     EventRow,
     FailureRow,
+    FitRow,
     Journal,
     JournalReader,
+    PhaseRow,
     PlanRow,
     RecoveryRow,
     RehearsalRow,
@@ -25,7 +28,7 @@ from cpsr.journal import (
 )
 from cpsr.journal import RecoverySource as Source
 from cpsr.losses import Step
-from cpsr.planner.interval import Plan
+from cpsr.planner.plan import Plan
 from cpsr.restore import Restored
 
 __all__ = ["Recorder", "RehearsalAccount"]
@@ -110,9 +113,25 @@ class Recorder:
                     from_iteration=iteration,
                     interval_iterations=plan.interval_iterations,
                     origin=plan.origin,
+                    mode=plan.mode,
                     explanation=plan.explanation,
                 )
             )
+
+    def flush(self, timeout_seconds: float) -> None:
+        """Wait until what was recorded so far can be read; never on the training thread (rank 0)."""
+        if self._journal is not None:
+            self._journal.flush(timeout_seconds)
+
+    def phase(self, phase: Phase, number: int) -> None:
+        """Record a phase that has ended (rank 0)."""
+        if self._journal is not None:
+            self._journal.record_phase(PhaseRow(life=self.life, phase=number, **asdict(phase)))
+
+    def fit(self, kind: Literal["loss", "predictor", "failure_rate"], result: dict[str, Any], iteration: int) -> None:
+        """Record a curve as it was fitted (rank 0)."""
+        if self._journal is not None:
+            self._journal.record_fit(FitRow(life=self.life, iteration=iteration, kind=kind, result=result))
 
     def outcome(self, outcome: SaveOutcome, origin: Literal["trained", "predicted"]) -> None:
         """Surface how a save ended: a line in the log where it did not end well, a row in the journal."""

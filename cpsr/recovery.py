@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -30,7 +31,10 @@ from cpsr.group import Group, Votes
 from cpsr.learner import Learner
 from cpsr.loader import ResumableLoader
 from cpsr.losses import LossRecorder, Step
-from cpsr.planner.interval import Plan
+from cpsr.planner.plan import Plan
+from cpsr.planning.inputs import Situation
+from cpsr.planning.job_planner import JobPlanner
+from cpsr.planning.recovery_cost import Schedule
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.probes import LossFunction, Probes
 from cpsr.record import Recorder
@@ -40,6 +44,7 @@ from cpsr.run_state import RunState, Stateful
 from cpsr.rundir import RunDirectory, open_run
 from cpsr.saver import Saver, disk_bytes
 from cpsr.scalars import Scalars
+from cpsr.state import Shard
 from cpsr.terminal import log_to_terminal
 
 __all__ = ["CPSRRecovery"]
@@ -48,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
+FIRST_PLAN_ITERATIONS = 10  # of a life, after which their time is known well enough to plan anew
 
 
 class CPSRRecovery:
@@ -91,6 +97,7 @@ class CPSRRecovery:
     _restorer: Restorer
     _progress: ProgressCounter
     _writer: CheckpointWriter
+    _planner: JobPlanner
     _saver: Saver
     _rehearsals: Rehearsals
     _votes: Votes
@@ -129,7 +136,6 @@ class CPSRRecovery:
         self._recovery_id: str | None = None
         self._stop = False
         self._entered = False
-        self._proposal: Plan | None = None
         self._sent: Plan | None = None
         self._stepped = time.perf_counter()
         self._learning_rate = 0.0
@@ -248,6 +254,7 @@ class CPSRRecovery:
             self._state.count_update(self._learning_rate)
         self._progress.publish(iteration, self._state.position.batches)
         self._iteration_seconds.append(seconds)
+        self._planner.step(seconds)
         self._note(self._losses.end_iteration(Step(iteration, self._learning_rate, seconds, applied)))
         self._saver.surface()
         self._learn()
@@ -256,9 +263,10 @@ class CPSRRecovery:
         # While a predicted state is watched it is not committed: it may yet be given up, and the checkpoint it came
         # from must stay the newest.
         if self._watch is None and self._saver.is_due(iteration):
-            self._saver.begin(iteration, self._capture)
-            if self._group.rank == 0:
-                self._proposal = self._saver.propose(statistics.median(self._iteration_seconds))
+            self._saver.begin(iteration, self._capture, self._state.place)
+            self._planner.consider(self._situation(iteration))
+        elif iteration == self._restored.restored_iteration + FIRST_PLAN_ITERATIONS:
+            self._planner.consider(self._situation(iteration))  # a failure has changed the rate
         if self._recovered is not None and iteration >= self._recovered.due_iteration:
             self._tell_lag(self._recovered, iteration)
         if self._rehearsals.after_step(iteration, applied, seconds, self._capture):
@@ -323,11 +331,35 @@ class CPSRRecovery:
         self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
         opened.callback(self._progress.close)
         opened.callback(self._learner.close)
+        config = self.config = self._possible(config, shard)
+        self._planner = JobPlanner(
+            config,
+            group.rank,
+            shard.parameters,
+            adapter.second_moment_decay(),
+            lambda: self._learner.ask(self._predictor.accuracy),
+        )
+        opened.callback(self._planner.close)
         self._begin()
         opened.callback(self._close_writer)
         adapter.attach(self)
         opened.callback(adapter.detach)
         self._handle_sigterm(handlers)
+
+    def _possible(self, config: CPSRConfig, shard: Shard) -> CPSRConfig:
+        """The configuration, with one interval for all ranks where their own would make copies of weights differ."""
+        held_twice = self._exchange.held_twice(shard) if config.planner.intervals == "per_rank" else None
+        if held_twice is None:
+            return config
+        if self._group.rank == 0:
+            self._recorder.event(
+                "one interval",
+                f"planner.intervals 'per_rank' is not possible: ranks hold the same elements of '{held_twice}', and "
+                "predicted from weights of different ages these would differ. All ranks take one interval; ZeRO splits "
+                "the weights over the ranks",
+                level=logging.WARNING,
+            )
+        return config.model_copy(update={"planner": config.planner.model_copy(update={"intervals": "common"})})
 
     def _begin(self) -> None:
         """Restore, and start this life from there."""
@@ -335,6 +367,8 @@ class CPSRRecovery:
         restored = self._restored = self._restorer.restore(config.mode)
         iteration = restored.restored_iteration
         self._state.take(restored)
+        # Partial checkpoints of iterations that come again; what a prediction rests on stays.
+        self._store.abandon_after(iteration, f"the run goes on from iteration {iteration}")
         group.barrier()  # nobody resets its counter before all have read where the run failed
         self._progress.reset(iteration, self._state.position.batches)
         self._watch = start_watch(restored, config.guard, group, self._losses)
@@ -346,10 +380,13 @@ class CPSRRecovery:
             self._recovered = RecoveredLag(before, iteration)
         self._announce()
         self._writer = CheckpointWriter(self._store, self._pool, config.checkpoint)
+        if restored.scalars is not None:
+            self._planner.load_state_dict(restored.scalars.planning)
         self._saver = Saver(
-            self._adapter, self._pool, self._writer, self._store, self._recorder, group, config, restored
+            self._adapter, self._pool, self._writer, self._store, self._recorder, group, self._planner, config, restored
         )
         self._learner.start(self._store.directory, group.rank)
+        self._planner.start(config.run_dir, group.size, self._recorder)
         self._rehearsals = Rehearsals(
             self._adapter,
             group,
@@ -422,15 +459,26 @@ class CPSRRecovery:
     # At a step boundary
 
     def _learn(self) -> None:
-        """Tell the learner of the newest checkpoint, and everybody when it has given up."""
+        """Tell the learner of the newest checkpoint, and everybody when it or the planner has given up."""
         if self._saver.saved_iteration is not None:
             self._learner.notify(self._saver.saved_iteration, self._state.history_start)
         failure = self._learner.failure()
         if failure is not None:
             self._recorder.event("learning ended", failure, level=logging.ERROR)
+        failure = self._planner.failure()
+        if failure is not None:
+            self._recorder.event("planning ended", failure, level=logging.ERROR)
+
+    def _situation(self, iteration: int) -> Situation:
+        return Situation(
+            Schedule(iteration, self._learning_rate, self._state.peak_learning_rate),
+            statistics.median(self._iteration_seconds),
+            len(self._iteration_seconds),
+            self.plan,
+        )
 
     def _vote(self, iteration: int) -> None:
-        proposal, self._proposal = self._proposal, None
+        proposal = self._planner.proposal() if self._sent is None else None
         if proposal is not None:
             self._sent = proposal  # said once; agreed at the next call
         leave, interval, rehearsed = self._votes.exchange(
@@ -439,7 +487,7 @@ class CPSRRecovery:
             self._rehearsals.propose(iteration) if self._watch is None else 0,
         )
         if interval:
-            self._saver.adopt(self._sent or Plan(interval, "young", {"rule": "measured by rank 0"}), iteration)
+            self._saver.adopt(self._agreed_plan(interval), iteration)
             self._sent = None
         if rehearsed:
             self._rehearsals.prepare(rehearsed, iteration)
@@ -448,6 +496,20 @@ class CPSRRecovery:
             told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
             self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
             raise _Leave
+
+    def _agreed_plan(self, interval_iterations: int) -> Plan:
+        """What rank 0 has proposed, as far as this rank must know it; a collective where ranks have their own."""
+        heard = Plan(
+            interval_iterations, self.config.planner.policy, {"rule": "planned by rank 0, whose journal says why"}
+        )
+        plan = self._sent or heard
+        if self.config.planner.intervals == "common":
+            return replace(plan, rank_interval_iterations=())
+        own = torch.zeros(self._group.size, dtype=torch.int64)
+        if self._group.rank == 0 and plan.rank_interval_iterations:
+            own += torch.tensor(plan.rank_interval_iterations)
+        agreed = tuple(self._group.reduce(own).tolist())
+        return replace(plan, rank_interval_iterations=agreed if any(agreed) else ())
 
     def _diverges(self, iteration: int) -> bool:
         """Feed the watch; True when the predicted state must be given up."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -144,7 +145,8 @@ class Restorer:
     def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
         """Restore what a failure would have been restored to, by prediction, as `restore` does it.
 
-        The caller has set the exact state aside: this one is for trying out.
+        The caller has set the exact state aside: this one is for trying out. Partial checkpoints are left out, so that
+        what is measured is of one horizon and one interval for all ranks.
 
         Args:
             into: a host buffer for the checkpoint, at the iteration of that checkpoint.
@@ -171,7 +173,12 @@ class Restorer:
             load_seconds=loaded - started,
             inject_seconds=time.perf_counter() - loaded,
         )
-        return self._predict(exact, into, scalars.data, failure_iteration, "predict", forecaster)
+        live = self._predictor.state_dict()
+        try:
+            self._take_over(scalars.learned)  # what it has learned since is not what a restart would know
+            return self._predict(exact, into, scalars.data, failure_iteration, "predict", forecaster, partial=False)
+        finally:
+            self._predictor.load_state_dict(live)
 
     def probe_loss(self, saved: list[Any]) -> float | None:
         """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
@@ -220,7 +227,7 @@ class Restorer:
         """Prediction raised: exact where this rank is alone, and at the next start where others may wait for it."""
         message = f"{type(error).__name__}: {error}"
         noted = {"checkpoint_iteration": snapshot.iteration, "rank": self._group.rank, "error": message}
-        (self._config.run_dir / FAILED_PREDICTION).write_text(json.dumps(noted), encoding="utf-8")
+        write_bytes(self._config.run_dir / FAILED_PREDICTION, json.dumps(noted).encode("ascii"), fsync=False)
         if self._group.size > 1:
             raise RecoveryError(
                 f"predicting the state failed on rank {self._group.rank} ({message}); checkpoint {snapshot.iteration} "
@@ -245,9 +252,11 @@ class Restorer:
         f: int,
         mode: str,
         forecaster: Forecaster | None = None,
+        *,
+        partial: bool = True,
     ) -> Restored:
         assert exact.scalars is not None
-        prediction = self._prediction.attempt(exact.scalars, f, mode == "auto", forecaster)
+        prediction = self._prediction.attempt(exact.scalars, f, mode == "auto", forecaster, partial=partial)
         tried = replace(
             exact,
             forecast=prediction.forecast,

@@ -64,6 +64,11 @@ class RunState:
         return (self._data if self._stream is None else self._stream.position).advanced(0)
 
     @property
+    def peak_learning_rate(self) -> float:
+        """Largest learning rate of the updates so far."""
+        return self._peak_learning_rate
+
+    @property
     def can_rewind(self) -> bool:
         """Whether a roll-back can deal earlier batches again."""
         return self._stream is None or self._stream.can_seek
@@ -133,6 +138,15 @@ class RunState:
             probes=self._probes.saved(),
             learned=self._learner.state_dict(),
         )
+
+    def place(self) -> dict[str, Any]:
+        """Of the small state, what a history needs: the place on the predictor's time axis, and the label."""
+        return {
+            "iteration": self._adapter.iteration,
+            "cumulative_learning_rate": self._cumulative_learning_rate,
+            "learning_rate": self._adapter.learning_rate(),
+            "origin": "predicted" if self._lineage else "trained",
+        }
 
     def take(self, restored: Restored) -> None:
         """Continue from a restored state; the engine itself has its state already."""

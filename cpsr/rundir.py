@@ -106,7 +106,7 @@ def _open_on_rank_0(
             _check(path, known, group.size, description, tensors)
         before = dict(known)
         known |= {"world_size": group.size, "mode": mode, "tensors": tensors}
-        known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer")}
+        known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
         if known != before:  # a full disk must not keep a run from restarting
             _write_json(path / IDENTITY, known)
         return {"run_id": known["run_id"], "ended": _read_json(path / ENDED)}

@@ -1,18 +1,20 @@
 """When this rank saves, and what becomes of it: the training thread's side of checkpoints."""
 
-import statistics
 import time
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.snapshot import Part, Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.group import Group
-from cpsr.planner.interval import Plan, fixed_plan, young_plan
+from cpsr.planner.cadence import Cadence, Savers
+from cpsr.planner.plan import Plan
+from cpsr.planning.job_planner import JobPlanner
 from cpsr.record import Recorder
 from cpsr.restore import Restored
 from cpsr.scalars import Scalars
@@ -21,13 +23,11 @@ from cpsr.state import Shard
 __all__ = ["Origin", "Saver", "disk_bytes"]
 
 Origin = Literal["trained", "predicted"]
-
-REPLAN_FRACTION = 0.1  # smaller changes are noise of the measurement; the cost is flat around its optimum
-MEASURED_SAVES = 8  # the planner's stall and persist times are medians of this many
+_PARTS: dict[Savers, Part] = {"all": "whole", "this": "weights", "others": "carried"}
 
 
 class Saver:
-    """Takes snapshots when they are due, hands them to the writer, and plans the next.
+    """Takes snapshots when they are due, hands them to the writer, and tells the planner what they cost.
 
     Everything here runs on the training thread. All ranks call `begin` at the same iterations, because the interval
     changes only by agreement.
@@ -39,6 +39,7 @@ class Saver:
         store: whose attempt rises when an iteration is saved again.
         recorder: the journal.
         group: the ranks.
+        planner: says with which plan a life begins, and is told of every save.
         config: the run's configuration.
         restored: where this life begins.
     """
@@ -51,6 +52,7 @@ class Saver:
         store: CheckpointStore,
         recorder: Recorder,
         group: Group,
+        planner: JobPlanner,
         config: CPSRConfig,
         restored: Restored,
     ) -> None:
@@ -60,28 +62,54 @@ class Saver:
         self._store = store
         self._recorder = recorder
         self._group = group
+        self._planner = planner
         self._config = config
+        self._cadence = Cadence(group.rank, restored.restored_iteration)
         self._last_due = restored.restored_iteration
-        self._saves: list[SaveOutcome] = []
         self._origins: dict[int, Origin] = {}
-        self.saved_iteration = restored.checkpoint_iteration  # newest one; on other ranks than 0 it may be abandoned
-        fixed = config.checkpoint.interval_iterations
-        # Before anything is measured, Young's rule has no inputs and its minimum holds.
-        self.plan: Plan = young_plan(0.0, 0.0, 0.0, config.planner) if fixed is None else fixed_plan(fixed)
+        self._partial: set[int] = set()  # partial checkpoints under way
+        self._partial_iteration: int | None = None  # newest partial one; it stands on the disk where it was committed
+        self._carried: Snapshot | None = None  # handed over when the other ranks' copies are
+        # Newest whole one; on other ranks than 0 it may be abandoned.
+        self.saved_iteration = restored.checkpoint_iteration
+        planning = {} if restored.scalars is None else restored.scalars.planning
+        self.plan: Plan = planner.first_plan(planning)
         recorder.plan(self.plan, restored.restored_iteration)
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint belongs after this iteration."""
-        return iteration - self._last_due >= self.plan.interval_iterations
+        return self._cadence.is_due(self.plan, iteration)
 
-    def begin(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
-        """Start the snapshot of a finished iteration; returns while it is being copied."""
+    def begin(self, iteration: int, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]) -> None:
+        """Start the snapshot of a finished iteration that is due; returns while it is being copied.
+
+        Args:
+            iteration: that is finished.
+            scalars: captures the small state for a checkpoint of all ranks.
+            place: captures what a partial checkpoint keeps of it.
+        """
+        part = _PARTS[self._cadence.take(self.plan, iteration)]
+        if part == "whole":
+            self._begin(iteration, lambda: self._with_plan(scalars()))
+            return
+        self._partial.add(iteration)
+        if part == "carried":
+            self._carried = Snapshot(iteration, Shard({}), place(), part=part)
+        else:
+            self._begin(iteration, place, part)
+
+    def _with_plan(self, scalars: Scalars) -> dict[str, Any]:
+        return replace(scalars, planning=self._planner.state_dict(self.plan)).to_tree()
+
+    def _begin(self, iteration: int, scalars: Callable[[], dict[str, Any]], part: Part = "whole") -> None:
         started = time.perf_counter()
         self._last_due = iteration
+        if part == "whole":
+            self._planner.begun()
         try:
             captured = scalars()
-            self._origins[iteration] = "predicted" if captured.origin == "predicted" else "trained"
-            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured.to_tree())
+            self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
+            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part)
         except (SaveError, UnsupportedEngineError) as error:
             self._writer.skip(iteration, str(error))
             return
@@ -92,6 +120,9 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for a running copy: the optimizer is about to change what is copied."""
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            self._writer.submit(carried)
         try:
             snapshot = self._pool.finish()
         except SaveError as error:
@@ -109,6 +140,7 @@ class Saver:
 
     def discard(self) -> None:
         """Drop a running snapshot (its iteration is about to be undone)."""
+        self._carried = None
         snapshot = self._pool.finish()
         if snapshot is not None:
             self._pool.release(snapshot)
@@ -116,43 +148,66 @@ class Saver:
     def save_now(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
         """Wait until this iteration is committed, saving it first if it is not; a collective."""
         self.finish()
-        if self._is_committed(iteration):
+        standing = self._committed_at(iteration)
+        if standing == "whole":
             return True
         self._store.attempt += 1  # a save of this iteration may have been abandoned just now
-        self.begin(iteration, scalars)
+        if standing == "partial":
+            self._store.abandon_after(iteration - 1, "a whole checkpoint takes the place of the partial one")
+            self._group.barrier()
+        self._cadence.restart(iteration)
+        self._begin(iteration, lambda: self._with_plan(scalars()))
         self.finish()
-        return self._is_committed(iteration)
+        return self._committed_at(iteration) == "whole"
 
     def restart(self, iteration: int, saved_iteration: int | None) -> None:
         """Count intervals from here, with that checkpoint as the newest one (after a roll-back, or a user's load)."""
         self.surface()  # now: the outcome of a save that was given up must not be taken for that of a later one
+        self._cadence.restart(iteration)
         self._last_due = iteration
         self.saved_iteration = saved_iteration
+        self._partial_iteration = None
 
-    def _is_committed(self, iteration: int) -> bool:
+    def _committed_at(self, iteration: int) -> Literal["whole", "partial", "nothing"]:
         """Rank 0's word, once nothing is under way any more on any rank."""
         self._writer.drain(self._config.checkpoint.save_timeout_seconds)
         self.surface()
-        committed: bool = self._group.broadcast(self.saved_iteration == iteration)
-        return committed
+        standing: Literal["whole", "partial", "nothing"] = self._group.broadcast(
+            "whole"
+            if self.saved_iteration == iteration
+            else "partial"
+            if self._partial_iteration == iteration
+            else "nothing"
+        )
+        return standing
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""
         for outcome in self._writer.outcomes():
-            self._recorder.outcome(outcome, self._origins.pop(outcome.iteration, "trained"))
+            origin = self._origins.pop(outcome.iteration, "trained")
+            if outcome.iteration in self._partial:
+                self._partial.remove(outcome.iteration)
+                self._surface_partial(outcome, origin)
+                continue
+            self._recorder.outcome(outcome, origin)
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration
-                self._saves = [*self._saves, outcome][-MEASURED_SAVES:]
+                self._planner.note(outcome)
 
-    def propose(self, iteration_seconds: float) -> Plan | None:
-        """A new plan from what was measured, where it differs enough from the one that holds."""
-        if self._config.checkpoint.interval_iterations is not None or not self._saves or iteration_seconds <= 0:
-            return None
-        stall = statistics.median(save.stall_seconds for save in self._saves)
-        persist = statistics.median(save.write_seconds + save.commit_seconds for save in self._saves)
-        plan = young_plan(stall, iteration_seconds, persist, self._config.planner)
-        changed = abs(plan.interval_iterations - self.plan.interval_iterations)
-        return plan if changed > REPLAN_FRACTION * self.plan.interval_iterations else None
+    def _surface_partial(self, outcome: SaveOutcome, origin: Origin) -> None:
+        """It is no checkpoint to whoever reads the journal's, and says nothing of what one costs."""
+        if outcome.status not in ("committed", "written"):
+            self._recorder.outcome(outcome, origin)
+            return
+        self._partial_iteration = outcome.iteration
+        if outcome.status == "committed":
+            durable = outcome.write_seconds + outcome.commit_seconds
+            self._recorder.event(
+                "partial checkpoint",
+                f"checkpoint {outcome.iteration} holds the weights of the ranks that were due, and the others' of "
+                f"before: durable after {durable:.2f} s, stall {1e3 * outcome.stall_seconds:.1f} ms. {outcome.reason}",
+                outcome.iteration,
+            )
 
     def adopt(self, plan: Plan, iteration: int) -> None:
         """Let an agreed plan hold from here on."""

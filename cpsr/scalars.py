@@ -87,6 +87,7 @@ class Scalars:
         recent_losses: this rank's last training losses, oldest first: what the guard compares with.
         probes: recent forward inputs or batches for the guard's loss veto.
         learned: what the predictor has learned.
+        planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
     """
 
     iteration: int
@@ -103,6 +104,7 @@ class Scalars:
     recent_losses: list[float] = field(default_factory=list)
     probes: list[Any] = field(default_factory=list)
     learned: dict[str, Any] = field(default_factory=dict)
+    planning: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.codec.encode`."""

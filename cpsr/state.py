@@ -12,6 +12,8 @@ import torch
 
 __all__ = ["OperatorState", "ParamSlice", "Shard"]
 
+SAMPLED_MOMENTS = 1 << 20
+
 
 @dataclass(frozen=True)
 class ParamSlice:
@@ -76,6 +78,26 @@ class Shard:
                 yield f"moment/{moment}/{name}", values
         for name, values in self.others.items():
             yield f"other/{name}", values
+
+    @property
+    def parameters(self) -> int:
+        """Weights that this rank owns."""
+        return sum(operator.parameter.numel for operator in self.operators.values())
+
+    def mean_second_moment(self) -> float | None:
+        """Mean of `exp_avg_sq` over this rank's weights; None where the optimizer keeps none.
+
+        Of at most a million of them, evenly spread and always the same ones: what is of interest is how it changes,
+        and a pass over all would cost as much as hashing them.
+        """
+        stride = max(1, self.parameters // SAMPLED_MOMENTS)
+        sampled = [
+            operator.moments["exp_avg_sq"][::stride]
+            for operator in self.operators.values()
+            if "exp_avg_sq" in operator.moments
+        ]
+        count = sum(values.numel() for values in sampled)
+        return sum(float(values.double().sum()) for values in sampled) / count if count else None
 
     @property
     def state_bytes(self) -> int:

@@ -12,7 +12,7 @@ from cpsr.predictor.obstacles import too_far, too_few, window_start
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, SeriesPredictor
 
-__all__ = ["LinePredictor", "line_coefficients"]
+__all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
 # A setting must be expected to be good, and known to be: its standard deviation counts against it.
 CAUTION_DEVIATIONS = 1.0
@@ -78,6 +78,22 @@ class LinePredictor(SeriesPredictor):
         curious = copy.copy(self)
         curious._deviations = CURIOSITY_DEVIATIONS
         return [curious.forecast(history, target)]
+
+    def expected(self, points: Sequence[HistoryEntry], target: Target) -> Expected | str:
+        """What a prediction from checkpoints at `points` would cost, or why there would be none; reads no weights.
+
+        Args:
+            points: when the checkpoints would be taken, ascending.
+            target: the failure, later than the newest of them.
+        """
+        obstacle = self._obstacle(points, target)
+        if obstacle is not None:
+            return obstacle
+        context = prior.context_of(target, points)
+        if context.horizon_iterations > prior.HORIZON_ITERATIONS:
+            return f"nothing was measured beyond {prior.HORIZON_ITERATIONS} iterations ahead"
+        undecided = copy.copy(self)  # a question does not take up a direction
+        return undecided._choose(context, points, target)[1]
 
     def record(self, outcome: dict[str, Any]) -> None:
         """Note how one recovery or rehearsal went; a measured lag changes what is expected of settings.
@@ -174,11 +190,13 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
 def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
     """What was measured of settings of the line, in outcomes of any kind.
 
-    Where the guard limited some tensors, what was measured is of no setting.
+    Where the guard limited some tensors, or some followed snapshots of their own, what was measured is of no setting.
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
-        if lag is None or "context" not in settings or settings.get("limited_operators"):
+        if lag is None or "context" not in settings:
+            continue
+        if settings.get("limited_operators") or settings.get("own_series_operators"):
             continue
         try:
             context = Context(**settings["context"])

@@ -53,12 +53,18 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rows over the history's entries for every operator, what they rest on, and the fit of the checkpoints."""
+    """Rows over the history's entries for every operator, what they rest on, and the fit of the checkpoints.
+
+    `own` are the operators that are predicted from snapshots of their own, in place of those of all checkpoints, and
+    `own_fits` their fits.
+    """
 
     fit: Fit
     rows: dict[str, tuple[float, ...]]
     reads: dict[str, tuple[int, ...]]
     held: tuple[str, ...]
+    own: tuple[str, ...] = ()
+    own_fits: tuple[Fit, ...] = ()
 
 
 class SeriesPredictor(ABC):
@@ -193,12 +199,17 @@ class SeriesPredictor(ABC):
         if fit.obstacle is not None:
             return plan
         held: dict[str, str] = {}
+        with_own: list[str] = []
         fits: dict[Series, Fit] = {}  # most operators share one series
         for operator in history.operators:
             series = operator_series(history, operator, usable)
             if series not in fits:
-                fits[series] = fit if series.points == entries else self._series_fit(series.points, target)
+                # On a copy: what a fit takes up for the next failure comes from the checkpoints, which all ranks share.
+                aside = copy.copy(self)
+                fits[series] = fit if series.points == entries else aside._series_fit(series.points, target)
             own = fits[series]
+            if own.obstacle is None and own is not fit:
+                with_own.append(operator)
             if own.obstacle is not None:
                 held[operator] = own.obstacle
                 own = Fit(newest_row(len(series.points)))
@@ -210,7 +221,8 @@ class SeriesPredictor(ABC):
             name, why = next(iter(held.items()))
             obstacle = f"no operator's own snapshots can be predicted from; '{name}': {why}"
             return _Plan(Fit((), obstacle=obstacle), {}, {}, ())
-        return replace(plan, held=tuple(held))
+        others = tuple(one for one in fits.values() if one is not fit and one.obstacle is None)
+        return replace(plan, held=tuple(held), own=tuple(with_own), own_fits=others)
 
     def _damaged(
         self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
@@ -248,9 +260,13 @@ class SeriesPredictor(ABC):
         }
         if plan.held:
             aside += f"; {len(plan.held)} operators keep their newest value, too few snapshots of their own"
+        if plan.own:
+            settings["own_series_operators"] = len(plan.own)
+            aside += f"; {len(plan.own)} operators follow snapshots of their own"
         reason = plan.fit.note or self._sentence(settings)
-        # Nothing is promised where nothing was measured: recomputing costs the horizon and is exact.
-        lag = float(settings.get("expected_lag_iterations", horizon))
+        # Nothing is promised where nothing was measured: recomputing costs the horizon and is exact. The state is no
+        # better than the worst of its operators.
+        lag = max(float(one.settings.get("expected_lag_iterations", horizon)) for one in (plan.fit, *plan.own_fits))
         return Forecast(self.name, True, dict(plan.rows), lag, reason + aside, settings)
 
     def _sentence(self, settings: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """VITP: the line's displacement, turned for each operator by what its own motion shows."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit
-from cpsr.predictor.statistics import MotionStatistics
+from cpsr.predictor.statistics import MotionStatistics, OperatorMotion
 from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 
@@ -51,9 +51,9 @@ class VITPPredictor(LinePredictor):
         direction: whose direction is taken. None: that of the lower expected lag, the line's until the network has
             been trained on four checkpoints.
         trains: False on ranks that take another's weights by `broadcast`.
-        reduce: where ranks hold slices of the same operators: sums matrices by operator name over the ranks (a
-            collective, called exactly once a forecast; a rank's own may lack operators, and may be empty). None: this
-            rank alone.
+        reduce: where ranks hold slices of the same operators: sums matrices by name over the ranks (a collective,
+            called exactly once a forecast; a rank's own may lack operators, and may be empty). Where slices of one
+            operator were taken at different iterations, each has a name of its own. None: this rank alone.
         broadcast: where ranks predict together: returns rank 0's argument on every rank (likewise; the argument is
             numbers and one tensor in a mapping). None: this rank's own.
 
@@ -114,7 +114,8 @@ class VITPPredictor(LinePredictor):
         accuracy, checkpoints = list(self._accuracy), self._checkpoints + len(set(statistics.seen) - before)
         if taken:
             found = yield from head.accuracy(taken)
-            accuracy.append({"iteration": newest, "checkpoints": checkpoints, **found})
+            moved = {"mean_square_motion": _newest_mean_square(statistics.operators.values())}
+            accuracy.append({"iteration": newest, "checkpoints": checkpoints, **found, **moved})
         for window in taken:
             examples.add(window)
         generator = torch.Generator(device="cpu").manual_seed(newest)
@@ -127,10 +128,11 @@ class VITPPredictor(LinePredictor):
     def accuracy(self) -> list[dict[str, Any]]:
         """Of each recent checkpoint, oldest first: how well its difference from the one before was foretold.
 
-        Each is `{"iteration", "checkpoints", "line_cosine", "vitp_cosine"}`: how many checkpoints of the run were
-        taken in by then, and the mean cosine between direction and difference over the operators, by the distance
-        that they moved, before the network learned from it. Noise of the two checkpoints is in the difference, the
-        more the shorter the interval: compare the two.
+        Each is `{"iteration", "checkpoints", "line_cosine", "vitp_cosine", "mean_square_motion"}`: how many
+        checkpoints of the run were taken in by then; the mean cosine between direction and difference over the
+        operators, by the distance that they moved, before the network learned from it; and the mean square of that
+        difference over this rank's weights. Noise of the two checkpoints is in the difference, the more the shorter
+        the interval: compare the two.
         """
         return copy.deepcopy(self._accuracy)
 
@@ -157,7 +159,9 @@ class VITPPredictor(LinePredictor):
         asked = self._settled(forecast)
         products = {operator: self._products(history, operator, one) for operator, one in asked.items()}
         if self._reduce is not None:
-            products = self._reduce(products)
+            names = _names_between_ranks(history, forecast, asked)
+            summed = self._reduce({names[operator]: matrix for operator, matrix in products.items()})
+            products = {operator: summed[names[operator]] for operator in products}
         rows = turned_rows(asked, products, shared["parameters"], target)
         return self._with_rows(history, forecast, asked, rows)
 
@@ -254,3 +258,22 @@ class VITPPredictor(LinePredictor):
         elif forecast.feasible and "vitp" not in self._directions() and self._forced is None:
             reason += f"; in the line's direction, the network has had {self._updates} of {MIN_UPDATES} updates"
         return replace(forecast, coefficients=coefficients, settings=settings, reason=reason)
+
+
+def _names_between_ranks(history: History, forecast: Forecast, asked: Mapping[str, OperatorFit]) -> dict[str, str]:
+    """Operator -> the name of its products: one for all slices that were taken at the same iterations."""
+    left_out = set(forecast.settings["left_out_not_finite"])
+    entries = tuple(entry for entry in history.entries if entry.iteration not in left_out)
+    names: dict[str, str] = {}
+    for operator, one in asked.items():
+        names[operator] = operator
+        if one.series.points != entries:
+            names[operator] += "@" + ",".join(str(point.iteration) for point in one.points)
+    return names
+
+
+def _newest_mean_square(motions: Iterable[OperatorMotion]) -> float:
+    """Mean over the weights of the squared difference between the newest two snapshots; 0 where there are no two."""
+    known = [motion for motion in motions if len(motion.points) > 1]
+    numel = sum(motion.numel for motion in known)
+    return sum(float(motion.products[-1, -1]) for motion in known) / numel if numel else 0.0

@@ -3,25 +3,35 @@
 import ipaddress
 import signal
 import socket
+import time
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from cpsr.errors import ConfigError, JournalError
+from cpsr.journal import ReportedFailure, report_failure
 from cpsr.service import view
-from cpsr.service.schema import Error, Health, PlanReply
+from cpsr.service.schema import Error, Failure, FailureList, FailureReport, Health, PlanReply
 
 __all__ = ["bind", "create_app", "serve"]
 
+LIMIT_DEFAULT, LIMIT_MAX = 100, 1000
+CLOCKS_SECONDS = 60.0  # by which the clock of whoever reports a failure may be ahead
 
-def create_app(run_dir: Path) -> FastAPI:
-    """The service over `run_dir`, which need not exist yet: its absence is answered with 503."""
+
+def create_app(run_dir: Path, allow_writes: bool = False) -> FastAPI:
+    """The service over `run_dir`, which need not exist yet: its absence is answered with 503.
+
+    Args:
+        run_dir: of the run.
+        allow_writes: whether failures can be reported; everybody who reaches the service then can.
+    """
     # The interactive pages load scripts from elsewhere; this service works without a network.
     app = FastAPI(title="CPSR", docs_url=None, redoc_url=None)
     app.add_exception_handler(JournalError, _journal_unavailable)
@@ -45,7 +55,53 @@ def create_app(run_dir: Path) -> FastAPI:
         status = HTTPStatus.OK if health.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse(health.model_dump(mode="json"), status)
 
+    @app.get(
+        "/failures",
+        operation_id="list_failures",
+        response_model=FailureList,
+        responses={503: {"model": Error}, 422: {"model": Error}},
+    )
+    def list_failures(limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT_DEFAULT) -> FailureList:
+        """Failures that the job saw, and those that were reported, newest first."""
+        return view.failures(run_dir, limit)
+
+    @app.post(
+        "/failures",
+        operation_id="report_failure",
+        status_code=HTTPStatus.CREATED,
+        response_model=Failure,
+        responses={403: {"model": Error}, 503: {"model": Error}, 422: {"model": Error}},
+    )
+    def post_failure(request: Request, report: FailureReport) -> Failure | JSONResponse:
+        """Report a failure that no restart of this job shows; the failure rate counts it at the next phase's end."""
+        refusal = _write_refused(request, allow_writes)
+        if refusal is not None:
+            return refusal
+        now = time.time()
+        failed = now if report.failed_unix_seconds is None else report.failed_unix_seconds
+        if failed > now + CLOCKS_SECONDS:
+            return _reply(422, "bad_request", f"failed_unix_seconds {failed:g} lies in the future", "leave it out")
+        report_failure(run_dir, ReportedFailure(description=report.description, failed_unix_seconds=failed))
+        return Failure(
+            iteration=None,
+            checkpoint_iteration=None,
+            description=report.description,
+            failed_unix_seconds=failed,
+            reported=True,
+        )
+
     return app
+
+
+def _write_refused(request: Request, allow_writes: bool) -> JSONResponse | None:
+    """Why this request may not write; None where it may."""
+    if not allow_writes:
+        return _reply(403, "writes_off", "this service only reads", "start it with --allow-writes")
+    # A page in a browser can be made to reach loopback under a name of its own.
+    host = request.url.hostname or ""
+    if not _is_loopback(host):
+        return _reply(403, "foreign_host", f"{host!r} is not this machine", "ask 127.0.0.1 or localhost")
+    return None
 
 
 def bind(host: str, port: int, *, allow_remote: bool = False) -> socket.socket:
@@ -68,9 +124,9 @@ def bind(host: str, port: int, *, allow_remote: bool = False) -> socket.socket:
         ) from error
 
 
-def serve(run_dir: Path, listener: socket.socket) -> None:
+def serve(run_dir: Path, listener: socket.socket, allow_writes: bool = False) -> None:
     """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first."""
-    server = uvicorn.Server(uvicorn.Config(create_app(run_dir), log_level="warning", access_log=False))
+    server = uvicorn.Server(uvicorn.Config(create_app(run_dir, allow_writes), log_level="warning", access_log=False))
 
     # uvicorn raises the signal once more after its own clean shutdown; that second one must not end us by signal.
     def stop(*_: object) -> None:

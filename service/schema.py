@@ -2,9 +2,20 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["Checkpoint", "Error", "Health", "PlanReply", "RankPlan", "Recovery"]
+__all__ = [
+    "Checkpoint",
+    "Error",
+    "Failure",
+    "FailureList",
+    "FailureReport",
+    "Health",
+    "PlanReply",
+    "RankPlan",
+    "Recovery",
+    "Rehearsal",
+]
 
 
 class Error(BaseModel):
@@ -21,7 +32,7 @@ class RankPlan(BaseModel):
     rank: int
     interval_iterations: int
     interval_seconds: float | None = Field(description="At the median of the recent steps; null before the first step.")
-    origin: Literal["fixed", "young"]
+    origin: str = Field(description="`fixed`: the user's; else the rule that chose it.")
     from_iteration: int
 
 
@@ -54,6 +65,48 @@ class Recovery(BaseModel):
     created_unix_seconds: float
 
 
+class Failure(BaseModel):
+    """A failure of the run."""
+
+    iteration: int | None = Field(description="null where it was reported and no restart shows it.")
+    checkpoint_iteration: int | None
+    description: str
+    failed_unix_seconds: float
+    reported: bool = Field(description="Whether somebody reported it, or the job saw it by itself.")
+
+
+class FailureReport(BaseModel):
+    """What `POST /failures` takes: a failure that no restart of this job shows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    description: str = Field(min_length=1, max_length=1000, examples=["node 17 lost two GPUs; the spare took over"])
+    failed_unix_seconds: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="When; by default now."
+    )
+
+
+class FailureList(BaseModel):
+    """The newest failures, newest first."""
+
+    failures: list[Failure]
+    total: int
+
+
+class Rehearsal(BaseModel):
+    """A recovery that was rehearsed in the running job."""
+
+    iteration: int
+    failure_iteration: int
+    checkpoint_iteration: int
+    outcome: Literal["running", "measured", "refused", "diverged", "failed"]
+    lag_iterations: float | None
+    lag_standard_error_iterations: float | None
+    reason: str
+    cost_seconds: float
+    created_unix_seconds: float
+
+
 class PlanReply(BaseModel):
     """The current plan, why it is so, and what the current state is made of."""
 
@@ -62,10 +115,16 @@ class PlanReply(BaseModel):
     world_size: int | None = Field(description="null where the run directory does not say; `ranks` then has rank 0.")
     last_iteration: int | None
     ranks: list[RankPlan]
-    explanation: dict[str, Any] = Field(description="Inputs with units, the rule, and which bound was active.")
+    recovery_mode: Literal["predict", "recompute"] | None = Field(
+        description="How a failure costs less, as far as is known; null where the plan did not choose."
+    )
+    explanation: dict[str, Any] = Field(
+        description="Inputs with units and age, the rule, what other rules would choose and cost, the active bound."
+    )
     planned_unix_seconds: float
     newest_checkpoint: Checkpoint | None
     last_recovery: Recovery | None
+    last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
     descends_from_predicted: bool | None = Field(
         description="Whether the current state was predicted, or trained on from one; null where it is not known."
     )

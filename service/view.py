@@ -13,10 +13,20 @@ import psutil
 from pydantic import ValidationError
 
 from cpsr.errors import JournalError
-from cpsr.journal import CheckpointRow, JournalReader, LifeRow, PlanRow, RecoveryRow, StepRow, json_ready
-from cpsr.service.schema import Checkpoint, Health, PlanReply, RankPlan, Recovery
+from cpsr.journal import (
+    CheckpointRow,
+    JournalReader,
+    LifeRow,
+    PlanRow,
+    RecoveryRow,
+    RehearsalRow,
+    StepRow,
+    json_ready,
+    reported_failures,
+)
+from cpsr.service.schema import Checkpoint, Failure, FailureList, Health, PlanReply, RankPlan, Recovery, Rehearsal
 
-__all__ = ["health", "plan"]
+__all__ = ["failures", "health", "plan"]
 
 RECENT_STEPS = 101  # enough that the median ignores the steps that a checkpoint or a cold start made slow
 # A journal that is written every few dozen iterations is late after this many, or after two minutes for fast steps.
@@ -47,6 +57,7 @@ def _plan(run_dir: Path) -> PlanReply | None:
         lives = reader.lives()
         checkpoint, recovery = reader.latest_checkpoint(), reader.latest_recovery()
         descends = _descends_from_predicted(reader, recovery)
+        rehearsals = reader.rehearsals()
     world_size = identity.get("world_size")
     return PlanReply(
         run_id=identity.get("run_id"),
@@ -54,13 +65,46 @@ def _plan(run_dir: Path) -> PlanReply | None:
         world_size=world_size,
         last_iteration=steps[0].iteration if steps else None,
         ranks=_ranks(current, world_size or 1, steps),
+        recovery_mode=current.mode,
         explanation=json_ready(current.explanation),
         planned_unix_seconds=current.created_unix_seconds,
         newest_checkpoint=_checkpoint(checkpoint),
         last_recovery=_recovery(recovery),
+        last_rehearsal=_rehearsal(rehearsals),
         descends_from_predicted=descends,
         warnings=warnings,
     )
+
+
+def failures(run_dir: Path, limit: int) -> FailureList:
+    """Failures that the job saw and that were reported, newest first.
+
+    Raises:
+        JournalError: the journal or the reports cannot be read.
+    """
+    with JournalReader(run_dir / "journal.db") as reader:
+        seen = [
+            Failure(
+                iteration=row.iteration,
+                checkpoint_iteration=row.checkpoint_iteration,
+                description=row.description,
+                failed_unix_seconds=row.detected_unix_seconds,
+                reported=False,
+            )
+            for row in reader.failures()
+        ]
+    told = [
+        Failure(
+            iteration=None,
+            checkpoint_iteration=None,
+            description=one.description,
+            failed_unix_seconds=one.failed_unix_seconds,
+            reported=True,
+        )
+        for one in reported_failures(run_dir)
+    ]
+    newest = sorted(seen + told, key=lambda failure: failure.failed_unix_seconds, reverse=True)
+    return FailureList(failures=newest[:limit], total=len(newest))
 
 
 def health(run_dir: Path) -> Health:
@@ -154,6 +198,12 @@ def _checkpoint(row: CheckpointRow | None) -> Checkpoint | None:
 
 def _recovery(row: RecoveryRow | None) -> Recovery | None:
     return None if row is None else Recovery.model_validate(json_ready(dataclasses.asdict(row)), extra="ignore")
+
+
+def _rehearsal(rows: list[RehearsalRow]) -> Rehearsal | None:
+    if not rows:
+        return None
+    return Rehearsal.model_validate(json_ready(dataclasses.asdict(rows[-1])), extra="ignore")
 
 
 def _identity(run_dir: Path) -> tuple[dict[str, Any], list[str]]:

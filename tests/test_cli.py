@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli import app
-from cpsr.journal import CheckpointRow, FailureRow, Journal, PlanRow, RecoveryRow
+from cpsr.journal import CheckpointRow, FailureRow, Journal, PlanRow, RecoveryRow, RehearsalRow
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 FLUSH_SECONDS = 20.0
@@ -56,6 +56,19 @@ def run_dir(tmp_path: Path) -> Path:
                     guard={"loss": math.nan},
                 )
             )
+            journal.record_rehearsal(
+                RehearsalRow(
+                    id="d",
+                    life=1,
+                    iteration=95,
+                    failure_iteration=90,
+                    checkpoint_iteration=50,
+                    outcome="measured",
+                    lag_iterations=-7.0,
+                    lag_standard_error_iterations=3.0,
+                    cost_seconds=4.5,
+                )
+            )
             journal.record_checkpoint(CheckpointRow(life=1, iteration=100, status="failed", reason="disk full"))
         journal.close()
     return tmp_path
@@ -80,7 +93,8 @@ def test_import_cpsr_and_its_journal_load_no_web_framework() -> None:
 def test_inspect_shows_lives_checkpoints_and_recoveries(run_dir: Path) -> None:
     code, output, _ = cpsr("inspect", run_dir)
     assert code == 0
-    for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept"):
+    rehearsed = ("measured", "-7 ± 3.0", "4.5")
+    for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept", *rehearsed):
         assert words in output
 
 
@@ -93,6 +107,7 @@ def test_inspect_json_has_everything(run_dir: Path) -> None:
     assert (data["recoveries"][0]["method"], data["recoveries"][0]["guard"]) == ("line", {"loss": "nan"})
     assert data["failures"][0]["iteration"] == 92
     assert data["plans"][0]["interval_iterations"] == 50
+    assert data["rehearsals"][0]["lag_iterations"] == -7.0
 
 
 def test_inspect_says_which_checkpoints_it_left_out(tmp_path: Path) -> None:

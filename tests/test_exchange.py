@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from cpsr.exchange import Exchange
+from cpsr.state import Shard
 from tests.two_ranks import run
 
 SCRIPT = textwrap.dedent(
@@ -14,6 +15,7 @@ SCRIPT = textwrap.dedent(
     import torch, torch.distributed as dist
     from cpsr.exchange import Exchange
     from cpsr.group import Group
+    from cpsr.state import OperatorState, ParamSlice, Shard
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     group, exchange = Group(), Exchange()
@@ -31,6 +33,10 @@ SCRIPT = textwrap.dedent(
         exchange.reduce({"b": torch.zeros(rank + 1, rank + 1, dtype=torch.float64)})
     except ValueError as error:
         found["refused"] = str(error)
+    def shard(offset, numel, name="w"):
+        return Shard({name: OperatorState(name, ParamSlice(torch.zeros(numel), (9,), offset), {}, 0)})
+    cases = [shard(4 * rank, 4), shard(3 * rank, 4), shard(0, 4, f"w{rank}"), shard(0, 9 * rank), shard(0, 9)]
+    found["held twice"] = [exchange.held_twice(case) for case in cases]
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()
@@ -45,6 +51,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]]}
     assert first["nothing"] == second["nothing"] == {}
     assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
+    assert first["held twice"] == second["held twice"] == [None, "w", None, None, "w"]
     assert "'b' has [1, 2] differences" in first["refused"]
     assert first["refused"] == second["refused"]
 
@@ -55,3 +62,4 @@ def test_alone() -> None:
     assert exchange.agree([4]) == [4]
     assert exchange.reduce({"a": matrix}) == {"a": matrix}
     assert exchange.broadcast({"updates": 2}) == {"updates": 2}
+    assert exchange.held_twice(Shard({})) is None

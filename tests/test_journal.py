@@ -93,7 +93,7 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
         FailureRow(life=0, iteration=92, checkpoint_iteration=None, description="rank 1 was killed"),
         PlanRow(life=0, from_iteration=0, interval_iterations=50, origin="young", explanation={"bound": "none"}),
         EventRow(life=0, rank=3, kind="note", message="ümlaut and 'quotes'", iteration=7),
-        PhaseRow(life=0, phase=2, first_iteration=120, last_iteration=300, xi=1e-9, change=0.0512),
+        PhaseRow(life=0, phase=2, first_iteration=120, last_iteration=300, xi=1e-9, last_xi=9e-10, ended_by="change"),
         FitRow(life=0, iteration=300, kind="loss", result={"family": "power", "coefficients": {"d": 1.5}}),
     ]
     journal.record_checkpoint(rows[0])  # type: ignore[arg-type]  # a list of six types

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from cpsr.benchmarks.stall.job import Job
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.errors import CPSRError
-from cpsr.planner.interval import fixed_plan
+from cpsr.planner.plan import fixed_plan
 from cpsr.recovery import CPSRRecovery
 
 __all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "TorchSave"]

@@ -111,16 +111,17 @@ def layout_bytes(template: Shard) -> int:
     return _layout(template)[1]
 
 
-def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
-    """The fewest copies that bring the weights and moments into the buffer.
+def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) -> list[Span]:
+    """The fewest copies that bring the weights and moments, or the weights alone, into the buffer.
 
     ZeRO's flat partitions become one copy each, and not one a parameter.
 
     Raises:
         SaveError: a tensor differs from the template; the message names it.
     """
-    tensors = {key: tensor for key, tensor in shard.tensors() if not key.startswith("other/")}
-    missing = [key for key in buffer.offsets if not key.startswith("other/") and key not in tensors]
+    kinds = ("param/",) if weights_only else ("param/", "moment/")
+    tensors = {key: tensor for key, tensor in shard.tensors() if key.startswith(kinds)}
+    missing = [key for key in buffer.offsets if key.startswith(kinds) and key not in tensors]
     if missing:
         raise SaveError(f"{missing[0]} is no longer there; the snapshot buffers were made with it")
     spans: list[Span] = []

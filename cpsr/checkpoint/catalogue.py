@@ -26,12 +26,14 @@ class CheckpointInfo:
     Attributes:
         iteration: iteration of the state.
         directory: where it lies.
-        full: False once it was thinned to the weights; training can restart from full ones only.
+        full: False once it was thinned to the weights, and where it is partial; training can restart from full ones
+            only.
         bytes: tensor bytes on disk, all ranks together.
         world_size: ranks that wrote it.
         label: what the state came from (`scalars["origin"]`), None where that was not said.
         created: time of the commit (UTC).
         sequence: counts the commits of the run.
+        partial: it never held more than weights, and those of some ranks are older than it is.
     """
 
     iteration: int
@@ -42,6 +44,7 @@ class CheckpointInfo:
     label: str | None
     created: datetime.datetime
     sequence: int
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def scan(checkpoints: Path) -> Catalogue:
     problems: list[Problem] = []
     for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
         iteration = step_iteration(directory.name)
-        if iteration is None or not (directory / COMMIT).exists():
+        if iteration is None or directory.is_symlink() or not (directory / COMMIT).exists():
             continue
         try:
             found.append(_info(directory))
@@ -103,7 +106,7 @@ def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, f
 
 def set_aside_list(checkpoints: Path) -> list[SetAside]:
     """The directories that were set aside, oldest first."""
-    found = [_read_aside(path) for path in checkpoints.iterdir() if path.is_dir() and _is_set_aside(path.name)]
+    found = [_read_aside(path) for path in checkpoints.iterdir() if _is_set_aside(path)]
     return sorted(found, key=lambda aside: (aside.after_sequence or 0, aside.directory.name))
 
 
@@ -112,8 +115,10 @@ def note_set_aside(directory: Path, after_sequence: int, *, fsync: bool) -> None
     _write_record(directory, "not recorded", after_sequence, fsync=fsync)
 
 
-def _is_set_aside(name: str) -> bool:
-    kind, _, step = name.partition("-")
+def _is_set_aside(path: Path) -> bool:
+    kind, _, step = path.name.partition("-")
+    if path.is_symlink() or not path.is_dir():
+        return False
     return kind in _KINDS and step_iteration(step.rpartition("-")[0]) is not None
 
 
@@ -136,10 +141,11 @@ def _info(directory: Path) -> CheckpointInfo:
     return CheckpointInfo(
         iteration=manifest.iteration,
         directory=directory,
-        full=not thinned,
+        full=not thinned and not manifest.partial,
         bytes=manifest.history_bytes() if thinned else manifest.state_bytes(),
         world_size=manifest.world_size,
         label=manifest.label,
         created=datetime.datetime.fromtimestamp(manifest.created_unix_seconds, datetime.UTC),
         sequence=manifest.sequence,
+        partial=manifest.partial,
     )

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from cpsr.errors import SaveError
 
 __all__ = ["Digest", "hash_file", "is_temporary", "make_directory", "remove_tree", "sync_directory"]
-__all__ += ["write_bytes", "write_tensors"]
+__all__ += ["sync_file", "temporary_name", "write_bytes", "write_tensors"]
 
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small enough to stay out of the way in memory
 
@@ -33,9 +33,9 @@ def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
     Raises:
         OSError: the file system refused; the temporary file is gone, an older file of that name is untouched.
     """
-    temporary = _temporary(path)
+    temporary = temporary_name(path)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             view = memoryview(data)
             while view:
@@ -52,7 +52,9 @@ def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
         sync_directory(path.parent)
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], *, fsync: bool) -> Digest:
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], *, fsync: bool, metadata: dict[str, str] | None = None
+) -> Digest:
     """Write a safetensors file, read it back from the disk, compare it with the tensors and put it in place.
 
     The directory is not forced to the disk here: the caller does that once for all of its files.
@@ -61,6 +63,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], *, fsync: bool) 
         path: final name; its directory exists.
         tensors: contiguous tensors on the CPU that nobody changes meanwhile.
         fsync: force the file to the disk, and read it back from there and not from the page cache.
+        metadata: of the file, in its header.
 
     Returns:
         Size and hash of what was read back, which is what was to be written.
@@ -69,13 +72,13 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], *, fsync: bool) 
         SaveError: what was read back differs, or the file system refused; no file of that name was left or changed.
         OSError: the same, from a step after the writing itself.
     """
-    temporary = _temporary(path)
+    temporary = temporary_name(path)
     try:
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, metadata)
         # The library creates its files for the owner alone; who may enter the directory may read what is in it.
         temporary.chmod(path.parent.stat().st_mode & 0o666)
         if fsync:
-            _sync_file(temporary)
+            sync_file(temporary)
         digest = hash_file(temporary)
         if digest != _expected_digest(temporary, tensors):
             raise SaveError(f"{path}: what was read back differs from what was written; check the disk and the memory")
@@ -147,12 +150,14 @@ def is_temporary(path: Path) -> bool:
     return path.name.startswith(".") and (path.name.endswith(".tmp") or path.name.startswith(".tmp"))
 
 
-def _temporary(path: Path) -> Path:
+def temporary_name(path: Path) -> Path:
+    """Name of a file under construction, which `is_temporary` knows."""
     # The process id keeps a straggler of an earlier life from writing into the file of this one.
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Force a file to the disk, and what is read of it next to come from there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -25,10 +25,11 @@ class _Checkpoint:
     entry: HistoryEntry
     manifest: RankManifest
     file: Any  # safetensors' open file: it maps the weights, nothing is read before it is asked for
+    partial: bool
 
 
 class DiskHistory:
-    """`cpsr.predictor.protocol.History` over full and thinned checkpoints.
+    """`cpsr.predictor.protocol.History` over full, thinned and partial checkpoints.
 
     Opening reads each weights file once to check its hash; what is damaged is left out with a log line. Time and
     learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its scalars.
@@ -39,6 +40,7 @@ class DiskHistory:
         before: only checkpoints of earlier iterations; None is all.
         since: only checkpoints of this and later iterations.
         checked: iterations of checkpoints whose hash this process has checked before; they are not read again for it.
+        partial: False leaves partial checkpoints out: then every operator of every rank was taken with its entry.
 
     Attributes:
         excluded: iteration -> why that checkpoint is left out.
@@ -54,6 +56,8 @@ class DiskHistory:
         before: int | None = None,
         since: int = 0,
         checked: Collection[int] = (),
+        *,
+        partial: bool = True,
     ) -> None:
         if (store_directory / "checkpoints").is_dir():
             raise ValueError(f"{store_directory} is the run's directory; the history reads its 'checkpoints'")
@@ -66,7 +70,7 @@ class DiskHistory:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
         self._checkpoints: list[_Checkpoint] = []
         for info in catalogue.checkpoints:
-            if since <= info.iteration < end:
+            if since <= info.iteration < end and (partial or not info.partial):
                 self._add(info, rank)
         self._operators = self._common_operators()
 
@@ -74,6 +78,11 @@ class DiskHistory:
     def entries(self) -> Sequence[HistoryEntry]:
         """Ascending in iteration, without repeats."""
         return [checkpoint.entry for checkpoint in self._checkpoints]
+
+    @property
+    def partial_iterations(self) -> Sequence[int]:
+        """Entries that are partial checkpoints, on any rank: the same on all that hold the same entries."""
+        return [item.entry.iteration for item in self._checkpoints if item.partial]
 
     @property
     def operators(self) -> Sequence[str]:
@@ -140,7 +149,7 @@ class DiskHistory:
         if isinstance(entry, str):
             self._exclude(info.iteration, entry)
             return
-        self._checkpoints.append(_Checkpoint(entry, record, file))
+        self._checkpoints.append(_Checkpoint(entry, record, file, info.partial))
 
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason

@@ -112,6 +112,11 @@ class Manifest(_Record):
             raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
         return manifest
 
+    @property
+    def partial(self) -> bool:
+        """Whether it never held more than weights (see `cpsr.checkpoint.partial`): a whole one has files of moments."""
+        return not self.thinned_files()
+
     def history_bytes(self) -> int:
         """Bytes of the files that a thinned checkpoint keeps."""
         return self.state_bytes() - sum(self._size(name) for name in self.thinned_files())

@@ -39,7 +39,7 @@ class ProgressCounter:
         if sys.byteorder != "little":
             raise OSError("the progress counter needs a little-endian machine")
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(descriptor, _LAYOUT.size)
             self._map = mmap.mmap(descriptor, _LAYOUT.size)

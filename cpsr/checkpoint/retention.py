@@ -49,7 +49,9 @@ def plan_retention(
         return RetentionPlan([], [])
     newest = checkpoints[-1].iteration if held is None else min(held, checkpoints[-1].iteration)
     until_newest = [info for info in checkpoints if info.iteration <= newest]
-    recent = {info.iteration for info in until_newest[-config.history_min_checkpoints :]}
+    # Partial ones come on top: every rank has a snapshot of its own in each of the others.
+    counted = [info.iteration for info in until_newest if not info.partial][-config.history_min_checkpoints :]
+    recent = {info.iteration for info in until_newest if not counted or info.iteration >= counted[0]}
     whole = {info.iteration for info in checkpoints if info.full}
     keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
         iteration for iteration in whole if iteration == held
@@ -115,6 +117,8 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
         iteration = step_iteration(directory.name)
         if iteration is None or iteration <= after or (before is not None and iteration >= before):
             continue
+        if directory.is_symlink():  # what it leads to is not ours
+            continue
         if not (directory / COMMIT).exists():
             remove_tree(directory, first=COMMIT, fsync=fsync)
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
@@ -146,7 +150,7 @@ def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> l
             note_set_aside(aside.directory, newest, fsync=fsync)
             kept.append(aside)
             continue
-        later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
+        later = sum(info.sequence > aside.after_sequence and not info.partial for info in catalogue.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)
             continue

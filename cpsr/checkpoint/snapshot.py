@@ -5,17 +5,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
 
 from cpsr.checkpoint.buffers import HostBuffer, Span, layout_bytes, plan_spans
+from cpsr.checkpoint.partial import weights_of
 from cpsr.codec import decode, encode
 from cpsr.errors import SaveError
 from cpsr.state import Shard
 
-__all__ = ["Snapshot", "SnapshotPool"]
+__all__ = ["Part", "Snapshot", "SnapshotPool"]
+
+# What a rank contributes to a checkpoint: everything; its weights, or those that it wrote before, to a partial one.
+Part = Literal["whole", "weights", "carried"]
 
 _Source = tuple[int, int, torch.dtype]
 
@@ -30,6 +34,7 @@ class Snapshot:
         scalars: plain data, a copy of its own.
         stall_seconds: how long the training thread was blocked by this snapshot so far.
         copy_seconds: how long the asynchronous copy itself took.
+        part: what it holds; nothing was copied, and no buffer is held, where weights are carried.
     """
 
     iteration: int
@@ -37,6 +42,7 @@ class Snapshot:
     scalars: Any = None
     stall_seconds: float = 0.0
     copy_seconds: float = 0.0
+    part: Part = "whole"
 
 
 class SnapshotPool:
@@ -61,7 +67,7 @@ class SnapshotPool:
         self._running: tuple[Snapshot, Future[float] | _DeviceCopy] | None = None
         self._recovery: Snapshot | None = None
         self._pins = 0
-        self._planned: tuple[list[_Source], list[Span]] = ([], [])  # the spans of the shard seen last
+        self._planned: dict[Part, tuple[list[_Source], list[Span]]] = {}  # the spans of the shard seen last
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-snapshot")
 
     @staticmethod
@@ -74,13 +80,14 @@ class SnapshotPool:
         """The newest durable or restored state, None while there is none."""
         return self._recovery
 
-    def begin(self, shard: Shard, iteration: int, scalars: Any) -> Snapshot | None:
+    def begin(self, shard: Shard, iteration: int, scalars: Any, part: Part = "whole") -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
 
         Args:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
             scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
+            part: `weights` leaves moments and buffers out.
 
         Returns:
             The snapshot, not complete yet; None when every buffer is in use: this checkpoint is to be skipped.
@@ -98,8 +105,9 @@ class SnapshotPool:
             return None
         buffer, snapshot = held
         try:
-            snapshot.scalars = copied
-            buffer.copy_others(shard)
+            snapshot.scalars, snapshot.part = copied, part
+            if part == "whole":
+                buffer.copy_others(shard)
             self._running = (snapshot, self._start(buffer, snapshot, shard))
         except BaseException:
             self._free(snapshot)
@@ -216,11 +224,13 @@ class SnapshotPool:
         shard: Shard,
         copy: Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], None],
     ) -> None:
+        part = snapshot.part
         sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
-        if sources != self._planned[0]:
-            self._planned = (sources, plan_spans(buffer, shard))
-        copy(buffer.pairs(self._planned[1]))
-        snapshot.shard = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
+        if part not in self._planned or sources != self._planned[part][0]:
+            self._planned[part] = (sources, plan_spans(buffer, shard, weights_only=part == "weights"))
+        copy(buffer.pairs(self._planned[part][1]))
+        held = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
+        snapshot.shard = held if part == "whole" else weights_of(held)
 
 
 def _copy(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:

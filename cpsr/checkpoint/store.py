@@ -10,6 +10,8 @@
         manifest.json                    the SHA-256 of every rank's manifest
         COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
         THINNED                          only in old checkpoints: the files that were removed again
+
+A partial checkpoint (see `cpsr.checkpoint.partial`) holds no moments and no extra files.
 """
 
 import logging
@@ -36,6 +38,7 @@ from cpsr.checkpoint.commit import (
 from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.loading import load_shard, operator_record, tensor_record
 from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.partial import CarriedWeights
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import Problem, is_thinned, read_manifest, verify_checkpoint, verify_run
 from cpsr.codec import encode
@@ -86,6 +89,7 @@ class CheckpointStore:
         self._life = life
         self._fsync = fsync
         self._reported: set[Problem] = set()
+        self._carried = CarriedWeights()
 
     @property
     def rank(self) -> int:
@@ -167,6 +171,8 @@ class CheckpointStore:
         directory, attempt = self._step(iteration), self._same_attempt()
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
+            if not isinstance(shards, str) and self._would_stand_alone(directory):
+                shards = "it holds some ranks' weights alone, and there is no whole checkpoint before it"
             if isinstance(shards, str):
                 abandon(directory, attempt, shards)
                 return CommitResult(False, shards, time.perf_counter() - started)
@@ -202,7 +208,8 @@ class CheckpointStore:
         Raises:
             CheckpointCorruptError: a file is damaged (the message names it).
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
-            CheckpointError: there is none at that iteration, or it was thinned. In every case `into` is as it was.
+            CheckpointError: there is none at that iteration, or it holds the weights only. In every case `into` is as
+                it was.
         """
         directory = self._step(iteration)
         if not (directory / COMMIT).exists():
@@ -215,7 +222,7 @@ class CheckpointStore:
             )
         if manifest.run_id != self._run_id:
             raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self._run_id!r}")
-        if is_thinned(directory, manifest):
+        if manifest.partial or is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         return load_shard(directory, manifest, self._rank, into)
 
@@ -253,35 +260,43 @@ class CheckpointStore:
         return retention.retain(self.directory, config, fsync=self._fsync, held=self.held_iteration)
 
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
+        """Write this rank's part, its manifest last; returns the bytes that were new."""
         shard = snapshot.shard
         data, scalar_tensors = encode(snapshot.scalars, prefix="scalars")
-        tensors = dict(shard.tensors())
-        parts: dict[str, dict[str, torch.Tensor]] = {
-            file_name(self._rank, "params"): _of_kind(tensors, "param/"),
-            file_name(self._rank, "moments"): _of_kind(tensors, "moment/"),
-            file_name(self._rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
-        }
+        operators = {name: operator_record(operator) for name, operator in shard.operators.items()}
+        carries = snapshot.part == "carried"
         files: dict[str, FileRecord] = {}
-        for name, part in parts.items():
+        if carries:
+            self._refuse_abandoned(directory, attempt)
+            same = attempt.life, attempt.attempt
+            record, operators = self._carried.put_into(directory, same, fsync=self._fsync)
+            files[file_name(self._rank, "params")] = record
+        for name, part in _parts(self._rank, snapshot, scalar_tensors).items():
             self._refuse_abandoned(directory, attempt)
             digest = write_tensors(directory / name, part, fsync=self._fsync)
             files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
         if self._fsync:
             sync_directory(directory)
-        record = RankManifest(
+        manifest = RankManifest(
             run_id=attempt.run_id,
             life=attempt.life,
             attempt=attempt.attempt,
             rank=self._rank,
             world_size=self._world_size,
             iteration=snapshot.iteration,
-            operators={name: operator_record(operator) for name, operator in shard.operators.items()},
+            operators=operators,
             others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
             files=files,
             scalars=data,
         )
-        write_bytes(directory / rank_manifest_name(self._rank), record.to_bytes(), fsync=self._fsync)
-        return sum(file.bytes for file in files.values())
+        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
+        self._carried.note(directory, manifest)
+        return 0 if carries else sum(file.bytes for file in files.values())
+
+    def _would_stand_alone(self, directory: Path) -> bool:
+        """Whether this is a partial checkpoint in a run that could not restart anywhere."""
+        partial = not (directory / file_name(self._rank, "moments")).exists()
+        return partial and not any(info.full for info in self.catalogue())
 
     def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
         reason = abandoned_reason(directory, attempt)
@@ -316,11 +331,42 @@ class CheckpointStore:
         return Attempt(self._run_id, self._life, self.attempt, self._world_size)
 
     def _step(self, iteration: int) -> Path:
-        return self.directory / step_name(iteration)
+        """Directory of a step.
+
+        Raises:
+            SaveError: a symbolic link is in its place.
+        """
+        directory = self.directory / step_name(iteration)
+        if directory.is_symlink():
+            raise SaveError(f"{directory} is a symbolic link: nothing is read or written through it; remove the link")
+        return directory
 
     def _iterations(self) -> str:
         full = [info.iteration for info in self.catalogue() if info.full]
         return f"full ones at {full}" if full else "none"
+
+
+def _parts(
+    rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """File -> the tensors to write into it.
+
+    Raises:
+        SaveError: the scalars of a partial checkpoint hold tensors, for which it has no file.
+    """
+    if snapshot.part != "whole" and scalar_tensors:
+        raise SaveError(
+            f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
+        )
+    tensors = dict(snapshot.shard.tensors())
+    weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
+    if snapshot.part != "whole":
+        return weights if snapshot.part == "weights" else {}
+    return {
+        **weights,
+        file_name(rank, "moments"): _of_kind(tensors, "moment/"),
+        file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
+    }
 
 
 def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

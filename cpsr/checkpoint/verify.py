@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,8 +134,13 @@ def verify_run(run_dir: Path) -> list[Problem]:
     checkpoints = run_dir / "checkpoints"
     if not checkpoints.is_dir():
         return [Problem(checkpoints, "no such directory; is this the directory of a run?", None)]
-    committed = (path for path in sorted(checkpoints.iterdir()) if _is_committed(path))
-    return [problem for directory in committed for problem in verify_checkpoint(directory)]
+    problems: list[Problem] = []
+    for path in sorted(checkpoints.iterdir()):
+        if step_iteration(path.name) is not None and path.is_symlink():
+            problems.append(Problem(path, "is a symbolic link, and never followed", step_iteration(path.name)))
+        elif _is_committed(path):
+            problems += verify_checkpoint(path)
+    return problems
 
 
 def _is_committed(path: Path) -> bool:
@@ -164,7 +170,8 @@ def _damages(directory: Path) -> Iterator[DamagedFileError]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            return file.read()
     except OSError as error:
         raise _unreadable(path, error) from error
 

@@ -39,6 +39,8 @@ class SaveOutcome:
         write_seconds: time for writing, forcing to the disk and reading back.
         commit_seconds: time rank 0 waited for the others and committed.
         stall_seconds: how long the training thread was blocked by the snapshot.
+        mean_second_moment: of this rank's gradients, by the optimizer (see `Shard`); None where it keeps none, or
+            nothing was written.
     """
 
     iteration: int
@@ -48,6 +50,7 @@ class SaveOutcome:
     write_seconds: float
     commit_seconds: float
     stall_seconds: float
+    mean_second_moment: float | None = None
 
 
 class CheckpointWriter:
@@ -55,7 +58,7 @@ class CheckpointWriter:
 
     Args:
         store: where this rank writes.
-        pool: where the snapshots come from; a persisted one becomes its recovery buffer.
+        pool: where the snapshots come from; a whole one becomes its recovery buffer when it is persisted.
         config: timeout and retention.
     """
 
@@ -148,17 +151,23 @@ class CheckpointWriter:
             outcome = self._write_and_commit(snapshot)
         except Exception as error:  # noqa: BLE001 - it must reach the training thread, as an outcome, whatever it is
             outcome = self._failed(snapshot, error)
-        if outcome.status in ("committed", "written"):
+        if snapshot.part == "whole" and outcome.status in ("committed", "written"):
             self._pool.keep(snapshot)
         else:
-            self._pool.release(snapshot)
+            self._release(snapshot)
         self._outcomes.append(outcome)
+
+    def _release(self, snapshot: Snapshot) -> None:
+        if snapshot.part != "carried":  # which holds no buffer
+            self._pool.release(snapshot)
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
         written = self._store.write(snapshot)
-        outcome = _outcome(snapshot, "written", bytes_=written.bytes, write_seconds=written.seconds)
+        moment = snapshot.shard.mean_second_moment()
         if self._store.rank != 0:
-            return outcome
+            return _outcome(
+                snapshot, "written", bytes_=written.bytes, write_seconds=written.seconds, mean_second_moment=moment
+            )
         started = time.perf_counter()
         result = self._store.commit(snapshot.iteration, self._config.save_timeout_seconds, self._cancelled)
         status: Literal["committed", "skipped"] = "committed" if result.committed else "skipped"
@@ -170,6 +179,7 @@ class CheckpointWriter:
             bytes_=result.bytes or written.bytes,
             write_seconds=written.seconds,
             commit_seconds=time.perf_counter() - started,
+            mean_second_moment=moment,
         )
 
     def _retain(self) -> str:
@@ -200,7 +210,7 @@ class CheckpointWriter:
         return ""
 
     def _drop(self, snapshot: Snapshot) -> None:
-        self._pool.release(snapshot)
+        self._release(snapshot)
         self._outcomes.append(_outcome(snapshot, "skipped", "the writer was closed before its turn"))
 
 
@@ -212,7 +222,15 @@ def _outcome(
     bytes_: int = 0,
     write_seconds: float = 0.0,
     commit_seconds: float = 0.0,
+    mean_second_moment: float | None = None,
 ) -> SaveOutcome:
     return SaveOutcome(
-        snapshot.iteration, status, reason, bytes_, write_seconds, commit_seconds, snapshot.stall_seconds
+        snapshot.iteration,
+        status,
+        reason,
+        bytes_,
+        write_seconds,
+        commit_seconds,
+        snapshot.stall_seconds,
+        mean_second_moment,
     )

@@ -217,7 +217,8 @@ class Rehearsals:
         if len(self._losses) < SLOPE_LOSSES_MIN:
             return 0
         start = self._state.history_start
-        if sum(start <= info.iteration <= checkpoint for info in self._store.catalogue()) < MIN_CHECKPOINTS:
+        whole = [info.iteration for info in self._store.catalogue() if not info.partial]
+        if sum(start <= known <= checkpoint for known in whole) < MIN_CHECKPOINTS:
             self._looked_at = checkpoint
             return 0
         self._store.held_iteration = checkpoint

@@ -63,7 +63,8 @@ class EngineAdapter(Protocol):
         """Identity of what is trained, as plain data.
 
         Keys: `engine`, `zero_stage` (int or None), `precision` (`fp32`, `bf16`, `fp16`), `optimizer` (class name),
-        `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice}).
+        `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice}), `module` (how its
+        own state dict differs: see `cpsr.engines.naming.module_identity`).
         """
 
     def shard(self) -> Shard:
@@ -84,6 +85,9 @@ class EngineAdapter(Protocol):
 
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups: what the next update will use."""
+
+    def second_moment_decay(self) -> float:
+        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.

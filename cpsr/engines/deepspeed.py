@@ -23,7 +23,13 @@ from cpsr.engines.deepspeed_masters import (
 from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
-from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
+from cpsr.engines.naming import (
+    module_identity,
+    named_buffers,
+    parameter_names,
+    parameters_outside,
+    tensor_identity,
+)
 from cpsr.engines.schedule import Schedule
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state import OperatorState, ParamSlice, Shard
@@ -93,6 +99,7 @@ class DeepSpeedAdapter:
             "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             "optimizer": type(torch_optimizer(engine)).__name__,
             "tensors": tensors,
+            "module": module_identity(engine.module, self._frozen(), tensors),
         }
 
     def shard(self) -> Shard:
@@ -119,11 +126,18 @@ class DeepSpeedAdapter:
         return found
 
     def _others(self) -> dict[str, torch.Tensor]:
-        trained = {id(parameter) for parameter in self._trained_parameters()}
         others = {}
-        for parameter, name in parameters_outside(self._engine.module, self._names, trained):
+        for parameter, name in self._outside():
             others[name] = owned_frozen(self._engine.optimizer, parameter)
         return others | named_buffers(self._engine.module)
+
+    def _frozen(self) -> set[str]:
+        return {name for _, name in self._outside()}
+
+    def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Parameters that the optimizer does not move, with their names."""
+        trained = {id(parameter) for parameter in self._trained_parameters()}
+        return parameters_outside(self._engine.module, self._names, trained)
 
     def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
         optimizer = self._engine.optimizer
@@ -189,6 +203,10 @@ class DeepSpeedAdapter:
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
         return optimizer_state.learning_rate(torch_optimizer(self._engine))
+
+    def second_moment_decay(self) -> float:
+        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
+        return optimizer_state.second_moment_decay(torch_optimizer(self._engine))
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""

@@ -7,7 +7,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["named_buffers", "parameter_names", "parameters_outside", "tensor_identity"]
+__all__ = ["module_identity", "named_buffers", "parameter_names", "parameters_outside", "tensor_identity"]
 
 _COMPILED = "_orig_mod."  # torch.compile puts this into every name
 
@@ -41,6 +41,38 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
         buffers[name.replace(_COMPILED, "")] = buffer.detach()
     return buffers
+
+
+def module_identity(module: torch.nn.Module, frozen: set[str], tensors: dict[str, Any]) -> dict[str, Any]:
+    """How the module's own state dict differs from the tensors that are saved by name.
+
+    Args:
+        module: the module.
+        frozen: names of the parameters that the optimizer does not move.
+        tensors: see `EngineAdapter.describe`.
+
+    Returns:
+        Plain data. `aliases`: further name of a tied tensor -> its first; `transient`: buffers that the state dict
+        leaves out; `frozen`: name -> whole shape; `strides`: those of tensors that are not contiguous; `extra`:
+        entries of the state dict that are neither parameters nor buffers.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    whole: dict[str, list[int]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for full_name, tensor in named:
+            name = full_name.replace(_COMPILED, "")
+            if first.setdefault(id(tensor), name) != name:
+                tied[name] = first[id(tensor)]
+            whole[name] = list(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO-3 empties its parameters
+    kept = {name.replace(_COMPILED, "") for name in module.state_dict(keep_vars=True)}
+    return {
+        "aliases": {name: first_name for name, first_name in tied.items() if name in kept},
+        "transient": sorted(whole.keys() - kept - tied.keys()),
+        "frozen": {name: whole[name] for name in sorted(frozen)},
+        "strides": {name: item["stride"] for name, item in tensors.items() if "stride" in item},
+        "extra": sorted(kept - whole.keys()),
+    }
 
 
 def tensor_identity(

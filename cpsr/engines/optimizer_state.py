@@ -16,6 +16,7 @@ __all__ = [
     "load_hyperparameters",
     "load_step_scalars",
     "moments",
+    "second_moment_decay",
     "step_scalars",
 ]
 
@@ -215,6 +216,12 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, saved: list[dict[str,
                 current.copy_(value)
             else:
                 group[key] = value
+
+
+def second_moment_decay(optimizer: torch.optim.Optimizer) -> float:
+    """The second of the first group's `betas`; 0 where it has none."""
+    betas = optimizer.param_groups[0].get("betas", ())
+    return float(betas[1]) if len(betas) > 1 else 0.0
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float:

@@ -9,7 +9,13 @@ import torch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
-from cpsr.engines.naming import named_buffers, parameter_names, parameters_outside, tensor_identity
+from cpsr.engines.naming import (
+    module_identity,
+    named_buffers,
+    parameter_names,
+    parameters_outside,
+    tensor_identity,
+)
 from cpsr.engines.schedule import Schedule
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import require_supported, unwrapped
@@ -95,6 +101,7 @@ class TorchAdapter:
             "precision": _PRECISIONS.get(self._masters()[0].dtype, "fp32"),
             "optimizer": type(self._optimizer).__name__,
             "tensors": tensors,
+            "module": module_identity(self._module, {name for _, name in self._outside()}, tensors),
         }
 
     def shard(self) -> Shard:
@@ -124,9 +131,12 @@ class TorchAdapter:
             optimizer_state.moments(self._optimizer, group, parameter)
 
     def _others(self) -> dict[str, torch.Tensor]:
+        frozen = {name: parameter.detach() for parameter, name in self._outside()}
+        return frozen | named_buffers(self._module)
+
+    def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         trained = {id(parameter) for parameter in self._masters()}
-        outside = parameters_outside(self._module, self._names, trained)
-        return {name: parameter.detach() for parameter, name in outside} | named_buffers(self._module)
+        return parameters_outside(self._module, self._names, trained)
 
     def push_down(self) -> None:
         """Nothing depends on the masters: they are the parameters."""
@@ -164,6 +174,10 @@ class TorchAdapter:
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
         return optimizer_state.learning_rate(self._optimizer)
+
+    def second_moment_decay(self) -> float:
+        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
+        return optimizer_state.second_moment_decay(self._optimizer)
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance iteration, step counts, schedule and gradient scaler as `iterations` applied steps would have."""

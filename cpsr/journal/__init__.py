@@ -1,5 +1,6 @@
 """The run's journal: what happened, when and why, in one SQLite file that survives every kill."""
 
+from cpsr.journal.commands import ReportedFailure, report_failure, reported_failures
 from cpsr.journal.events import EventFile
 from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import (
@@ -34,6 +35,9 @@ __all__ = [
     "RecoveryRow",
     "RecoverySource",
     "RehearsalRow",
+    "ReportedFailure",
     "StepRow",
     "json_ready",
+    "report_failure",
+    "reported_failures",
 ]

@@ -35,7 +35,7 @@ class EventFile:
         self.failed_appends = 0
         self._failures: list[str] = []
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._descriptor).st_size
         # A line torn by the death of an earlier life must not swallow the next one.
         self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"

@@ -188,31 +188,32 @@ class PlanRow:
     from_iteration: int
     interval_iterations: int
     origin: str
-    mode: str | None = None
+    mode: Literal["predict", "recompute"] | None = None
     explanation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """One phase of the training that has ended; `xi` is the mean second moment of the gradients at its end."""
+    """One phase of the training that has ended; `xi` is the mean second moment of the gradients at its beginning."""
 
     life: int
     phase: int
     first_iteration: int
     last_iteration: int
     xi: float
-    change: float
+    last_xi: float
+    ended_by: Literal["change", "length"]
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FitRow:
-    """One curve as it was fitted at an iteration: of the loss, the predictor's error, failures, or recovery costs."""
+    """One curve as it was fitted at an iteration: of the loss, the predictor's error, or failures."""
 
     life: int
     iteration: int
-    kind: Literal["loss", "predictor", "failure_rate", "recovery_cost"]
+    kind: Literal["loss", "predictor", "failure_rate"]
     result: Mapping[str, Any]
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 

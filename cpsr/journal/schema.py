@@ -119,11 +119,11 @@ DROP TABLE plans;
 ALTER TABLE plans_3 RENAME TO plans;
 CREATE TABLE phases (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, phase INTEGER NOT NULL CHECK (phase >= 0),
-    first_iteration INTEGER NOT NULL, last_iteration INTEGER NOT NULL, xi REAL NOT NULL, change REAL NOT NULL,
-    created_unix_seconds REAL NOT NULL);
+    first_iteration INTEGER NOT NULL, last_iteration INTEGER NOT NULL, xi REAL NOT NULL, last_xi REAL NOT NULL,
+    ended_by TEXT NOT NULL CHECK (ended_by IN ('change', 'length')), created_unix_seconds REAL NOT NULL);
 CREATE TABLE fits (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate', 'recovery_cost')), result TEXT NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate')), result TEXT NOT NULL,
     created_unix_seconds REAL NOT NULL);
 """,
 }

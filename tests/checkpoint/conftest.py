@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.partial import weights_of
+from cpsr.checkpoint.snapshot import Part, Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state import OperatorState, ParamSlice, Shard
 
@@ -61,6 +62,21 @@ def assert_same_bits(found: Shard, expected: Shard) -> None:
 def save(store: CheckpointStore, iteration: int) -> None:
     """One complete save of a single-rank store."""
     store.write(make_snapshot(iteration))
+    assert store.commit(iteration, 5.0, threading.Event()).committed
+
+
+def partial_snapshot(iteration: int, part: Part, seed: int | None = None) -> Snapshot:
+    """What a rank contributes to a partial checkpoint; `whole` gives `make_snapshot`'s."""
+    whole = make_snapshot(iteration, seed)
+    if part == "whole":
+        return whole
+    place = {key: whole.scalars[key] for key in ("cumulative_learning_rate", "learning_rate", "origin")}
+    return Snapshot(iteration, weights_of(whole.shard) if part == "weights" else Shard({}), place, part=part)
+
+
+def save_partial(store: CheckpointStore, iteration: int, part: Part) -> None:
+    """One complete partial save of a single-rank store."""
+    store.write(partial_snapshot(iteration, part))
     assert store.commit(iteration, 5.0, threading.Event()).committed
 
 

@@ -4,6 +4,7 @@ Usage: kill_driver.py every <directory> | kill_driver.py random <directory> <see
 Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -15,14 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import cpsr.checkpoint.files as files
+from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
-from tests.checkpoint.conftest import assert_same_bits, make_shard, save
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save, save_partial
 
 KEEP_ALL = CheckpointConfig()
 CONFIG = CheckpointConfig(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
-STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod")
+STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod", "link")
 BEFORE = (10, 20, 30, 40)
 
 
@@ -46,11 +50,15 @@ def _prepare_base(run_dir: Path) -> None:
 
 
 def _work(run_dir: Path) -> None:
-    """Save, roll back behind that save, save the same iteration again; with everything that retention does."""
+    """Save, roll back behind that save, save the same iteration again; with everything that retention does.
+
+    A partial checkpoint, to which the first one's weights are carried, follows it and is rolled back too.
+    """
     store = CheckpointStore(run_dir, 0, 1, "run", 2)
     store.prepare()
     save(store, 50)
     _note(run_dir, 50)
+    save_partial(store, 55, "carried")
     store.retain(CONFIG)
     store.abandon_after(40, "a test")
     _note(run_dir, 40)
@@ -76,6 +84,7 @@ def _check(run_dir: Path) -> None:
         assert newest in (40, 50)
     else:
         assert newest >= (acknowledged[-1] if acknowledged else 40), (full, acknowledged)
+    _check_history(store)
     for iteration in full:
         shard = make_shard(999)
         scalars = store.load(iteration, shard)
@@ -88,6 +97,16 @@ def _check(run_dir: Path) -> None:
         store.retain(CONFIG)
     assert [info.iteration for info in store.catalogue() if info.full] == [newest + 10, newest + 20]
     assert verify_run(run_dir) == []
+
+
+def _check_history(store: CheckpointStore) -> None:
+    """Of every checkpoint, whole, thinned or partial, the weights are those of the iteration they were taken at."""
+    history = DiskHistory(store.directory, 0)
+    assert [entry.iteration for entry in history.entries] == [info.iteration for info in store.catalogue()]
+    for entry, operator in itertools.product(range(len(history.entries)), history.operators):
+        expected = make_shard(history.taken_at(operator, entry)).operators[operator].parameter.values
+        assert torch.equal(history.read(operator, entry, 0, history.numel(operator)), expected)
+    history.close()
 
 
 def _acknowledged(run_dir: Path) -> str:

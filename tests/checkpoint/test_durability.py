@@ -40,7 +40,7 @@ def run_driver(*arguments: str) -> list[str]:
 def test_killed_at_every_file_system_step_of_saves_and_retention(fast_path: Path) -> None:
     kills, *steps = run_driver("every", str(fast_path))
     # All primitives were met, so the injection really is in the way of the code under test.
-    expected = {"chmod", "fsync", "mkdir", "open", "rename", "replace", "rmdir", "save_file", "unlink", "write"}
+    expected = {"chmod", "fsync", "link", "mkdir", "open", "rename", "replace", "rmdir", "save_file", "unlink", "write"}
     assert set(steps) == expected
     assert int(kills) > 100
 

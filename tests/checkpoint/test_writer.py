@@ -79,9 +79,9 @@ def test_saves_are_committed_and_the_newest_becomes_the_recovery_buffer(tmp_path
 def test_a_slow_disk_never_blocks_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
-    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def slow(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
         gate.wait(20)
-        save_file(tensors, path)
+        save_file(tensors, path, header)
 
     monkeypatch.setattr("cpsr.checkpoint.files.save_file", slow)
     rank = Rank(tmp_path)
@@ -169,10 +169,10 @@ def test_a_write_that_the_kernel_refuses_is_survived_and_said(tmp_path: Path, fi
 def test_a_failing_rank_makes_rank_zero_abandon_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [Rank(tmp_path, rank, 2) for rank in (0, 1)]
 
-    def failing(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    def failing(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
         if path.name.startswith(".rank-00001.moments"):
             raise OSError(5, "Input/output error")
-        save_file(tensors, path)
+        save_file(tensors, path, header)
 
     monkeypatch.setattr("cpsr.checkpoint.files.save_file", failing)
     started = time.monotonic()
@@ -211,8 +211,8 @@ def test_an_unexpected_exception_is_logged_surfaced_and_survived(
 def test_a_read_back_that_differs_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path)
 
-    def flipping(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        save_file(tensors, path)
+    def flipping(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
+        save_file(tensors, path, header)
         data = bytearray(path.read_bytes())
         data[-3] ^= 1
         path.write_bytes(data)

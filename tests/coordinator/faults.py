@@ -32,8 +32,8 @@ def at_call(number: int, act: Instead) -> Callable[[Instead], Instead]:
     def around(original: Instead) -> Instead:
         counted = itertools.count(1)
 
-        def method(*arguments: Any) -> Any:
-            return act(original, *arguments) if next(counted) == number else original(*arguments)
+        def method(*arguments: Any, **named: Any) -> Any:
+            return act(original, *arguments) if next(counted) == number else original(*arguments, **named)
 
         return method
 

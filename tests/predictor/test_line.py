@@ -234,6 +234,36 @@ def test_operators_of_other_ages_get_rows_of_their_own(make_history: MakeHistory
     assert out["rare"].item() == 1000.0  # two snapshots of its own carry no line
     assert forecast.settings["held_names"] == ["rare"]
     assert "1 operators keep" in forecast.reason
+    assert forecast.settings["own_series_operators"] == 1
+    assert "1 operators follow snapshots" in forecast.reason
+
+
+def test_a_state_is_expected_to_be_no_better_than_its_oldest_operators(make_history: MakeHistory) -> None:
+    """As where ranks have intervals of their own; what it is measured to cost is then of no one setting."""
+    weights = straight(ITERATIONS)
+    target, predictor = Target(1010, 1010.0, 1.0), LinePredictor(gain=1.0, window_iterations=300)
+    newest = predictor.forecast(make_history(ITERATIONS, weights), target)
+    older = [iteration - 60 for iteration in ITERATIONS]
+    before = predictor.forecast(make_history(older, weights), target)
+    found = predictor.forecast(make_history(ITERATIONS, weights, taken={"w": older}), target)
+    assert newest.expected_lag_iterations < before.expected_lag_iterations == found.expected_lag_iterations
+    assert "own_series_operators" not in newest.settings
+    told = predictor.state_dict()
+    predictor.record({"kind": "recovery", "settings": found.settings, "lag_iterations": -90.0})
+    assert predictor.forecast(make_history(ITERATIONS, weights), target) == newest
+    assert predictor.state_dict()["direction"] == told["direction"]
+
+
+def test_a_failure_right_at_a_checkpoint_that_holds_older_weights_too(make_history: MakeHistory) -> None:
+    older = [iteration - 60 for iteration in ITERATIONS]
+    weights = [{"w": torch.tensor([i / 1000]), "old": torch.tensor([(i - 60) / 1000])} for i in ITERATIONS]
+    history = make_history(ITERATIONS, weights, taken={"old": older})
+    predictor = LinePredictor(gain=1.0, window_iterations=300)
+    forecast = predictor.forecast(history, Target(1000, 1000.0, 1.0))
+    out = predicted(predictor, history, forecast)
+    assert out["w"].item() == weights[-1]["w"].item()
+    assert out["old"].item() == pytest.approx(1.0)
+    assert forecast.expected_lag_iterations > 0
 
 
 def test_nothing_to_predict_for_any_operator_is_infeasible(make_history: MakeHistory) -> None:

@@ -476,6 +476,38 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
     assert forecasts[0].coefficients[shared] == pytest.approx(forecasts[1].coefficients[shared], rel=1e-5, abs=1e-6)
 
 
+def test_slices_of_one_operator_taken_at_other_iterations_are_not_summed(make_history: MakeHistory) -> None:
+    """Rank 1 carries every other snapshot along: it turns its slices by their own motion, with rank 0's network."""
+    steps, ranks = noisy(circle, 16), Ranks()
+    parts = halves(steps)
+    taken = [INTERVAL * (place - place % 2) for place in range(16)]
+    carried = [parts[1][place - place % 2] for place in range(16)]
+    predictors = [
+        teach(VITPPredictor(**LINE, direction="vitp", **ranks.options(rank)), make_history, parts[rank])
+        for rank in range(2)
+    ]
+    full = until(make_history, parts[0], 16)
+    first = round(full.entries[0].iteration / INTERVAL)
+    older = make_history(
+        [entry.iteration for entry in full.entries],
+        carried[first:],
+        taken=dict.fromkeys(carried[0], taken[first:]),
+        times=[entry.time for entry in full.entries],
+    )
+    target = ahead(full)
+    own, others = Ranks.together(
+        [partial(predictors[0].forecast, full, target), partial(predictors[1].forecast, older, target)]
+    )
+    alone = VITPPredictor(**LINE, direction="vitp", trains=False)
+    alone.load_state_dict(predictors[0].state_dict())
+    expected = alone.forecast(older, target)
+    shared = OPERATORS[3]
+    assert shared in own.coefficients
+    assert own.settings["direction"] == others.settings["direction"] == "vitp"
+    assert own.coefficients[shared] != others.coefficients[shared]
+    assert others.coefficients[shared] == pytest.approx(expected.coefficients[shared], rel=1e-4, abs=1e-5)
+
+
 def test_collectives_are_called_once_whatever_a_rank_holds(make_history: MakeHistory) -> None:
     steps = noisy(circle, 16)
     ranks = Ranks()

@@ -436,9 +436,9 @@ def test_a_skipped_last_checkpoint_is_taken_again_at_the_end(tmp_path: Path, mon
     begin = SnapshotPool.begin
     calls: list[int] = []
 
-    def busy_once(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any) -> Any:
+    def busy_once(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, *part: Any) -> Any:
         calls.append(iteration)
-        return None if calls == [3, 6, 9, 12] else begin(pool, shard, iteration, scalars)
+        return None if calls == [3, 6, 9, 12] else begin(pool, shard, iteration, scalars, *part)
 
     monkeypatch.setattr(SnapshotPool, "begin", busy_once)
     life(tmp_path, 12)

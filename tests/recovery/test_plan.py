@@ -1,23 +1,57 @@
 """The interval that the planner chooses is agreed by the ranks and explained in the journal."""
 
+from itertools import pairwise
+from typing import Any
+
 from cpsr.journal import JournalReader
 from tests.recovery.job import Job
 
+SETTINGS: dict[str, Any] = {
+    "checkpoint": {"interval_iterations": None},
+    "planner": {"mtbf_hours": 0.01, "interval_min_iterations": 3, "interval_max_iterations": 9},
+    "fitter": {"phase_min_iterations": 30, "phase_max_iterations": 30},
+    "journal": {"flush_iterations": 2},
+}
 
-def test_young_on_two_ranks(job: Job) -> None:
-    ended = job.launch(
-        settings={
-            "checkpoint": {"interval_iterations": None},
-            "planner": {"mtbf_hours": 0.01, "interval_min_iterations": 3, "interval_max_iterations": 9},
-        }
-    )
+
+def test_two_ranks_plan_anew_at_the_end_of_each_phase(job: Job) -> None:
+    ended = job.launch(settings=SETTINGS, iterations=240)
     assert ended.statuses == [0, 0], ended.output[0][-3000:]
     with JournalReader(job.run_dir / "journal.db") as journal:
-        plan = journal.latest_plan()
+        plans, phases, fits = journal.plans(), journal.phases(), journal.fits()
         saved = [row.iteration for row in journal.checkpoints() if row.status == "committed"]
-    assert plan is not None
-    assert plan.origin == "young"
-    assert plan.from_iteration > 0, "it was planned anew from what was measured"
-    assert plan.explanation["inputs"]["stall_seconds"] > 0
-    assert plan.explanation["inputs"]["iteration_seconds"] > 0
+        events = [event.kind for event in journal.events()]
+    assert "planning ended" not in events
     assert saved[0] == 3, "before anything is measured the minimum holds"
+    assert [phase.phase for phase in phases] == list(range(len(phases)))
+    assert phases
+    assert all(phase.last_iteration - phase.first_iteration >= 30 for phase in phases)
+    assert {fit.kind for fit in fits} >= {"loss", "failure_rate"}
+    first, *_, last = plans
+    assert first.from_iteration == 0
+    assert last.origin == "cpsr"
+    assert last.mode in ("predict", "recompute")
+    assert last.from_iteration > phases[0].last_iteration
+    inputs = last.explanation["inputs"]
+    assert inputs["stall_seconds"] > 0
+    assert inputs["iteration_seconds"] > 0
+    assert last.explanation["origins"]["stall_seconds"]["kind"] == "measured"
+    assert len(last.explanation["ranks"]["optimum_iterations"]) == 2, "rank 1 told its costs in its checkpoint"
+    assert {"young", "daly", "checkfreq", "pccheck", "gemini"} <= set(last.explanation["rivals"])
+
+
+def test_a_life_goes_on_with_the_interval_and_the_phases_of_the_one_before(job: Job) -> None:
+    settings = {**SETTINGS, "planner": {**SETTINGS["planner"], "interval_min_iterations": 2, "policy": "daly"}}
+    first = job.launch(settings=settings, iterations=120)
+    assert first.statuses == [0, 0], first.output[0][-3000:]
+    second = job.launch(settings=settings, iterations=240)
+    assert second.statuses == [0, 0], second.output[0][-3000:]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        plans, phases = journal.plans(), journal.phases()
+    before = [plan for plan in plans if plan.life == 0][-1]
+    after = next(plan for plan in plans if plan.life == 1)
+    assert after.interval_iterations == before.interval_iterations
+    assert "before the restart" in after.explanation["rule"]
+    assert [phase.phase for phase in phases] == list(range(len(phases)))
+    assert all(old.last_iteration == new.first_iteration for old, new in pairwise(phases))
+    assert any(phase.life == 1 for phase in phases)

@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import numpy
 import torch
+from safetensors.torch import save_file
 
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
@@ -24,6 +25,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.codec import encode
+from cpsr.planner.plan import Plan
 from tests.coordinator.faults import FAULTS
 from tests.recovery.engines import BATCH, SEED, Regression, configuration, dataset, initialize, loader, pipeline
 
@@ -50,6 +52,9 @@ class Options:
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
         block: hand CPSR its configuration in that of DeepSpeed, as a `mapping` or a `file`.
         odd_rank: a rank whose model has a buffer of another shape.
+        rank_intervals: what rank 0's planner proposes at the start, as it would where ranks' costs differ, and nothing
+            later; of no rank: nothing at all.
+        began: leave the weights that this life began with beside the result.
     """
 
     config: dict[str, Any]
@@ -67,6 +72,8 @@ class Options:
     load_back: tuple[int, int] | None = None
     block: str = ""
     odd_rank: int | None = None
+    rank_intervals: tuple[int, ...] | None = None
+    began: bool = False
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
@@ -78,11 +85,23 @@ def main(options: Options, rank: int, ranks: int) -> None:
     config = None if options.block else options.config
     with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
         restored = recovery.restored
+        if options.rank_intervals is not None:
+            propose_only(recovery, options.rank_intervals)
+        if options.began:
+            weights = {name: one.parameter.values for name, one in recovery._adapter.shard().operators.items()}
+            save_file(weights, options.result.with_suffix(f".{rank}.safetensors"))
         started = {"iteration": recovery.iteration, "method": restored.method, "reason": restored.reason}
         dealt = loop(recovery, engine, batches, options, faults)
         result = {"started": started, "batches": dealt} | final_state(recovery, engine)
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> None:
+    """Have the planner propose these intervals, by the way that all proposals go, and nothing of what it measures."""
+    setattr(recovery._planner, "_propose", lambda *_, **__: None)  # noqa: B010 - mypy refuses to assign to a method
+    if rank_intervals:
+        recovery._planner._proposal = Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)
 
 
 def initialize_ranks(result: Path, rank: int, ranks: int) -> None:

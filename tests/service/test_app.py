@@ -14,14 +14,15 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from cpsr.config import PlannerConfig
 from cpsr.errors import ConfigError
-from cpsr.journal import CheckpointRow, Journal, PlanRow, RecoveryRow, RecoverySource, StepRow
-from cpsr.planner.interval import young_plan
+from cpsr.journal import CheckpointRow, FailureRow, Journal, PlanRow, RecoveryRow, RecoverySource, RehearsalRow, StepRow
+from cpsr.planner.bounds import Limits
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.plan import make_plan
 from cpsr.service.app import bind, create_app
 
 FLUSH_SECONDS = 20.0
-PLAN = young_plan(0.5, 1.5, 3.0, PlannerConfig())
+PLAN = make_plan([PlannerInputs(1.5, 0.5, 3.0, 1 / 43200)], Limits(10, 500), policy="young")
 
 
 @pytest.fixture
@@ -44,6 +45,7 @@ def record_plan(journal: Journal) -> None:
             from_iteration=20,
             interval_iterations=PLAN.interval_iterations,
             origin=PLAN.origin,
+            mode=PLAN.mode,
             explanation=PLAN.explanation,
         )
     )
@@ -85,8 +87,22 @@ def test_plan_of_a_running_job(tmp_path: Path, client: TestClient, journal: Jour
     journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", bytes=1234, origin="trained"))
     journal.record_checkpoint(CheckpointRow(life=0, iteration=60, status="skipped", reason="slow disk"))
     journal.record_recovery(recovery())
+    journal.record_rehearsal(
+        RehearsalRow(
+            id="d",
+            life=0,
+            iteration=70,
+            failure_iteration=60,
+            checkpoint_iteration=50,
+            outcome="refused",
+            reason="vetoed",
+            cost_seconds=2.0,
+        )
+    )
     assert journal.flush(FLUSH_SECONDS)
     body = client.get("/plan").json()
+    assert (body["last_rehearsal"]["outcome"], body["last_rehearsal"]["lag_iterations"]) == ("refused", None)
+    assert body["recovery_mode"] == "recompute"
     assert (body["run_id"], body["world_size"], body["mode"], body["last_iteration"]) == ("gpt", 2, "predict", 7)
     assert body["warnings"] == []
     assert [entry["rank"] for entry in body["ranks"]] == [0, 1]
@@ -207,7 +223,7 @@ def damaged(path: Path, assignment: str) -> None:
         (lambda path: damaged(path, "explanation = '{torn'"), "damaged PlanRow"),
         (lambda path: damaged(path, "explanation = '3'"), "damaged PlanRow"),
         (lambda path: damaged(path, "from_iteration = 'x'"), "damaged PlanRow"),
-        (lambda path: damaged(path, "origin = 'daly'"), "does not know"),
+        (lambda path: damaged(path, "mode = 'guess'"), "does not know"),
     ],
     ids=["absent", "newer", "truncated", "foreign", "empty", "directory", "torn", "number", "text", "unknown"],
 )
@@ -364,3 +380,54 @@ def test_serve_beside_a_writing_trainer_until_sigterm(tmp_path: Path) -> None:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait(10)
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> TestClient:
+    return TestClient(create_app(tmp_path, allow_writes=True), base_url="http://127.0.0.1:8712")
+
+
+def test_a_reported_failure_is_listed_beside_those_that_the_job_saw(writing: TestClient, journal: Journal) -> None:
+    journal.record_failure(
+        FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=100.0)
+    )
+    assert journal.flush(FLUSH_SECONDS)
+    reply = writing.post("/failures", json={"description": "node 17", "failed_unix_seconds": 200.0})
+    assert reply.status_code == 201
+    assert reply.json()["reported"] is True
+    assert writing.post("/failures", json={"description": "now"}).json()["failed_unix_seconds"] > 1e9
+    body = writing.get("/failures").json()
+    assert [one["description"] for one in body["failures"]] == ["now", "node 17", "killed"]
+    assert (body["failures"][2]["iteration"], body["failures"][1]["iteration"]) == (92, None)
+    limited = writing.get("/failures", params={"limit": 1}).json()
+    assert (len(limited["failures"]), limited["total"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"description": ""},
+        {"description": "x" * 1001},
+        {"description": "x", "failed_unix_seconds": -1.0},
+        {"d": 1},
+        {"description": "x", "failed_unix_seconds": 9e15},
+    ],
+)
+def test_a_report_that_makes_no_sense_is_refused(writing: TestClient, journal: Journal, body: dict[str, Any]) -> None:
+    error_of(writing.post("/failures", json=body), 422)
+    assert writing.get("/failures").json()["total"] == 0
+
+
+def test_only_who_may_write_can_report(tmp_path: Path, client: TestClient, journal: Journal) -> None:
+    assert error_of(client.post("/failures", json={"description": "x"}), 403)["code"] == "writes_off"
+    elsewhere = TestClient(create_app(tmp_path, allow_writes=True), base_url="http://evil.example")
+    assert error_of(elsewhere.post("/failures", json={"description": "x"}), 403)["code"] == "foreign_host"
+    # What a page of another site can send without being asked first has no JSON type.
+    local = TestClient(create_app(tmp_path, allow_writes=True), base_url="http://localhost")
+    error_of(local.post("/failures", content='{"description": "x"}', headers={"content-type": "text/plain"}), 422)
+    assert local.get("/failures").json()["total"] == 0
+
+
+def test_a_failure_cannot_be_reported_to_no_run(writing: TestClient) -> None:
+    error_of(writing.post("/failures", json={"description": "x"}), 503)

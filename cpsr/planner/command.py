@@ -1,0 +1,91 @@
+"""`cpsr plan`: plans of a described job, for people or for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cpsr.errors import ConfigError
+from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
+from cpsr.planner.spec import PlanSpec, read_plan_spec
+
+__all__ = ["run_plan"]
+
+PERCENT = 100.0
+
+
+def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
+    """Plan a described job by each policy, and print the plans.
+
+    Args:
+        path: the description.
+        policies: names; none is the policy of least cost.
+        as_json: print one JSON object.
+
+    Raises:
+        ConfigError: the description or a policy is not usable.
+    """
+    spec = read_plan_spec(path)
+    known = policy_names(spec.rivals())
+    unknown = [name for name in policies if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"policies that cannot be used: {', '.join(unknown)}; known are {', '.join(known)}, and fixed where the "
+            "description has fixed_interval_iterations"
+        )
+    plans = [_plan(spec, policy) for policy in policies or (LEAST_COST,)]
+    if as_json:
+        print(json.dumps({"plans": [_plain(plan) for plan in plans]}, allow_nan=False))  # noqa: T201
+        return
+    console = Console()
+    console.print(_plans_table(plans))
+    console.print(_rules_table(plans[0]))
+    for note in dict.fromkeys(note for plan in plans for note in plan.explanation["notes"]):
+        console.print(f"- {note}")
+
+
+def _plan(spec: PlanSpec, policy: str) -> Plan:
+    return make_plan(spec.inputs(), spec.bounds(), policy, spec.mode, spec.intervals, spec.rivals())
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    return {
+        "policy": plan.origin,
+        "interval_iterations": plan.interval_iterations,
+        "mode": plan.mode,
+        "rank_interval_iterations": list(plan.rank_interval_iterations),
+        "explanation": plan.explanation,
+    }
+
+
+def _plans_table(plans: Sequence[Plan]) -> Table:
+    inputs = plans[0].explanation["inputs"]
+    title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (restarts apart)"
+    table = Table("policy", "interval", "mode", "bound", "stalls %", "recoveries %", "total %", title=title)
+    for plan in plans:
+        expected: Mapping[str, Any] = plan.explanation["expected"]
+        shares = [expected[f"{part}_per_second"] for part in ("stall", "recovery", "cost")]
+        interval = str(plan.interval_iterations)
+        if len(set(plan.rank_interval_iterations)) > 1:
+            interval += f" (ranks: to {max(plan.rank_interval_iterations)})"
+        table.add_row(plan.origin, interval, plan.mode, plan.explanation["bound"], *map(_percent, shares))
+    return table
+
+
+def _rules_table(plan: Plan) -> Table:
+    """What every rule would choose before any bound; a rival's cost is by its own recovery."""
+    table = Table("rule", "interval", "expected cost %", "note", title="What others would choose, unbounded")
+    for name, said in {**plan.explanation["forms"], **plan.explanation["rivals"]}.items():
+        table.add_row(name, str(said["interval_iterations"]), _percent(said["cost_per_second"]), said["note"])
+    return table
+
+
+def _percent(share: float | str) -> str:
+    return share if isinstance(share, str) else f"{PERCENT * share:.3f}"
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

@@ -1,0 +1,179 @@
+"""Why a plan is as it is: plain data for the journal, the service and the command line."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from cpsr.planner.bounds import Limits, Mode
+from cpsr.planner.choice import Rule
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.objective import Costs
+from cpsr.planner.ranks import Optimum
+from cpsr.planner.rivals import Rival
+from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
+
+__all__ = ["explain", "explain_ranks"]
+
+RULES = {
+    "cpsr": "least expected cost: stalls per second + failures_per_second * mean recovery",
+    "theorem1": "CPSR, Theorem 1 as printed: tau1 / (B + r)",
+    "untruncated": "CPSR, Theorem 1 without its last truncation: (tau1 - lambda sqrt(A T_s)) / (B + r)",
+    "sinh": "CPSR, exact stationarity of Eq. 17: tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)",
+    "fixed": "the interval that the user set",
+    "young": "Young 1974: sqrt(2 * stall_seconds * mtbf_seconds) / iteration_seconds",
+    "daly": "Daly 2006, higher order",
+    "checkfreq": "CheckFreq: the persist time, then longer until the overhead is within its limit",
+    "pccheck": "PCcheck: persist time over concurrent checkpoints and tolerated slowdown",
+    "gemini": "Gemini: the interval of least cost of recomputing, told by an oracle",
+}
+INPUT_FIELDS = (
+    "iteration_seconds",
+    "stall_seconds",
+    "persist_seconds",
+    "failures_per_second",
+    "restart_seconds",
+    "predict_seconds",
+    "watch_iterations",
+)
+
+
+def explain(
+    job: PlannerInputs,
+    limits: Limits,
+    policy: str,
+    chosen: Optimum,
+    by_mode: Mapping[Mode, Optimum | None],
+    forms: Mapping[str, Rule],
+    rivals: Mapping[str, Rival],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """The explanation of a plan; JSON takes it, and every key that needs a unit has one.
+
+    Args:
+        job: the ranks together.
+        limits: of the user and the predictor.
+        policy: that chose.
+        chosen: interval and mode of the job.
+        by_mode: the best of each mode; None where it is not possible.
+        forms: the paper's answers, by name.
+        rivals: others' rules, by name.
+        notes: what is already known to be unusual.
+    """
+    said = [*notes, *chosen.bounds.notes, *_unusual(job)]
+    return {
+        "rule": RULES.get(policy, policy),
+        "mode": chosen.mode,
+        "bound": chosen.bound,
+        "bounds": _bounds(chosen, limits),
+        "inputs": _inputs(job),
+        "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
+        "expected": _expected(job, chosen),
+        "modes": {mode: _option(best) for mode, best in by_mode.items()},
+        "forms": _forms(job, forms),
+        "rivals": {name: _rival(job, rule) for name, rule in rivals.items()},
+        "notes": list(dict.fromkeys(note for note in said if note)),
+    }
+
+
+def explain_ranks(own: Sequence[Optimum], intervals: Sequence[int]) -> dict[str, Any]:
+    """What each rank would take alone, and takes; one list a column, by rank, which is short for a thousand of them.
+
+    Args:
+        own: the optimum of each rank.
+        intervals: of each rank; empty where all take the job's.
+    """
+    return {
+        "optimum_iterations": [best.interval_iterations for best in own],
+        "mode": [best.mode for best in own],
+        "minimum_iterations": [best.bounds.minimum_iterations for best in own],
+        "maximum_iterations": [best.bounds.maximum_iterations for best in own],
+        "bound": [best.bound for best in own],
+        "interval_iterations": list(intervals),
+    }
+
+
+def _inputs(job: PlannerInputs) -> dict[str, Any]:
+    rate = job.failures_per_second
+    figures: dict[str, Any] = {name: plain(getattr(job, name)) for name in INPUT_FIELDS}
+    figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
+    figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
+    figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
+    if job.phase is not None:
+        figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}
+    return figures
+
+
+def _unusual(job: PlannerInputs) -> list[str]:
+    notes = []
+    for name in INPUT_FIELDS[:4]:
+        value = getattr(job, name)
+        if not value >= 0:
+            notes.append(f"{name} is {value}: not known, the minimum holds")
+    for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
+        value = getattr(job, name)
+        if value == 0 or math.isinf(value):
+            notes.append(f"{name} is {value}: the cost has no interior optimum, a bound holds")
+    return notes
+
+
+def _bounds(chosen: Optimum, limits: Limits) -> dict[str, Any]:
+    bounds = chosen.bounds
+    return {
+        "minimum_iterations": bounds.minimum_iterations,
+        "minimum_by": bounds.minimum_by,
+        "maximum_iterations": bounds.maximum_iterations,
+        "maximum_by": bounds.maximum_by,
+        "interval_min_iterations": limits.interval_min_iterations,
+        "interval_max_iterations": limits.interval_max_iterations,
+        "predictable_interval_iterations": limits.predictable_interval_iterations,
+    }
+
+
+def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
+    """What the plan foretells, in seconds per second of wall time and per failure."""
+    interval = numpy.array([[float(chosen.interval_iterations)]])
+    costs = Costs([job])
+    failure_seconds = float(costs.recovery_seconds(interval, chosen.mode)[0, 0])
+    return {
+        "cost_per_second": plain(chosen.cost_per_second),
+        "stall_per_second": plain(float(costs.stall_per_second(interval, chosen.mode)[0, 0])),
+        "recovery_per_second": plain(job.failures_per_second * failure_seconds),
+        "restart_per_second": plain(job.failures_per_second * job.restart_seconds),
+        "recovery_seconds_per_failure": plain(failure_seconds),
+    }
+
+
+def _option(best: Optimum | None) -> dict[str, Any] | str:
+    if best is None:
+        return "not possible"
+    return {
+        "interval_iterations": best.interval_iterations,
+        "cost_per_second": plain(best.cost_per_second),
+        "bound": best.bound,
+    }
+
+
+def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:
+    """The paper's answers, unbounded, with what they would cost by the same measure as the plan."""
+    choices = {name: rule.choose(job) for name, rule in forms.items()}
+    intervals = numpy.array([[float(choice.interval_iterations) for choice in choices.values()]])
+    costs = Costs([job]).per_second(intervals, "recompute" if job.recovery is None else "predict")[0]
+    return {
+        name: {
+            "interval_iterations": choice.interval_iterations,
+            "cost_per_second": plain(float(cost)),
+            "note": choice.note,
+        }
+        for (name, choice), cost in zip(choices.items(), costs, strict=True)
+    }
+
+
+def _rival(job: PlannerInputs, rule: Rival) -> dict[str, Any]:
+    choice = rule.choose(job)
+    return {
+        "interval_iterations": choice.interval_iterations,
+        "cost_per_second": plain(rule.cost(job, choice.interval_iterations)),
+        "note": choice.note,
+    }

@@ -1,0 +1,100 @@
+"""What a plan is made from: costs in seconds, curves in iterations, and where each figure comes from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy
+from numpy.typing import NDArray
+
+__all__ = ["Array", "Origin", "PhaseInputs", "PlannerInputs", "RecoveryCost"]
+
+Array = NDArray[numpy.float64]
+
+
+class RecoveryCost(Protocol):
+    """What a failure costs when the state at the failure is predicted; a line in the horizon.
+
+    The planner asks at the mean horizon of a failure: for a line that is the mean lag.
+    """
+
+    @property
+    def source(self) -> str:
+        """Where the curve comes from, for the plan's explanation."""
+
+    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """Iterations behind for good (negative: ahead) after a failure that far past its checkpoint.
+
+        Args:
+            horizon_iterations: `u = f - c` of the failures.
+            interval_iterations: spacing of the checkpoints that the prediction rests on; broadcast with the horizons.
+        """
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where one input comes from.
+
+    Attributes:
+        kind: measured in this run, expected by the offline prior, or set by the user.
+        samples: measurements behind it.
+        age_iterations: since the newest of them; None where it was not measured.
+    """
+
+    kind: Literal["measured", "prior", "configured"]
+    samples: int = 0
+    age_iterations: int | None = None
+
+
+@dataclass(frozen=True)
+class PhaseInputs:
+    """The paper's curves in one phase of training (its Eq. 7, 8 and 11), with the iteration as their unit of time.
+
+    Attributes:
+        first_iteration: of the phase.
+        last_iteration: of the phase, as far as it is planned for.
+        alpha1_per_iteration: decay of the loss, `exp(-alpha1 t + alpha2)`.
+        alpha2: its logarithm at t = 0.
+        tau1_per_checkpoint: decay of the predictor's error, `exp(-tau1 n + tau2)` after n checkpoints.
+        tau2: its logarithm at n = 0.
+        xi: mean second moment of the gradients.
+        parameters: N_p, how many a failure takes.
+    """
+
+    first_iteration: int
+    last_iteration: int
+    alpha1_per_iteration: float
+    alpha2: float
+    tau1_per_checkpoint: float
+    tau2: float
+    xi: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class PlannerInputs:
+    """What is known of one rank's (or the job's) costs when a plan is made.
+
+    Attributes:
+        iteration_seconds: mean time of one iteration.
+        stall_seconds: T_s, extra time of the training thread per checkpoint.
+        persist_seconds: from the snapshot to the commit record.
+        failures_per_second: lambda, of the whole job.
+        recovery: what a predicted recovery costs; None where prediction is not possible: then it is recomputed.
+        restart_seconds: from the failure to the restored checkpoint, the same however it goes on.
+        predict_seconds: extra time of forecasting, predicting and injecting.
+        phase: the paper's curves; None until they could be fitted.
+        origins: of the fields above, by name.
+        watch_iterations: after a predicted restart, in which no checkpoint is begun.
+    """
+
+    iteration_seconds: float
+    stall_seconds: float
+    persist_seconds: float
+    failures_per_second: float
+    recovery: RecoveryCost | None = None
+    restart_seconds: float = 0.0
+    predict_seconds: float = 0.0
+    phase: PhaseInputs | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    watch_iterations: int = 0

@@ -1,0 +1,210 @@
+"""What an interval costs: seconds lost to checkpoints and failures, per second of wall time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from cpsr.planner.bounds import Mode
+from cpsr.planner.inputs import Array, PlannerInputs, RecoveryCost
+
+__all__ = ["Costs", "cheapest", "cost_per_second"]
+
+# Failures rarer than one in so many periods cost, each, what these do; at no failures at all the limit is a 0 / 0.
+RARE_PER_PERIOD = 1e-9
+# Intervals looked at in one pass of the search. From 10 to 500 iterations neighbours are 14% apart, where the cost of
+# recomputing differs by 1% around its optimum: every dip that matters is seen, and the second pass takes all integers.
+SEARCH_INTERVALS = 32
+
+
+class Costs:
+    """Costs of several ranks at once, each at its own intervals: arrays are `(ranks, intervals)`.
+
+    Exact for failures without memory at any rate, where a checkpoint is durable before the next is begun. Restarts are
+    in none of them: they cost the same at every interval and in both modes.
+
+    A life lasts from one restart to the next failure. Its first checkpoint is begun an interval after the restart, and
+    after a predicted one not before the watch is over; those that follow, a period `P = T_c + T_s` apart. Until the
+    first is durable a failure finds the checkpoint of an earlier life, farther back.
+
+    Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
+
+    Args:
+        ranks: what is known of each.
+    """
+
+    def __init__(self, ranks: Sequence[PlannerInputs]) -> None:
+        self._iteration_seconds = _column(rank.iteration_seconds for rank in ranks)
+        self._stall_seconds = _column(rank.stall_seconds for rank in ranks)
+        self._failures_per_second = _column(rank.failures_per_second for rank in ranks)
+        self._predict_seconds = _column(rank.predict_seconds for rank in ranks)
+        self._watch_iterations = _column(rank.watch_iterations for rank in ranks)
+        persist = _column(rank.persist_seconds for rank in ranks)
+        # What is not known, or never ends, is left to the bounds.
+        self._persist_seconds = numpy.where(numpy.isfinite(persist), persist, 0.0)
+        self._curves = _by_curve(ranks)
+
+    def stall_per_second(self, intervals: Array, mode: Mode) -> Array:
+        """Share of the wall time that goes to checkpoints: `T_s / (T_c + T_s)` where failures are rare.
+
+        Args:
+            intervals: in iterations.
+            mode: how failures are recovered from.
+        """
+        with numpy.errstate(all="ignore"):
+            life = self._life(intervals, mode)
+            return numpy.asarray(numpy.exp(-life.failures_per_second * self._seconds_before(mode)) * life.stall)
+
+    def recovery_seconds(self, intervals: Array, mode: Mode) -> Array:
+        """Mean cost of a failure in seconds.
+
+        Recomputed, it is all that was trained since the newest durable checkpoint. Predicted, it is the step that was
+        under way, the time to predict, which a further failure repeats, and the lag. Failures that follow each other
+        before a checkpoint is durable have one lag together, that of the distance of the last of them.
+
+        Args:
+            intervals: in iterations.
+            mode: predict, at the lag of the recovery-cost curve and the time to predict; or recompute.
+
+        Returns:
+            Seconds; negative where predicted recoveries come out ahead.
+
+        Raises:
+            ValueError: prediction is asked for and a rank has no curve for it.
+        """
+        with numpy.errstate(all="ignore"):
+            life = self._life(intervals, mode)
+            if mode == "recompute":
+                return numpy.asarray(life.redone_seconds)
+            # Iterations between two checkpoints, or restarts, that the last step of each life does not finish.
+            whole = life.redone_seconds / self._iteration_seconds - 0.5
+            lags = 0.5 + life.renewed * self._lag_iterations(whole / life.renewed, intervals)
+            lost = life.failures_per_second * lags * self._iteration_seconds
+            before = -life.failures_per_second * self._seconds_before(mode)
+            share = -numpy.expm1(before) + numpy.exp(before) * lost
+            return numpy.asarray(share / life.failures_per_second)
+
+    def per_second(self, intervals: Array, mode: Mode) -> Array:
+        """Seconds lost per second of wall time, `J = stalls + lambda * mean T_p`.
+
+        Args:
+            intervals: in iterations.
+            mode: how failures are recovered from.
+
+        Returns:
+            Seconds per second; not finite where an input is not.
+        """
+        with numpy.errstate(all="ignore"):
+            recoveries = self._failures_per_second * self.recovery_seconds(intervals, mode)
+            return numpy.asarray(self.stall_per_second(intervals, mode) + recoveries)
+
+    def _seconds_before(self, mode: Mode) -> Array:
+        """Of a recovery, before its life begins."""
+        return self._predict_seconds if mode == "predict" else numpy.zeros_like(self._predict_seconds)
+
+    def _life(self, intervals: Array, mode: Mode) -> "_Life":
+        trained = intervals * self._iteration_seconds
+        period = trained + self._stall_seconds
+        rate = numpy.maximum(self._failures_per_second, RARE_PER_PERIOD / period)
+        first = trained
+        if mode == "predict":
+            first = numpy.maximum(intervals, self._watch_iterations) * self._iteration_seconds
+        # Of a life's 1 / rate seconds: in stalls, and in training of which a durable checkpoint is left.
+        stall = -numpy.expm1(-rate * self._stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
+        renewed = numpy.exp(-rate * (first + self._stall_seconds + self._persist_seconds))
+        kept = renewed * rate * (first + trained / numpy.expm1(rate * period))
+        return _Life(rate, stall, (1 - stall - kept) / rate, renewed)
+
+    def _lag_iterations(self, horizons: Array, intervals: Array) -> Array:
+        intervals, lags = numpy.broadcast_to(intervals, horizons.shape), numpy.empty(horizons.shape)
+        for curve, places in self._curves:
+            if curve is None:
+                raise ValueError("inputs without a recovery-cost curve allow recomputing only")
+            lags[places] = curve.lag_iterations(horizons[places], intervals[places])
+        return lags
+
+
+@dataclass(frozen=True)
+class _Life:
+    """Means of one life.
+
+    Attributes:
+        failures_per_second: at least RARE_PER_PERIOD.
+        stall: share of it.
+        redone_seconds: trained since the checkpoint, or the restart, that the failure goes back to.
+        renewed: probability that a checkpoint of its own is durable.
+    """
+
+    failures_per_second: Array
+    stall: Array
+    redone_seconds: Array
+    renewed: Array
+
+
+def cost_per_second(inputs: PlannerInputs, interval_iterations: Array, mode: Mode) -> Array:
+    """Seconds lost per second of wall time by one rank or job; see `Costs.per_second`.
+
+    Args:
+        inputs: what is known of it.
+        interval_iterations: `(intervals,)`.
+        mode: how failures are recovered from.
+
+    Returns:
+        `(intervals,)`.
+    """
+    row = numpy.asarray(interval_iterations, dtype=numpy.float64)[None]
+    return numpy.asarray(Costs([inputs]).per_second(row, mode)[0])
+
+
+def cheapest(
+    cost: Callable[[Array], Array], lowest: NDArray[numpy.int64], highest: NDArray[numpy.int64]
+) -> NDArray[numpy.int64]:
+    """The interval of least cost between two bounds, of every rank; the shortest where no cost is finite.
+
+    Looks at a geometric selection of the intervals, then between the neighbours of the best, until all integers there
+    have been seen: their number does not matter.
+
+    Args:
+        cost: seconds per second of intervals, `(ranks, intervals)` to the same shape.
+        lowest: `(ranks,)` iterations, at least 1.
+        highest: `(ranks,)` iterations, at least the lowest.
+    """
+    rows = numpy.arange(len(lowest))
+    low, high = lowest, highest
+    while True:
+        grid = _grid(low, high)
+        costs = cost(grid)
+        best = numpy.argmin(numpy.where(numpy.isfinite(costs), costs, numpy.inf), axis=1)
+        if numpy.all(high - low < SEARCH_INTERVALS):
+            return numpy.asarray(grid[rows, best], dtype=numpy.int64)
+        low = grid[rows, numpy.maximum(best - 1, 0)].astype(numpy.int64)
+        # Two further: where rounding has put the best on the grid twice, one further is no step.
+        high = grid[rows, numpy.minimum(best + 2, SEARCH_INTERVALS - 1)].astype(numpy.int64)
+
+
+def _grid(low: NDArray[numpy.int64], high: NDArray[numpy.int64]) -> Array:
+    """All integers from low to high where they are few, else a geometric selection; `(ranks, SEARCH_INTERVALS)`."""
+    steps = numpy.arange(SEARCH_INTERVALS)
+    every: Array = numpy.minimum(low[:, None] + steps, high[:, None]).astype(numpy.float64)
+    wide = high - low >= SEARCH_INTERVALS
+    if not wide.any():
+        return every
+    ratio = (high / low)[:, None]
+    selected = numpy.rint(low[:, None] * ratio ** (steps / (SEARCH_INTERVALS - 1)))
+    return numpy.asarray(numpy.where(wide[:, None], numpy.minimum(selected, high[:, None]), every))
+
+
+def _by_curve(ranks: Sequence[PlannerInputs]) -> list[tuple[RecoveryCost | None, slice | list[int]]]:
+    """Ranks that share a curve, which are asked about together.
+
+    By identity, since curves need not be comparable; a slice for a single rank, since that is several times as fast.
+    """
+    places: dict[int, list[int]] = {}
+    for place, rank in enumerate(ranks):
+        places.setdefault(id(rank.recovery), []).append(place)
+    return [(ranks[own[0]].recovery, slice(own[0], own[0] + 1) if len(own) == 1 else own) for own in places.values()]
+
+
+def _column(values: Iterable[float]) -> Array:
+    return numpy.asarray(numpy.fromiter(values, dtype=numpy.float64)[:, None])

@@ -1,0 +1,193 @@
+"""Several ranks in lockstep: the job that they are together, and what each would want alone."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy
+
+from cpsr.planner.bounds import Bound, Bounds, Limits, Mode, bounds_of
+from cpsr.planner.inputs import Array, Origin, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.planner.objective import Costs, cheapest
+
+__all__ = ["Optimum", "cheaper", "job_of", "multiples", "optima"]
+
+
+# Of these the job has the largest of any rank.
+LARGEST_FIELDS = (
+    "iteration_seconds",
+    "stall_seconds",
+    "persist_seconds",
+    "failures_per_second",
+    "restart_seconds",
+    "predict_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The interval of least cost of one rank, or of the job, in one mode.
+
+    Attributes:
+        interval_iterations: inside the bounds.
+        mode: how failures are recovered from.
+        cost_per_second: seconds lost per second, restarts apart; infinite where an input is not known.
+        bounds: of the mode.
+        bound: the active one, without which another interval would have been cheaper.
+    """
+
+    interval_iterations: int
+    mode: Mode
+    cost_per_second: float
+    bounds: Bounds
+    bound: Bound
+
+
+@dataclass(frozen=True)
+class _MeanCurve:
+    """The mean of the ranks' recovery costs: a failure may hit any of them."""
+
+    curves: tuple[tuple[RecoveryCost, int], ...]
+    ranks: int
+
+    @property
+    def source(self) -> str:
+        return f"mean over {self.ranks} ranks; the first: {self.curves[0][0].source}"
+
+    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        lags = numpy.zeros(numpy.broadcast_shapes(numpy.shape(horizon_iterations), numpy.shape(interval_iterations)))
+        for curve, count in self.curves:
+            lags += count / self.ranks * curve.lag_iterations(horizon_iterations, interval_iterations)
+        return lags
+
+
+def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
+    """One description of ranks in lockstep: everyone waits for the slowest, and a failure may hit any of them.
+
+    Prediction is possible where it is on every rank. What is not known of one rank is not known of the job. A predicted
+    restart predicts all ranks: the phase has the parameters of all. An origin is that of the rank whose figure is
+    taken, and where all have the same one, of the first.
+
+    Args:
+        ranks: at least one.
+    """
+    first = ranks[0]
+    if len(ranks) == 1:
+        return first
+    return replace(
+        first,
+        **{name: _largest(getattr(rank, name) for rank in ranks) for name in LARGEST_FIELDS},
+        watch_iterations=max(rank.watch_iterations for rank in ranks),
+        recovery=_mean_recovery(ranks),
+        phase=_whole_phase(ranks),
+        origins=_origins(ranks),
+    )
+
+
+def optima(ranks: Sequence[PlannerInputs], limits: Limits, mode: Mode) -> list[Optimum | None]:
+    """The interval of least cost of every rank in one mode; None where prediction is not possible.
+
+    Args:
+        ranks: what is known of each; or of the job, as the only one.
+        limits: of the user and the predictor.
+        mode: how failures are recovered from.
+    """
+    bounds = [None if mode == "predict" and rank.recovery is None else bounds_of(rank, limits, mode) for rank in ranks]
+    able = [(rank, own) for rank, own in zip(ranks, bounds, strict=True) if own is not None]
+    found = iter(_optima([rank for rank, _ in able], [own for _, own in able], mode) if able else [])
+    return [None if own is None else next(found) for own in bounds]
+
+
+def cheaper(options: Sequence[Optimum | None]) -> Optimum:
+    """The option of least cost, of which there is at least one; recomputing where both cost the same."""
+    able = [option for option in options if option is not None]
+    return min(able, key=lambda option: (option.cost_per_second, option.mode == "predict"))
+
+
+def multiples(ranks: Sequence[PlannerInputs], own: Sequence[Optimum]) -> tuple[int, ...]:
+    """Intervals of the ranks as powers of two times a common base, so that all checkpoints meet at the longest.
+
+    The base is the shortest optimum of any rank. Every other rank takes the cheaper of the two around its own optimum,
+    inside its bounds; where none is inside, the first one above them.
+
+    Args:
+        ranks: at least one.
+        own: the optimum of each.
+    """
+    base = min(best.interval_iterations for best in own)
+    # Exponents, by whole numbers: `(n - 1).bit_length()` is the smallest k with 2^k >= n.
+    lowest = numpy.array([(math.ceil(best.bounds.minimum_iterations / base) - 1).bit_length() for best in own])
+    highest = [(best.bounds.maximum_iterations // base).bit_length() - 1 for best in own]
+    below = numpy.array([(best.interval_iterations // base).bit_length() - 1 for best in own])
+    exponents = numpy.column_stack([below, below + 1])
+    exponents = numpy.clip(exponents, lowest[:, None], numpy.maximum(lowest, highest)[:, None])
+    intervals = (2**exponents * base).astype(numpy.float64)
+    predicted = numpy.array([best.mode == "predict" for best in own])
+    costs = numpy.empty(intervals.shape)
+    modes: tuple[tuple[Mode, Array], ...] = (("predict", predicted), ("recompute", ~predicted))
+    for mode, chosen in modes:
+        places = numpy.flatnonzero(chosen).tolist()
+        if places:
+            costs[places] = Costs([ranks[place] for place in places]).per_second(intervals[places], mode)
+    second = costs[:, 1] < costs[:, 0]
+    return tuple(int(interval) for interval in numpy.where(second, intervals[:, 1], intervals[:, 0]))
+
+
+def _optima(ranks: Sequence[PlannerInputs], bounds: Sequence[Bounds], mode: Mode) -> list[Optimum]:
+    costs = Costs(ranks)
+    lowest = numpy.array([own.minimum_iterations for own in bounds], dtype=numpy.int64)
+    highest = numpy.array([own.maximum_iterations for own in bounds], dtype=numpy.int64)
+    intervals = cheapest(lambda grid: costs.per_second(grid, mode), lowest, highest)
+    around = numpy.maximum(intervals[:, None] + numpy.array([-1, 0, 1]), 1)
+    table = costs.per_second(around.astype(numpy.float64), mode)
+    return [
+        Optimum(interval, mode, row[1] if math.isfinite(row[1]) else math.inf, own, _active(interval, row, own))
+        for interval, row, own in zip(intervals.tolist(), table.tolist(), bounds, strict=True)
+    ]
+
+
+def _active(interval: int, costs: Sequence[float], bounds: Bounds) -> Bound:
+    """The bound at which the cost still falls outwards; `costs` are those one below, at, and one above the interval."""
+    below, at, above = costs
+    if interval == bounds.minimum_iterations and interval > 1 and (below < at or not math.isfinite(at)):
+        return bounds.minimum_by
+    if interval == bounds.maximum_iterations and above < at:
+        return bounds.maximum_by
+    return "none"
+
+
+def _mean_recovery(ranks: Sequence[PlannerInputs]) -> RecoveryCost | None:
+    counts: dict[int, int] = {}
+    curves: dict[int, RecoveryCost] = {}
+    for rank in ranks:
+        if rank.recovery is None:
+            return None
+        curves[id(rank.recovery)] = rank.recovery
+        counts[id(rank.recovery)] = counts.get(id(rank.recovery), 0) + 1
+    if len(curves) == 1:
+        return ranks[0].recovery
+    return _MeanCurve(tuple((curves[key], counts[key]) for key in curves), len(ranks))
+
+
+def _whole_phase(ranks: Sequence[PlannerInputs]) -> PhaseInputs | None:
+    """The first rank's, of the parameters of all; None where a rank's is not known."""
+    phases = [rank.phase for rank in ranks if rank.phase is not None]
+    if len(phases) < len(ranks):
+        return None
+    return replace(phases[0], parameters=sum(phase.parameters for phase in phases))
+
+
+def _origins(ranks: Sequence[PlannerInputs]) -> dict[str, Origin]:
+    """Of each figure, that of the rank whose value the job has."""
+    origins = dict(ranks[0].origins)
+    for name in LARGEST_FIELDS:
+        # numpy's argmax takes a NaN for the largest, as the job does.
+        origin = ranks[int(numpy.argmax([getattr(rank, name) for rank in ranks]))].origins.get(name)
+        if origin is not None:
+            origins[name] = origin
+    return origins
+
+
+def _largest(values: Iterable[float]) -> float:
+    # numpy's maximum keeps a NaN; the builtin drops or keeps it by its place.
+    return float(numpy.max(numpy.fromiter(values, dtype=numpy.float64)))

@@ -1,0 +1,242 @@
+"""What a predicted recovery costs: a line through measured lags, and the paper's curve."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy
+
+from cpsr.planner.inputs import Array, PhaseInputs
+
+__all__ = ["LagCurve", "LagObservation", "PaperCurve"]
+
+# Newest measurements that a curve keeps: enough for three coefficients, few enough to follow a run that changes.
+OBSERVATIONS_MAX = 64
+# The scatter of recoveries counts as if so many had been seen with the one that is expected beforehand.
+SCATTER_PRIOR_OBSERVATIONS = 4.0
+# A measurement this many standard deviations from what all others foretell is set aside, unless there is a second.
+OUTLIER_DEVIATIONS = 5.0
+# Coefficients and scatter are estimated in turns; the scatter settles within a few per cent after three.
+SCATTER_ROUNDS = 3
+# Points of a phase over which the paper's curve is averaged: Gauss-Legendre.
+_NODES, _WEIGHTS = numpy.polynomial.legendre.leggauss(8)
+PHASE_NODES: Array = (_NODES + 1) / 2
+PHASE_WEIGHTS: Array = _WEIGHTS / 2
+
+Row = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class LagObservation:
+    """One measured lag, of a rehearsal or of a recovery.
+
+    Attributes:
+        horizon_iterations: from the checkpoint to the failure.
+        interval_iterations: spacing of the checkpoints that the prediction rested on.
+        lag_iterations: behind for good; negative where it was ahead.
+        standard_error_iterations: of the lag as a measurement.
+
+    Raises:
+        ValueError: a figure is not finite, or a standard error is negative.
+    """
+
+    horizon_iterations: float
+    interval_iterations: float
+    lag_iterations: float
+    standard_error_iterations: float
+
+    def __post_init__(self) -> None:
+        figures = asdict(self)
+        wrong = [name for name, value in figures.items() if not math.isfinite(value)]
+        if wrong or self.standard_error_iterations < 0:
+            raise ValueError(f"a lag that was not measured teaches nothing: {figures}; leave it out")
+
+
+@dataclass(frozen=True)
+class LagCurve:
+    """Bayesian linear regression of the lag, `lag = a + b u + c T_c`, updated by measured recoveries.
+
+    Measurements count by their standard errors and by the scatter of recoveries among themselves, which is estimated
+    with them. One that disagrees with all others and the prior is set aside; two such are believed, since vetoed and
+    failed predictions are part of the mean cost.
+
+    Attributes:
+        prior_mean: of a (iterations), b and c (iterations per iteration).
+        prior_covariance: of the three, positive definite.
+        scatter_iterations: expected standard deviation of single recoveries around the line.
+        observations: the newest measurements, oldest first.
+        prior_source: where the prior comes from, for the plan's explanation.
+
+    Raises:
+        ValueError: the prior is not finite, its covariance not symmetric and positive definite, or the scatter is not
+            positive.
+    """
+
+    prior_mean: Row
+    prior_covariance: tuple[Row, Row, Row]
+    scatter_iterations: float
+    observations: tuple[LagObservation, ...] = ()
+    prior_source: str = "prior"
+
+    def __post_init__(self) -> None:
+        mean, covariance = numpy.array(self.prior_mean), numpy.array(self.prior_covariance)
+        finite = numpy.isfinite(mean).all() and numpy.isfinite(covariance).all()
+        if mean.shape != (3,) or covariance.shape != (3, 3) or not finite:
+            raise ValueError("the prior of a lag curve needs 3 finite means and 3 x 3 finite covariances")
+        if not numpy.array_equal(covariance, covariance.T) or numpy.linalg.eigvalsh(covariance)[0] <= 0:
+            raise ValueError("the covariance of a lag curve's prior must be symmetric and positive definite")
+        if not (math.isfinite(self.scatter_iterations) and self.scatter_iterations > 0):
+            raise ValueError(f"scatter_iterations must be positive, not {self.scatter_iterations}")
+
+    @classmethod
+    def with_independent_prior(
+        cls, mean: Sequence[float], standard_errors: Sequence[float], scatter_iterations: float, source: str = "prior"
+    ) -> "LagCurve":
+        """A curve whose three coefficients are uncertain independently of each other.
+
+        Args:
+            mean: a (iterations), b and c (iterations per iteration).
+            standard_errors: of the three, positive.
+            scatter_iterations: of single recoveries.
+            source: where the prior comes from.
+        """
+        a, b, c = (float(value) for value in mean)
+        covariance = numpy.diag(numpy.square(numpy.asarray(standard_errors, dtype=numpy.float64)))
+        rows = tuple(_row(row) for row in covariance)
+        return cls((a, b, c), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
+
+    @property
+    def source(self) -> str:
+        """Where the curve comes from."""
+        if not self.observations:
+            return self.prior_source
+        used = len(self.observations) - (self._fit.outlier is not None)
+        aside = "" if self._fit.outlier is None else ", 1 set aside as an outlier"
+        return f"{used} measured lags{aside}, on {self.prior_source}"
+
+    @property
+    def coefficients(self) -> Row:
+        """Posterior mean of a (iterations), b and c (iterations per iteration)."""
+        return self._fit.mean
+
+    @property
+    def covariance(self) -> Array:
+        """Posterior covariance of the coefficients, `(3, 3)`."""
+        return self._fit.covariance
+
+    def with_observation(self, observation: LagObservation) -> "LagCurve":
+        """The curve after one more measurement; the oldest is forgotten beyond OBSERVATIONS_MAX."""
+        kept = (*self.observations, observation)[-OBSERVATIONS_MAX:]
+        return LagCurve(self.prior_mean, self.prior_covariance, self.scatter_iterations, kept, self.prior_source)
+
+    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """Expected iterations behind for good (negative: ahead) after a failure that far past its checkpoint.
+
+        Args:
+            horizon_iterations: `u = f - c` of the failures.
+            interval_iterations: spacing of the checkpoints; broadcast with the horizons.
+        """
+        a, b, c = self._fit.mean
+        return numpy.asarray(a + c * interval_iterations + b * horizon_iterations)
+
+    @cached_property
+    def _fit(self) -> "_Fit":
+        if not self.observations:
+            return _Fit(self.prior_mean, numpy.array(self.prior_covariance), None)
+        data = numpy.array([tuple(asdict(observation).values()) for observation in self.observations])
+        rows = numpy.column_stack([numpy.ones(len(data)), data[:, 0], data[:, 1]])
+        lags, variances = data[:, 2], data[:, 3] ** 2
+        deviations = [self._deviation(rows, lags, variances, left_out) for left_out in range(len(data))]
+        strange = [place for place, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS]
+        outlier = strange[0] if len(strange) == 1 else None
+        kept = numpy.arange(len(data)) != outlier
+        mean, covariance, _ = self._posterior(rows[kept], lags[kept], variances[kept])
+        return _Fit(_row(mean), covariance, outlier)
+
+    def _deviation(self, rows: Array, lags: Array, variances: Array, left_out: int) -> float:
+        """How far one measurement lies from what all others foretell, in standard deviations."""
+        kept = numpy.arange(len(lags)) != left_out
+        mean, covariance, scatter_variance = self._posterior(rows[kept], lags[kept], variances[kept])
+        row = rows[left_out]
+        variance = row @ covariance @ row + variances[left_out] + scatter_variance
+        return float(abs(lags[left_out] - row @ mean) / math.sqrt(variance))
+
+    def _posterior(self, rows: Array, lags: Array, variances: Array) -> tuple[Array, Array, float]:
+        """Mean and covariance of the coefficients, and the variance of single recoveries."""
+        prior_mean, prior_precision = numpy.array(self.prior_mean), numpy.linalg.inv(numpy.array(self.prior_covariance))
+        scatter_prior = self.scatter_iterations**2
+        scatter = scatter_prior
+        for _ in range(SCATTER_ROUNDS):
+            weights = 1 / (variances + scatter)
+            covariance = numpy.linalg.inv(prior_precision + (rows.T * weights) @ rows)
+            mean = covariance @ (prior_precision @ prior_mean + rows.T @ (weights * lags))
+            excess = max(0.0, float(numpy.sum((lags - rows @ mean) ** 2 - variances)))
+            weight = SCATTER_PRIOR_OBSERVATIONS
+            scatter = (weight * scatter_prior + excess) / (weight + len(lags))
+        return numpy.asarray(mean), numpy.asarray(covariance), scatter
+
+
+@dataclass(frozen=True)
+class _Fit:
+    mean: Row
+    covariance: Array
+    outlier: int | None
+
+
+@dataclass(frozen=True)
+class PaperCurve:
+    """The paper's recovery cost averaged over a phase, `T_p = ln(1 + x0 exp((alpha1 - tau1 / T_c) t)) / alpha1`.
+
+    It knows no horizon: every failure of a phase costs the same, however far past its checkpoint.
+
+    Source: CPSR, Eq. 13 with Eq. 10; `x0 = xi N_p exp(tau2 - alpha2) / 2`.
+
+    Attributes:
+        phase: the coefficients, in iterations.
+
+    Raises:
+        ValueError: a coefficient is not finite, the loss does not fall (alpha1 <= 0), or xi or N_p is negative.
+    """
+
+    phase: PhaseInputs
+
+    def __post_init__(self) -> None:
+        phase = self.phase
+        wrong = [name for name, value in asdict(phase).items() if not math.isfinite(value)]
+        if wrong:
+            raise ValueError(f"the paper's curve needs finite coefficients; not finite: {', '.join(wrong)}")
+        if phase.alpha1_per_iteration <= 0 or phase.xi < 0 or phase.parameters < 0:
+            raise ValueError(
+                "the paper's curve needs a falling loss and a second moment: alpha1_per_iteration > 0, xi >= 0 and "
+                f"parameters >= 0, not {phase.alpha1_per_iteration}, {phase.xi} and {phase.parameters}"
+            )
+
+    @property
+    def source(self) -> str:
+        """Where the curve comes from."""
+        phase = self.phase
+        return f"Eq. 13 of the paper over iterations {phase.first_iteration} to {phase.last_iteration}"
+
+    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """Mean iterations behind after a failure in the phase; the same for every horizon.
+
+        Args:
+            horizon_iterations: of the failures, for the shape of the result.
+            interval_iterations: spacing of the checkpoints; broadcast with the horizons.
+        """
+        phase = self.phase
+        intervals = numpy.asarray(interval_iterations, dtype=numpy.float64)[..., None]
+        times = phase.first_iteration + PHASE_NODES * (phase.last_iteration - phase.first_iteration)
+        size = phase.xi / 2 * phase.parameters
+        start = (math.log(size) if size > 0 else -math.inf) + phase.tau2 - phase.alpha2
+        exponents = start + (phase.alpha1_per_iteration - phase.tau1_per_checkpoint / intervals) * times
+        lags = numpy.logaddexp(0.0, exponents) @ PHASE_WEIGHTS / phase.alpha1_per_iteration
+        shape = numpy.broadcast_shapes(lags.shape, numpy.shape(horizon_iterations))
+        return numpy.broadcast_to(lags, shape)
+
+
+def _row(values: Any) -> Row:
+    a, b, c = (float(value) for value in values)
+    return a, b, c

@@ -1,0 +1,1 @@
+"""The planner of a running job: what it measures, what it expects, and when it plans anew."""

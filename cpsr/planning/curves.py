@@ -1,0 +1,150 @@
+"""The curves that a plan rests on, fitted to what the run's journal holds."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from cpsr.config import CPSRConfig
+from cpsr.fitter.failure_rate import FailureRate
+from cpsr.fitter.loss_fit import LossFit, fit_loss
+from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
+from cpsr.journal import JournalReader, RecoveryRow, RehearsalRow, ReportedFailure
+from cpsr.planner.recovery_curve import LagObservation
+from cpsr.planning.recovery_cost import measured_lags
+
+__all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
+
+FitKind = Literal["loss", "predictor", "failure_rate"]
+# A restart begins within minutes of its failure, and whoever reports one does not tell the second.
+SAME_FAILURE_SECONDS = 600.0
+# Recent losses tell more of the next phase than old ones, and a million of them would be seconds of work.
+LOSSES_MAX = 20_000
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is known of the run when a phase ends.
+
+    Attributes:
+        iteration: when it was fitted.
+        failures: how often the job fails.
+        lags: of the run's own rehearsals and recoveries.
+        predict_seconds: median of the predictions and injections so far; 0 where there was none.
+        predictions: how many these were.
+        loss: of the training; None where it cannot be fitted.
+        predictor: error of the predictor over checkpoints; None where it cannot be fitted.
+        missing: why a curve is None, for people.
+    """
+
+    iteration: int
+    failures: FailureRate
+    lags: tuple[LagObservation, ...] = ()
+    predict_seconds: float = 0.0
+    predictions: int = 0
+    loss: LossFit | None = None
+    predictor: PredictorCurve | None = None
+    missing: tuple[str, ...] = ()
+
+    def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
+        """What the journal keeps: a kind and its result, for every curve that there is."""
+        yield "failure_rate", self.failures.to_dict()
+        if self.loss is not None:
+            yield "loss", self.loss.to_dict()
+        if self.predictor is not None:
+            yield "predictor", self.predictor.to_dict()
+
+
+def fit_curves(
+    reader: JournalReader,
+    accuracy: Sequence[dict[str, Any]],
+    iteration: int,
+    span_iterations: int,
+    config: CPSRConfig,
+    reported: Sequence[ReportedFailure] = (),
+) -> Curves:
+    """Fit everything that can be fitted.
+
+    Args:
+        reader: of the run's journal.
+        accuracy: the predictor's backtests, oldest first.
+        iteration: completed steps; later losses, of a branch that was given up, do not count.
+        span_iterations: how long the phase was: the loss is to be foretold for as long.
+        config: of the run.
+        reported: failures that people reported; those before the run, or within minutes of a known one, do not count.
+
+    Raises:
+        JournalError: the journal cannot be read.
+    """
+    missing: list[str] = []
+    rehearsals, recoveries = reader.rehearsals(), reader.recoveries()
+    done: list[RehearsalRow | RecoveryRow] = [*rehearsals, *recoveries]
+    predicted = [  # an exact restart has predicted for no time at all
+        one.predict_seconds + one.inject_seconds for one in done if one.predict_seconds and one.inject_seconds
+    ]
+    return Curves(
+        iteration,
+        _failures(reader, config, reported),
+        tuple(measured_lags(rehearsals, recoveries, config.guard.watch_iterations)),
+        statistics.median(predicted) if predicted else 0.0,
+        len(predicted),
+        _loss(reader, iteration, span_iterations, missing),
+        _predictor(accuracy, missing),
+        tuple(missing),
+    )
+
+
+def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
+    """What is known before the journal was read."""
+    return Curves(iteration, FailureRate(config.planner.mtbf_hours, config.planner.mtbf_prior_failures))
+
+
+def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureRate:
+    planner = config.planner
+    lives = reader.lives()
+    # A life that left no end was killed. `clean` and `sigterm` are no failures, whatever had to be trained again.
+    ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
+    began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
+    unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
+    failures = len(ended) + unseen
+    return FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, failures, reader.trained_seconds())
+
+
+def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:
+    """How many reports are of failures in this run that neither a restart nor another report shows."""
+    known = list(seen_unix_seconds)
+    for failure in reported:
+        at = failure.failed_unix_seconds
+        if at >= start_unix_seconds and all(abs(at - other) > SAME_FAILURE_SECONDS for other in known):
+            known.append(at)
+    return len(known) - len(seen_unix_seconds)
+
+
+def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: list[str]) -> LossFit | None:
+    steps = [
+        (step.iteration, step.loss)
+        for step in reader.losses(max(0, iteration - LOSSES_MAX), iteration + 1)
+        if step.loss is not None and 0.0 < step.loss < math.inf
+    ]
+    try:
+        return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
+    except ValueError as error:
+        missing.append(f"loss: {error}")
+        return None
+
+
+def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> PredictorCurve | None:
+    """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
+    told = [
+        (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
+        for one in accuracy
+        if "mean_square_motion" in one
+    ]
+    told = [(count, error) for count, error in told if 0.0 < error < math.inf]
+    try:
+        return fit_predictor_curve([count for count, _ in told], [error for _, error in told])
+    except ValueError as error:
+        missing.append(f"predictor: {error}")
+        return None

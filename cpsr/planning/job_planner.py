@@ -1,0 +1,278 @@
+"""Rank 0's planner: follows the phases of the training, fits the curves, and plans anew, beside the training."""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.config import CPSRConfig
+from cpsr.errors import JournalError
+from cpsr.fitter.phases import Phase, PhaseDetector
+from cpsr.journal import JournalReader, reported_failures
+from cpsr.planner.bounds import Limits
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.plan import Plan, fixed_plan, make_plan
+from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planning.curves import Curves, fit_curves, prior_curves
+from cpsr.planning.inputs import Situation, planner_inputs, unmeasured_inputs
+from cpsr.planning.rank_costs import RankCosts, SaveTimes, costs_of_ranks
+from cpsr.planning.recovery_cost import expected_lags
+from cpsr.planning.stall import StallMeter
+from cpsr.predictor.line import LinePredictor
+from cpsr.record import Recorder
+from cpsr.scalars import capture_host_rng, restore_host_rng
+
+__all__ = ["JobPlanner"]
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "cpsr-planner"
+CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file system that hangs
+FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
+REPLAN_FRACTION = 0.1  # smaller changes are noise of the measurement; the cost is flat around its optimum
+
+
+class JobPlanner:
+    """Plans the checkpoints of a running job; the training thread only hands over numbers and takes plans.
+
+    Every rank keeps what its own checkpoints cost, and says so in its part of the next one. Rank 0 reads them there,
+    ends the phases, fits the curves at each phase's end, and proposes a plan where it differs enough from the one that
+    holds, or a phase has ended. An error in it never reaches training: the last plan holds, and `failure` says why.
+
+    Args:
+        config: of the run.
+        rank: this process.
+        parameters: weights that it owns.
+        beta2: decay of the optimizer's second moments; 0 where it keeps none.
+        accuracy: the predictor's backtests so far; called from the planner's thread.
+    """
+
+    def __init__(
+        self,
+        config: CPSRConfig,
+        rank: int,
+        parameters: int,
+        beta2: float,
+        accuracy: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._accuracy = accuracy
+        self._times = SaveTimes(parameters)
+        self._meter = StallMeter()
+        fitter = config.fitter
+        self._phases = PhaseDetector(
+            fitter.phase_change_fraction, fitter.phase_min_iterations, fitter.phase_max_iterations, beta2
+        )
+        self._saves: list[SaveOutcome] = []  # not looked at yet
+        self._situation: Situation | None = None
+        self._curves = prior_curves(0, config)
+        self._fitted = False
+        self._missing: tuple[str, ...] = ()
+        self._others: list[RankCosts] = []
+        self._proposal: Plan | None = None
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def first_plan(self, held: dict[str, Any]) -> Plan:
+        """The plan with which a life begins, the same on every rank.
+
+        Args:
+            held: `state_dict` of the checkpoint that this life begins with; empty in the first life.
+        """
+        fixed, planner = self._config.checkpoint.interval_iterations, self._config.planner
+        if fixed is not None:
+            return fixed_plan(fixed)
+        interval = held.get("interval_iterations")
+        if interval is None:
+            # With nothing measured the minimum holds: until then lost work is the larger risk.
+            return make_plan([unmeasured_inputs(self._config)], self._limits(), "young", "exact")
+        explanation = {"rule": "as planned before the restart, until it is planned anew"}
+        low, high = planner.interval_min_iterations, planner.interval_max_iterations
+        own = tuple(held.get("rank_interval_iterations", ())) if planner.intervals == "per_rank" else ()
+        if own and low <= min(own) and max(own) <= high:
+            return Plan(interval, planner.policy, explanation, held.get("mode"), own)
+        return Plan(min(max(interval, low), high), planner.policy, explanation, held.get("mode"))
+
+    def start(self, run_dir: Path, world_size: int, recorder: Recorder) -> None:
+        """Begin to plan; does nothing on other ranks than 0."""
+        if self._rank == 0:
+            _import_fitters()
+            arguments = run_dir, world_size, recorder
+            self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    def begun(self) -> None:
+        """A checkpoint was begun."""
+        self._meter.begun()
+
+    def step(self, seconds: float) -> None:
+        """One step took so long."""
+        self._meter.step(seconds)
+
+    def note(self, outcome: SaveOutcome) -> None:
+        """This rank's part of a checkpoint is durable."""
+        stall_seconds = self._meter.durable(outcome.stall_seconds)
+        with self._lock:
+            self._times.note(outcome, stall_seconds)
+            if self._rank == 0:
+                self._saves.append(outcome)
+
+    def consider(self, situation: Situation) -> None:
+        """See whether the plan should change; returns at once."""
+        if self._thread is not None:
+            with self._lock:
+                self._situation = situation
+            self._wake.set()
+
+    def proposal(self) -> Plan | None:
+        """A new plan, once; None where the one that holds is as good."""
+        with self._lock:
+            proposal, self._proposal = self._proposal, None
+            return proposal
+
+    def failure(self) -> str | None:
+        """Why planning has ended in this life, once; None otherwise."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def state_dict(self, plan: Plan) -> dict[str, Any]:
+        """For this rank's part of a checkpoint: its costs, the phases, and the intervals that hold."""
+        with self._lock:
+            state: dict[str, Any] = {
+                "costs": self._times.to_tree(),
+                "phases": self._phases.state_dict(),
+                "interval_iterations": plan.interval_iterations,
+                "mode": plan.mode,
+            }
+        if plan.rank_interval_iterations:
+            state["rank_interval_iterations"] = list(plan.rank_interval_iterations)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the phases and the costs of an earlier life.
+
+        Raises:
+            ValueError: it was written by another version.
+        """
+        if state:
+            with self._lock:
+                self._phases.load_state_dict(state["phases"])
+                self._times.restore(state["costs"])
+
+    def close(self) -> None:
+        """Stop after what is being computed, and join the thread."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the planner's thread did not end within %g s; it is left behind", CLOSE_SECONDS)
+
+    def _run(self, run_dir: Path, world_size: int, recorder: Recorder) -> None:
+        try:
+            while self._wake.wait():
+                self._wake.clear()
+                if self._closing.is_set():  # looked at after clearing, or an end in between would be missed
+                    return
+                self._look(run_dir, world_size, recorder)
+        except Exception as error:
+            self._failure = (
+                f"the planner stopped for the rest of this life ({type(error).__name__}: {error}); the interval that "
+                "holds goes on to hold, training is not affected"
+            )
+            logger.exception("planning failed")
+
+    def _look(self, run_dir: Path, world_size: int, recorder: Recorder) -> None:
+        """End phases, fit at their ends, and propose."""
+        with self._lock:
+            situation, saves, self._saves = self._situation, self._saves, []
+            ended = [phase for save in saves for phase in self._observe(save)]
+            own = self._times.costs()
+        for phase, number in ended:
+            recorder.phase(phase, number)
+        if situation is None or own is None:
+            return
+        # Once in a life beside the ends of phases: the failure that began it is known now.
+        if ended or not self._fitted:
+            self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, recorder)
+        if ended or len(self._others) < world_size - 1:
+            self._others = costs_of_ranks(run_dir / "checkpoints", world_size)[1:]
+        if self._config.checkpoint.interval_iterations is None:
+            self._propose(situation, (own, *self._others), world_size, phase_ended=bool(ended))
+
+    def _observe(self, save: SaveOutcome) -> list[tuple[Phase, int]]:
+        """The phase that a checkpoint ends, with its number, if any."""
+        if save.iteration < 1:
+            return []
+        # Where the optimizer keeps no second moments phases end by their length alone.
+        phase = self._phases.observe(save.iteration, save.mean_second_moment or 0.0)
+        return [] if phase is None else [(phase, self._phases.ended - 1)]
+
+    def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, recorder: Recorder) -> bool:
+        """Fit the curves to the journal; False where it cannot be read now: the old ones hold until the next look."""
+        lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
+        span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
+        recorder.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
+        try:
+            reported = reported_failures(run_dir)
+            with JournalReader(run_dir / "journal.db") as reader:
+                iteration = situation.schedule.iteration
+                curves = fit_curves(reader, self._accuracy(), iteration, span, self._config, reported)
+        except JournalError as error:
+            logger.warning("the curves are not fitted anew, the earlier ones hold: %s", error)
+            return False
+        self._curves = curves
+        for kind, result in curves.to_rows():
+            recorder.fit(kind, result, curves.iteration)
+        if curves.missing and curves.missing != self._missing:
+            self._missing = curves.missing
+            recorder.event("not fitted", f"no curve: {'; '.join(curves.missing)}", curves.iteration)
+        return True
+
+    def _propose(self, situation: Situation, costs: Sequence[RankCosts], world_size: int, phase_ended: bool) -> None:
+        planner = self._config.planner
+        lags = self._lags(situation, self._curves)
+        told = len(costs) == world_size  # or an interval for each would leave ranks without one
+        plan = make_plan(
+            [self._inputs(situation, one, None if lags is None else lags[0]) for one in costs],
+            self._limits(None if lags is None else lags[1]),
+            planner.policy,
+            self._config.mode,
+            planner.intervals if told else "common",
+        )
+        held = situation.plan.interval_iterations
+        if phase_ended or abs(plan.interval_iterations - held) > REPLAN_FRACTION * held:
+            with self._lock:
+                self._proposal = plan
+
+    def _inputs(self, situation: Situation, costs: RankCosts, lags: LagCurve | None) -> PlannerInputs:
+        return planner_inputs(situation, costs, self._curves, lags, self._phases, self._config.guard.watch_iterations)
+
+    def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve, int] | None:
+        """What a predicted recovery is expected to cost, and up to which interval there can be one."""
+        settings = self._config.predictor
+        prior = LinePredictor(settings.window_iterations, settings.gain, settings.base)
+        expected = expected_lags(prior, situation.schedule, self._config.checkpoint)
+        if self._config.mode == "exact" or expected is None:
+            return None
+        curve, longest = expected
+        for observation in curves.lags:
+            curve = curve.with_observation(observation)
+        return curve, longest
+
+    def _limits(self, predictable_iterations: int | None = None) -> Limits:
+        planner = self._config.planner
+        return Limits(planner.interval_min_iterations, planner.interval_max_iterations, predictable_iterations)
+
+
+def _import_fitters() -> None:
+    """Before training, and not by the thread in the middle of a step: some of it draws Python's random numbers."""
+    state = capture_host_rng()
+    importlib.import_module("sklearn.linear_model")
+    restore_host_rng(state)

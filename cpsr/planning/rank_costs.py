@@ -1,0 +1,105 @@
+"""What checkpoints cost one rank, as it measured them, and how rank 0 hears of the others'."""
+
+import logging
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
+from cpsr.checkpoint.writer import SaveOutcome
+
+__all__ = ["RankCosts", "SaveTimes", "costs_of_ranks"]
+
+logger = logging.getLogger(__name__)
+
+MEASURED_SAVES = 8  # stall and persist times are medians of this many
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """What one rank's checkpoints cost.
+
+    Attributes:
+        iteration: of the newest one that was measured.
+        saves: how many the medians are of.
+        stall_seconds: extra time of the training thread (see `StallMeter`).
+        persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
+        parameters: weights that the rank owns.
+        mean_second_moment: of its gradients; None where the optimizer keeps none.
+    """
+
+    iteration: int
+    saves: int
+    stall_seconds: float
+    persist_seconds: float
+    parameters: int
+    mean_second_moment: float | None
+
+
+class SaveTimes:
+    """This rank's newest saves.
+
+    Args:
+        parameters: weights that the rank owns.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self._parameters = parameters
+        self._saves: deque[tuple[SaveOutcome, float]] = deque(maxlen=MEASURED_SAVES)
+        self._before: RankCosts | None = None
+
+    def note(self, outcome: SaveOutcome, stall_seconds: float) -> None:
+        """A save that ended well, and what it cost the training thread."""
+        self._saves.append((outcome, stall_seconds))
+
+    def costs(self) -> RankCosts | None:
+        """Medians over the newest saves; before the first those of the life before, None in the first life."""
+        if not self._saves:
+            return self._before
+        newest = self._saves[-1][0]
+        return RankCosts(
+            newest.iteration,
+            len(self._saves),
+            statistics.median(stall for _, stall in self._saves),
+            statistics.median(save.write_seconds + save.commit_seconds for save, _ in self._saves),
+            self._parameters,
+            newest.mean_second_moment,
+        )
+
+    def restore(self, tree: dict[str, Any] | None) -> None:
+        """Take over what `to_tree` of the life before returned."""
+        self._before = None if tree is None else RankCosts(**tree)
+
+    def to_tree(self) -> dict[str, Any] | None:
+        """The costs as plain data, for this rank's part of the next checkpoint."""
+        costs = self.costs()
+        return None if costs is None else asdict(costs)
+
+
+def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
+    """What every rank said in the newest checkpoint; none where one said nothing yet, or it cannot be read.
+
+    Args:
+        store_directory: the run's `checkpoints`.
+        world_size: number of ranks.
+    """
+    committed = [info for info in scan(store_directory).checkpoints if info.full]  # partial ones tell no costs
+    if not committed:
+        return []
+    directory = committed[-1].directory
+    found: list[RankCosts] = []
+    try:
+        manifest = read_manifest(directory)
+        for rank in range(world_size):
+            scalars = read_rank_manifest(directory, manifest, rank).scalars
+            told = scalars["planning"]["costs"]
+            if told is None:
+                return []
+            found.append(RankCosts(**told))
+    except (DamagedFileError, OSError, KeyError, TypeError) as error:
+        logger.warning("the other ranks' costs cannot be read from %s, rank 0's stand for all: %s", directory, error)
+        return []
+    return found

@@ -1,0 +1,96 @@
+"""Jobs to plan for, and the strategies that draw them."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy
+from hypothesis import strategies as st
+
+from cpsr.planner.bounds import Bounds, Limits, Mode
+from cpsr.planner.inputs import Array, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.planner.objective import cost_per_second
+from cpsr.planner.recovery_curve import LagCurve
+
+HOUR = 3600.0
+# GPT-2 of 355M parameters in the middle of its training, in round numbers.
+PHASE = PhaseInputs(
+    first_iteration=1000,
+    last_iteration=3000,
+    alpha1_per_iteration=3e-4,
+    alpha2=1.8,
+    tau1_per_checkpoint=0.05,
+    tau2=-9.0,
+    xi=1e-6,
+    parameters=355_000_000,
+)
+JOB = PlannerInputs(
+    iteration_seconds=0.6, stall_seconds=0.9, persist_seconds=5.0, failures_per_second=1 / (12 * HOUR), phase=PHASE
+)
+ANY = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1e308, math.inf, -math.inf, math.nan, -1.0])
+USUAL = st.floats(1e-4, 1e5)
+
+
+def lag(constant: float, per_horizon: float, per_interval: float = 0.0) -> LagCurve:
+    return LagCurve.with_independent_prior((constant, per_horizon, per_interval), (20.0, 0.3, 0.1), 15.0)
+
+
+def job(mtbf_hours: float = 12.0, **fields: object) -> PlannerInputs:
+    return replace(JOB, failures_per_second=1 / (mtbf_hours * HOUR), **fields)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A curve that is off by a factor."""
+
+    curve: RecoveryCost
+    factor: float
+
+    @property
+    def source(self) -> str:
+        return "scaled"
+
+    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        return self.factor * self.curve.lag_iterations(horizon_iterations, interval_iterations)
+
+
+def brute_force(inputs: PlannerInputs, bounds: Bounds, mode: Mode) -> tuple[int, float]:
+    """The best of all integers inside the bounds, and its cost."""
+    every = numpy.arange(bounds.minimum_iterations, bounds.maximum_iterations + 1, dtype=numpy.float64)
+    costs = cost_per_second(inputs, every, mode)
+    place = int(numpy.argmin(costs))
+    return int(every[place]), float(costs[place])
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    low, high = sorted((draw(st.integers(1, 10_000)), draw(st.integers(1, 10_000))))
+    return Limits(low, high, draw(st.none() | st.integers(1, 10_000)))
+
+
+@st.composite
+def any_phase(draw: st.DrawFn) -> PhaseInputs:
+    first, length = draw(st.integers(0, 10**6)), draw(st.integers(0, 10**6))
+    return PhaseInputs(
+        first_iteration=first,
+        last_iteration=first + length,
+        alpha1_per_iteration=draw(ANY),
+        alpha2=draw(ANY),
+        tau1_per_checkpoint=draw(ANY),
+        tau2=draw(ANY),
+        xi=draw(ANY),
+        parameters=draw(st.integers(0, 10**13)),
+    )
+
+
+@st.composite
+def any_job(draw: st.DrawFn) -> PlannerInputs:
+    return PlannerInputs(
+        iteration_seconds=draw(ANY),
+        stall_seconds=draw(ANY),
+        persist_seconds=draw(ANY),
+        failures_per_second=draw(ANY),
+        recovery=draw(st.none() | st.builds(lag, *[st.floats(-1e3, 1e3)] * 3)),
+        restart_seconds=draw(ANY),
+        predict_seconds=draw(ANY),
+        phase=draw(st.none() | any_phase()),
+    )

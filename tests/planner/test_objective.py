@@ -1,0 +1,112 @@
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from cpsr.planner.objective import Costs, cheapest, cost_per_second
+from cpsr.simulate.closed_forms import exact_ettr
+from tests.planner.jobs import USUAL, Scaled, job, lag
+from tests.simulate.known_costs import lost_work_seconds
+
+# Failures so rare that none meets another: costs are those that can be had by hand.
+RARE_HOURS = 1e5
+
+
+def test_recomputing_by_hand() -> None:
+    # 100 iterations of 0.6 s, a stall of 0.9 s, 5 s until durable: a failure loses 60 s (30 s + 0.9 s + 5 s) / 60.9 s.
+    inputs = job(RARE_HOURS)
+    seconds = Costs([inputs]).recovery_seconds(numpy.array([[100.0]]), "recompute").item()
+    assert seconds == pytest.approx(lost_work_seconds(0.6, 100, 0.9, 5.0), rel=1e-5)
+    cost = cost_per_second(inputs, numpy.array([100.0]), "recompute")[0]
+    assert cost == pytest.approx(0.9 / 60.9 + seconds / (RARE_HOURS * 3600))
+
+
+def test_predicting_by_hand() -> None:
+    # 35.37 s are lost, or 58.95 iterations, half of one unfinished: a lag of -20 + 0.5 * 58.45 + 0.1 * 100.
+    inputs = job(RARE_HOURS, recovery=lag(-20.0, 0.5, 0.1), predict_seconds=2.0)
+    seconds = Costs([inputs]).recovery_seconds(numpy.array([[100.0]]), "predict").item()
+    horizon = lost_work_seconds(0.6, 100, 0.9, 5.0) / 0.6 - 0.5
+    assert seconds == pytest.approx(0.6 * (0.5 - 20 + 0.5 * horizon + 10) + 2.0, rel=1e-5)
+
+
+@given(st.floats(0.02, 1e4), st.integers(1, 5000), st.floats(0.01, 100.0))
+def test_recomputing_is_dalys_exact_cost_at_any_rate(mtbf_hours: float, interval: int, stall: float) -> None:
+    inputs = job(mtbf_hours, stall_seconds=stall, persist_seconds=0.0)
+    cost = cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
+    assert cost == pytest.approx(1 - exact_ettr(0.6, interval, stall, 0.0, mtbf_hours * 3600), rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0.02, 1e3), st.integers(1, 2000), st.integers(0, 500), st.floats(0.0, 50.0))
+def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
+    mtbf_hours: float, interval: int, watch: int, stall: float
+) -> None:
+    """Where the watch is over before the interval; the step that was under way is in both."""
+    own = min(watch, interval)
+    inputs = job(mtbf_hours, stall_seconds=stall, persist_seconds=0.0, recovery=lag(0.0, 1.0), watch_iterations=own)
+    costs = [cost_per_second(inputs, numpy.array([float(interval)]), mode)[0] for mode in ("predict", "recompute")]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0.02, 1e3), st.integers(1, 2000), st.integers(0, 500), st.floats(0.1, 1.0))
+def test_a_longer_watch_costs_more_but_for_the_stalls_that_it_spares(
+    mtbf_hours: float, interval: int, watch: int, slope: float
+) -> None:
+    inputs = job(mtbf_hours, recovery=lag(0.0, slope), persist_seconds=0.0, stall_seconds=0.0)
+    costs = [
+        cost_per_second(replace(inputs, watch_iterations=each), numpy.array([float(interval)]), "predict")[0]
+        for each in (watch, 2 * watch)
+    ]
+    assert costs[1] >= costs[0] - 1e-12
+    assert watch >= interval or costs[0] == cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0]
+
+
+def test_a_job_without_a_curve_cannot_be_predicted() -> None:
+    with pytest.raises(ValueError, match="recomputing only"):
+        cost_per_second(job(), numpy.array([100.0]), "predict")
+
+
+@given(USUAL, USUAL, st.floats(1e-3, 1e3))
+def test_the_best_interval_of_recomputing_is_dalys_exact_one(stall: float, iteration: float, mtbf_hours: float) -> None:
+    """`T_c / M - 1 = W(-exp(-1 - T_s / M))`, where the exact cost is stationary."""
+    inputs = job(mtbf_hours, stall_seconds=stall, iteration_seconds=iteration, persist_seconds=0.0)
+    mtbf = mtbf_hours * 3600
+    ideal = mtbf * (1 + float(lambertw(-math.exp(-1 - stall / mtbf)).real)) / iteration
+    costs = Costs([inputs])
+    found = cheapest(lambda grid: costs.per_second(grid, "recompute"), numpy.array([1]), numpy.array([2**31]))[0]
+    near = [min(max(interval, 1), 2**31) for interval in (math.floor(ideal), math.ceil(ideal))]
+    best = min(cost_per_second(inputs, numpy.array(near, dtype=float), "recompute"))
+    assert cost_per_second(inputs, numpy.array([float(found)]), "recompute")[0] <= best * (1 + 1e-9)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 3000), st.floats(1.0, 5000.0)), min_size=1, max_size=5))
+def test_the_search_finds_the_least_of_all_integers(rows: list[tuple[int, int, float]]) -> None:
+    low = numpy.array([row[0] for row in rows])
+    high = low + numpy.array([row[1] for row in rows])
+    optimum = numpy.array([[row[2]] for row in rows])
+
+    def cost(grid: numpy.ndarray) -> numpy.ndarray:
+        return numpy.asarray(optimum / grid + grid / optimum)
+
+    found = cheapest(cost, low, high)
+    for place, interval in enumerate(found):
+        every = numpy.arange(low[place], high[place] + 1, dtype=float)
+        least = (optimum[place] / every + every / optimum[place]).min()
+        assert optimum[place, 0] / interval + interval / optimum[place, 0] == pytest.approx(least, rel=1e-12)
+
+
+def test_the_search_takes_the_shortest_where_nothing_is_known() -> None:
+    assert cheapest(lambda grid: grid * numpy.nan, numpy.array([10]), numpy.array([500])) == [10]
+
+
+def test_ranks_together_cost_what_they_cost_apart() -> None:
+    curve = lag(-10.0, 0.7)
+    ranks = [job(recovery=curve), job(1.0, recovery=curve, stall_seconds=2.0), job(recovery=Scaled(curve, 1.3))]
+    intervals = numpy.array([[20.0, 50.0], [30.0, 60.0], [40.0, 70.0]])
+    together = Costs(ranks).per_second(intervals, "predict")
+    for place, rank in enumerate(ranks):
+        assert together[place] == pytest.approx(cost_per_second(rank, intervals[place], "predict"))

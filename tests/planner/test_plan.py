@@ -1,0 +1,233 @@
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsr.planner.bounds import Bounds, Limits, bounds_of
+from cpsr.planner.inputs import PlannerInputs, RecoveryCost
+from cpsr.planner.objective import cost_per_second
+from cpsr.planner.plan import Plan, fixed_plan, make_plan, policy_names
+from cpsr.planner.recovery_curve import PaperCurve
+from cpsr.planner.rivals import rivals
+from tests.planner.jobs import ANY, JOB, PHASE, USUAL, Scaled, any_job, brute_force, job, lag, limits
+
+WIDE = Limits(1, 3000)
+MTBF_HOURS = (1 / 6, 0.5, 2.0, 6.0, 12.0)
+# Seconds of stall and of persisting: 4 GB, 40 GB and 400 GB of state at 5 GB/s and 1 GB/s.
+STATES = ((0.8, 4.0), (8.0, 40.0), (80.0, 400.0))
+# What a predicted recovery costs, from the first phase to the last: by the paper's curve, or as a share of the horizon.
+PHASES: dict[str, RecoveryCost] = {
+    "paper, early": PaperCurve(replace(PHASE, first_iteration=200, last_iteration=800)),
+    "paper, middle": PaperCurve(PHASE),
+    "paper, late": PaperCurve(replace(PHASE, first_iteration=8000, last_iteration=12000)),
+    "lag, early": lag(10.0, 0.9, 0.1),
+    "lag, middle": lag(4.0, 0.5, 0.05),
+    "lag, late": lag(0.0, 0.2, 0.02),
+}
+GRID = [
+    pytest.param(hours, state, curve, id=f"{hours:.2g} h, stall {state[0]} s, {name}")
+    for hours, state, (name, curve) in itertools.product(MTBF_HOURS, STATES, PHASES.items())
+]
+
+
+def described(hours: float, state: tuple[float, float], curve: RecoveryCost) -> PlannerInputs:
+    return job(hours, stall_seconds=state[0], persist_seconds=state[1], recovery=curve, predict_seconds=2.0)
+
+
+def true_cost(inputs: PlannerInputs, plan: Plan) -> float:
+    assert plan.mode is not None
+    return float(cost_per_second(inputs, numpy.array([float(plan.interval_iterations)]), plan.mode)[0])
+
+
+def least(inputs: PlannerInputs, allowed: Limits) -> float:
+    """Of all integers in both modes."""
+    found = []
+    for mode in ("predict", "recompute"):
+        bounds = bounds_of(inputs, allowed, mode)
+        if bounds is not None:
+            found.append(brute_force(inputs, bounds, mode)[1])
+    return min(found)
+
+
+@pytest.mark.parametrize(("hours", "state", "curve"), GRID)
+def test_nothing_is_cheaper_by_more_than_two_per_cent(
+    hours: float, state: tuple[float, float], curve: RecoveryCost
+) -> None:
+    inputs = described(hours, state, curve)
+    cost = true_cost(inputs, make_plan([inputs], WIDE))
+    assert cost <= 1.02 * least(inputs, WIDE)
+    bounds = bounds_of(inputs, WIDE, "recompute")
+    assert bounds is not None
+    for rule in rivals().values():
+        interval = bounds.clamp(rule.choose(inputs).interval_iterations)[0]
+        assert cost <= 1.02 * cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+@pytest.mark.parametrize("mode", ["predict", "exact"])
+@pytest.mark.parametrize(("hours", "state", "curve"), GRID)
+def test_a_curve_that_is_wrong_by_a_third_moves_the_interval_little(
+    hours: float, state: tuple[float, float], curve: RecoveryCost, mode: str, factor: float
+) -> None:
+    """Within a mode: near the break-even of the two no rule can know which is the cheaper one."""
+    believed = described(hours, state, curve)
+    true = replace(believed, recovery=Scaled(curve, factor))
+    plan = make_plan([believed], WIDE, recovery_mode=mode)  # type: ignore[arg-type]
+    assert plan.mode is not None
+    bounds = bounds_of(true, WIDE, plan.mode)
+    assert bounds is not None
+    assert true_cost(true, plan) <= 1.05 * brute_force(true, bounds, plan.mode)[1]
+
+
+def test_it_takes_the_mode_that_costs_less() -> None:
+    good = make_plan([job(recovery=lag(0.0, 0.3))], WIDE)
+    bad = make_plan([job(recovery=lag(0.0, 1.3))], WIDE)
+    assert (good.mode, bad.mode) == ("predict", "recompute")
+    assert good.interval_iterations > bad.interval_iterations
+    assert bad.explanation["modes"]["predict"]["cost_per_second"] > bad.explanation["expected"]["cost_per_second"]
+
+
+def test_the_mode_that_is_demanded_holds_where_it_can() -> None:
+    dear = job(recovery=lag(0.0, 1.3))
+    assert make_plan([dear], WIDE, recovery_mode="predict").mode == "predict"
+    assert make_plan([job(recovery=lag(0.0, 0.3))], WIDE, recovery_mode="exact").mode == "recompute"
+    impossible = make_plan([job()], WIDE, recovery_mode="predict")
+    assert impossible.mode == "recompute"
+    assert any("not possible" in note for note in impossible.explanation["notes"])
+
+
+def test_recoveries_that_come_out_ahead_are_planned_for() -> None:
+    plan = make_plan([job(recovery=lag(-200.0, 0.5))], WIDE)
+    assert plan.mode == "predict"
+    assert plan.explanation["expected"]["recovery_per_second"] < 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "interval", "bound"),
+    [
+        ({"stall_seconds": 1e-6}, 10, "minimum"),
+        ({"stall_seconds": 100.0}, 500, "maximum"),
+        ({"persist_seconds": 280.0}, 467, "persist"),
+        ({"stall_seconds": math.nan}, 10, "minimum"),
+        ({"iteration_seconds": math.nan}, 10, "minimum"),
+        ({"stall_seconds": 0.0}, 10, "minimum"),
+        ({"failures_per_second": 0.0}, 500, "maximum"),
+        ({"failures_per_second": math.inf}, 10, "minimum"),
+    ],
+)
+def test_the_active_bound_is_named(fields: dict[str, float], interval: int, bound: str) -> None:
+    for policy in ("cpsr", "young"):
+        plan = make_plan([replace(JOB, **fields)], Limits(10, 500), policy=policy)  # type: ignore[arg-type]
+        assert (plan.interval_iterations, plan.explanation["bound"]) == (interval, bound)
+        unusual = not all(0 < value < math.inf for value in fields.values())
+        assert bool(plan.explanation["notes"]) == unusual
+
+
+def test_the_predictor_is_a_bound() -> None:
+    plan = make_plan([job(1.0, recovery=lag(0.0, 0.01))], Limits(10, 5000, 200))
+    assert (plan.interval_iterations, plan.mode, plan.explanation["bound"]) == (200, "predict", "predictor")
+
+
+@pytest.mark.parametrize("policy", policy_names(rivals(50)))
+def test_every_policy_keeps_the_bounds(policy: str) -> None:
+    plan = make_plan([job(recovery=lag(0.0, 0.5))], Limits(60, 80), policy=policy, rules=rivals(50))
+    assert 60 <= plan.interval_iterations <= 80
+    assert plan.origin == policy
+
+
+def test_the_explanation_has_what_a_reader_needs() -> None:
+    plan = make_plan([job(1.0, recovery=lag(0.0, 0.5), restart_seconds=30.0)], Limits(10, 500, 200))
+    said = plan.explanation
+    assert said["inputs"]["stall_seconds"] == 0.9
+    assert said["inputs"]["mtbf_hours"] == pytest.approx(1.0)
+    assert said["inputs"]["recovery_curve"] == "prior"
+    assert said["expected"]["restart_per_second"] == pytest.approx(30.0 / 3600)
+    parts = said["expected"]["stall_per_second"] + said["expected"]["recovery_per_second"]
+    assert said["expected"]["cost_per_second"] == pytest.approx(parts)
+    assert set(said["rivals"]) == {"young", "daly", "checkfreq", "pccheck", "gemini"}
+    assert set(said["forms"]) == {"theorem1", "untruncated", "sinh"}
+    assert all(form["cost_per_second"] >= said["expected"]["cost_per_second"] for form in said["forms"].values())
+    assert said["bounds"]["maximum_by"] == "predictor"
+
+
+@settings(max_examples=200)
+@given(any_job(), limits(), st.sampled_from(policy_names(rivals(50))), st.sampled_from(["auto", "predict", "exact"]))
+def test_any_input_gives_a_plan_inside_the_bounds(
+    inputs: PlannerInputs, allowed: Limits, policy: str, mode: str
+) -> None:
+    plan = make_plan([inputs], allowed, policy, mode, rules=rivals(50))  # type: ignore[arg-type]
+    assert plan.mode is not None
+    bounds = bounds_of(inputs, allowed, plan.mode)
+    assert isinstance(bounds, Bounds)
+    assert bounds.minimum_iterations <= plan.interval_iterations <= bounds.maximum_iterations
+    json.dumps(plan.explanation, allow_nan=False)
+
+
+@given(st.lists(any_job(), min_size=2, max_size=4), limits(), st.sampled_from(["common", "per_rank"]))
+def test_any_ranks_give_a_plan(ranks: list[PlannerInputs], allowed: Limits, intervals: str) -> None:
+    plan = make_plan(ranks, allowed, intervals=intervals)  # type: ignore[arg-type]
+    json.dumps(plan.explanation, allow_nan=False)
+    assert plan.interval_iterations >= 1
+    for interval in plan.rank_interval_iterations:
+        multiple, rest = divmod(interval, plan.interval_iterations)
+        assert (rest, multiple & (multiple - 1)) == (0, 0)
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.05, 100.0), st.floats(0.05, 2.0))
+def test_more_failures_never_lengthen_the_interval(stall: float, hours: float, per_horizon: float) -> None:
+    """Where the lag is a share of the horizon. A constant is had once by failures that follow each other closely."""
+    curve = lag(0.0, per_horizon)
+    rare, frequent = (
+        make_plan([job(each, stall_seconds=stall, recovery=curve)], WIDE, recovery_mode="predict").interval_iterations
+        for each in (hours, hours / 2)
+    )
+    assert frequent <= rare
+
+
+@given(st.floats(0.01, 50.0), st.floats(0.2, 100.0))
+def test_a_longer_stall_never_shortens_the_interval_below_half_of_the_time_between_failures(
+    stall: float, hours: float
+) -> None:
+    """`sqrt(2 T_s M) - T_s` rises up to `T_s = M / 2`."""
+    shorter, longer = (
+        make_plan([job(hours, stall_seconds=each)], Limits(1, 10**6)).interval_iterations for each in (stall, 2 * stall)
+    )
+    assert longer >= shorter
+
+
+@given(USUAL, USUAL, USUAL, limits())
+def test_a_checkpoint_is_durable_before_the_next(
+    stall: float, iteration: float, persist: float, allowed: Limits
+) -> None:
+    inputs = PlannerInputs(iteration, stall, persist, 1 / 43200)
+    for policy in ("cpsr", "young"):
+        assert make_plan([inputs], allowed, policy).interval_iterations >= persist / iteration
+
+
+@given(ANY, ANY, ANY)
+def test_youngs_plan_is_his_interval_inside_the_bounds(stall: float, iteration: float, persist: float) -> None:
+    inputs = PlannerInputs(iteration, stall, persist, 1 / 43200)
+    plan = make_plan([inputs], Limits(10, 500), "young", "exact")
+    if plan.explanation["bound"] == "none":
+        best = math.sqrt(2 * stall * 43200)
+        assert abs(plan.interval_iterations * iteration - best) <= iteration * 0.5001 + best * 1e-9
+
+
+def test_fixed_is_what_the_user_said() -> None:
+    plan = fixed_plan(50)
+    assert (plan.interval_iterations, plan.origin, plan.explanation["bound"]) == (50, "fixed", "none")
+    assert plan.mode is None
+    with pytest.raises(ValueError, match="at least 1"):
+        fixed_plan(0)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'cheapest'"):
+        make_plan([JOB], WIDE, "cheapest")
+    with pytest.raises(ValueError, match="at least one rank"):
+        make_plan([], WIDE)

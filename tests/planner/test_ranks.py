@@ -1,0 +1,113 @@
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from cpsr.planner.bounds import Limits
+from cpsr.planner.inputs import Origin
+from cpsr.planner.plan import make_plan
+from cpsr.planner.ranks import job_of, optima
+from tests.planner.jobs import PHASE, job, lag
+
+WIDE = Limits(1, 3000)
+
+
+def test_a_job_waits_for_its_slowest_rank() -> None:
+    ranks = [job(stall_seconds=2.0), job(persist_seconds=9.0), job(iteration_seconds=0.7)]
+    together = job_of(ranks)
+    assert (together.stall_seconds, together.persist_seconds, together.iteration_seconds) == (2.0, 9.0, 0.7)
+
+
+def test_what_is_not_known_of_one_rank_is_not_known_of_the_job() -> None:
+    assert numpy.isnan(job_of([job(), job(stall_seconds=numpy.nan), job()]).stall_seconds)
+
+
+def test_the_origin_of_a_figure_is_that_of_the_rank_it_is_of() -> None:
+    old, new = Origin("measured", 3, 500), Origin("measured", 9, 20)
+    first = job(stall_seconds=1.0, persist_seconds=9.0, origins={"stall_seconds": old, "persist_seconds": old})
+    second = job(stall_seconds=2.0, persist_seconds=8.0, origins={"stall_seconds": new, "persist_seconds": new})
+    assert job_of([first, second]).origins == {"stall_seconds": new, "persist_seconds": old}
+    unknown = replace(second, persist_seconds=numpy.nan)
+    assert job_of([first, unknown]).origins["persist_seconds"] == new
+
+
+def test_a_predicted_restart_predicts_all_ranks() -> None:
+    ranks = [job(phase=replace(PHASE, parameters=parameters)) for parameters in (5, 7, 11)]
+    assert job_of(ranks).phase == replace(PHASE, parameters=23)
+    assert job_of([*ranks, job(phase=None)]).phase is None
+
+
+def test_a_failure_may_hit_any_rank() -> None:
+    cheap, dear = lag(0.0, 0.4), lag(10.0, 1.0)
+    together = job_of([job(recovery=cheap), job(recovery=cheap), job(recovery=dear)])
+    assert together.recovery is not None
+    assert together.recovery.lag_iterations(numpy.array([30.0]), 50.0)[0] == pytest.approx((12.0 + 12.0 + 40.0) / 3)
+    assert "3 ranks" in together.recovery.source
+    assert job_of([job(recovery=cheap), job()]).recovery is None
+
+
+def test_a_common_interval_is_inside_everyones_bounds_and_all_optima_are_shown() -> None:
+    ranks = [job(stall_seconds=0.5), job(stall_seconds=2.0, persist_seconds=60.0)]
+    plan = make_plan(ranks, WIDE)
+    shown = plan.explanation["ranks"]
+    assert plan.interval_iterations >= 100
+    assert plan.rank_interval_iterations == ()
+    assert shown["minimum_iterations"] == [9, 100]
+    assert shown["optimum_iterations"][0] < shown["optimum_iterations"][1] == plan.interval_iterations
+
+
+def test_ranks_alone_are_planned_as_they_are_together() -> None:
+    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.1, 0.9, 5.0)]
+    together = optima(ranks, WIDE, "predict")
+    assert together == [optima([rank], WIDE, "predict")[0] for rank in ranks]
+
+
+def test_own_intervals_are_a_base_times_powers_of_two() -> None:
+    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
+    plan = make_plan(ranks, WIDE, intervals="per_rank")
+    optimum = plan.explanation["ranks"]["optimum_iterations"]
+    assert plan.mode == "predict"
+    assert any("own intervals" in note for note in plan.explanation["notes"])
+    assert plan.interval_iterations == min(optimum) == plan.rank_interval_iterations[0]
+    for interval, best in zip(plan.rank_interval_iterations, optimum, strict=True):
+        multiple, rest = divmod(interval, plan.interval_iterations)
+        assert (rest, multiple & (multiple - 1)) == (0, 0)
+        assert best / 2 < interval < 2 * best
+    assert plan.multiple_of(0) == 1
+    assert plan.largest_multiple == plan.multiple_of(2) > 1
+
+
+def test_what_is_recomputed_has_one_interval() -> None:
+    """Between the checkpoints of all ranks there is none to recompute from."""
+    ranks = [job(stall_seconds=stall) for stall in (0.05, 0.2, 0.9)]
+    plan = make_plan(ranks, WIDE, intervals="per_rank")
+    assert plan.mode == "recompute"
+    assert plan.interval_iterations == make_plan(ranks, WIDE).interval_iterations
+    assert plan.rank_interval_iterations == ()
+    assert (plan.largest_multiple, plan.multiple_of(2)) == (1, 1)
+    assert any("one interval" in note for note in plan.explanation["notes"])
+
+
+def test_a_rule_chooses_for_every_rank() -> None:
+    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
+    plan = make_plan(ranks, WIDE, policy="young", intervals="per_rank")
+    # sqrt(2 T_s M) in iterations of 0.6 s: 109.5, 219.1 and 464.8.
+    assert plan.interval_iterations == 110
+    assert plan.rank_interval_iterations[:2] == (110, 220)
+    assert plan.rank_interval_iterations[2] in (440, 880)
+
+
+def test_a_slow_disk_moves_a_rank_to_the_next_multiple() -> None:
+    fast = job(stall_seconds=0.05, recovery=lag(0.0, 0.5))
+    ranks = [fast, replace(fast, persist_seconds=130.0)]
+    plan = make_plan(ranks, WIDE, intervals="per_rank")
+    assert plan.rank_interval_iterations[1] * 0.6 >= 130.0
+    assert plan.rank_interval_iterations[1] * 0.6 < 2 * 130.0
+
+
+def test_ranks_that_cannot_be_predicted_are_recomputed_in_their_own_plan() -> None:
+    ranks = [job(recovery=lag(0.0, 0.3)), job()]
+    plan = make_plan(ranks, WIDE)
+    assert plan.mode == "recompute"
+    assert plan.explanation["ranks"]["mode"] == ["recompute", "recompute"]
+    assert plan.explanation["modes"]["predict"] == "not possible"

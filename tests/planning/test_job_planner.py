@@ -1,0 +1,312 @@
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.snapshot import Part, Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.config import CPSRConfig
+from cpsr.group import Group
+from cpsr.journal import JournalReader
+from cpsr.losses import Step
+from cpsr.planner.plan import Plan
+from cpsr.planning.inputs import Situation
+from cpsr.planning.job_planner import JobPlanner
+from cpsr.planning.rank_costs import RankCosts
+from cpsr.planning.recovery_cost import Schedule
+from cpsr.record import Recorder
+from cpsr.state import Shard
+
+PARAMETERS = 1000
+WAIT_SECONDS = 20.0
+
+
+def configured(run_dir: Path, **sections: Any) -> CPSRConfig:
+    fitter = {"phase_min_iterations": 50, "phase_max_iterations": 200}
+    return CPSRConfig.load({"run_dir": str(run_dir), "fitter": fitter, **sections})
+
+
+def planner_of(config: CPSRConfig, rank: int = 0, accuracy: Callable[[], Sequence[Any]] = list) -> JobPlanner:
+    return JobPlanner(config, rank, PARAMETERS, 0.0, accuracy)
+
+
+def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.02) -> SaveOutcome:
+    return SaveOutcome(iteration, "committed", "", 100, 0.1, 0.1, stall_seconds, moment)
+
+
+def situation(iteration: int, plan: Plan) -> Situation:
+    return Situation(Schedule(iteration, 1e-3, 1e-3), 0.1, 50, plan)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    recorder = Recorder(tmp_path, Group(), "auto")
+    recorder.steps([Step(iteration, 1e-3, 0.1, True, 3.0 - 1e-3 * iteration) for iteration in range(1, 401)])
+    yield recorder
+    recorder.close("clean")
+
+
+def written(recorder: Recorder) -> None:
+    assert recorder._journal is not None
+    assert recorder._journal.flush(WAIT_SECONDS)
+
+
+def proposed(planner: JobPlanner) -> Plan | None:
+    """What the thread proposes, once it has looked at everything it was told."""
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until and planner._wake.is_set():
+        time.sleep(0.01)
+    while time.monotonic() < until:
+        found = planner.proposal()
+        if found is not None:
+            return found
+        time.sleep(0.01)
+    return None
+
+
+def test_it_plans_from_what_was_measured_and_at_the_end_of_each_phase(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path))
+    first = planner.first_plan({})
+    assert (first.interval_iterations, first.explanation["bound"]) == (10, "minimum")
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, first))
+    plan = proposed(planner)
+    assert plan is not None
+    assert plan.interval_iterations > 10, "0.02 s of stall at 12 h between failures"
+    assert plan.explanation["inputs"]["stall_seconds"] == 0.02
+    assert plan.explanation["origins"]["recovery"]["kind"] == "prior"
+    planner.note(saved(200, moment=1.2))
+    planner.consider(situation(210, plan))
+    again = proposed(planner)
+    assert again is not None, "a phase has ended: the plan is told anew although its interval is the same"
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        (phase,) = reader.phases()
+        kinds = [fit.kind for fit in reader.fits()]
+    assert (phase.first_iteration, phase.last_iteration, phase.xi, phase.last_xi) == (100, 200, 1.0, 1.2)
+    assert kinds.count("loss") == 2
+    assert kinds.count("failure_rate") == 2
+
+
+def test_a_plan_that_is_as_good_is_not_proposed(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None
+    planner.note(saved(120, stall_seconds=0.0201))
+    planner.consider(situation(130, plan))
+    time.sleep(0.5)
+    assert planner.proposal() is None
+    planner.note(saved(140, stall_seconds=2.0))
+    planner.note(saved(160, stall_seconds=2.0))
+    planner.note(saved(180, stall_seconds=2.0))
+    planner.consider(situation(190, plan))
+    dearer = proposed(planner)
+    assert dearer is not None
+    assert dearer.interval_iterations > plan.interval_iterations
+    planner.close()
+
+
+def test_what_fails_ends_planning_and_is_told_once(tmp_path: Path, recorder: Recorder) -> None:
+    def broken() -> list[Any]:
+        raise ValueError("no backtests today")
+
+    planner = planner_of(configured(tmp_path), accuracy=broken)
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    assert planner._thread is not None
+    planner._thread.join(WAIT_SECONDS)
+    failure = planner.failure()
+    assert failure is not None
+    assert "no backtests today" in failure
+    assert "goes on to hold" in failure
+    assert planner.failure() is None
+    planner.close()
+
+
+def test_other_ranks_only_tell_their_costs(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path), rank=1)
+    planner.start(tmp_path, 2, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    assert planner._thread is None
+    told = planner.state_dict(planner.first_plan({}))
+    assert told["costs"] == {
+        "iteration": 100,
+        "saves": 1,
+        "stall_seconds": 0.02,
+        "persist_seconds": 0.2,
+        "parameters": PARAMETERS,
+        "mean_second_moment": 1.0,
+    }
+
+
+def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, recorder: Recorder) -> None:
+    before = planner_of(configured(tmp_path))
+    before._phases.observe(100, 1.0)
+    before._phases.observe(200, 1.2)
+    before.note(saved(200, stall_seconds=0.5))
+    told = before.state_dict(Plan(70, "cpsr", {}, "recompute"))
+    after = planner_of(configured(tmp_path))
+    after.load_state_dict(told)
+    assert after._phases.ended == 1
+    plan = after.first_plan(told)
+    assert (plan.interval_iterations, plan.origin, plan.mode) == (70, "cpsr", "recompute")
+    assert "before the restart" in plan.explanation["rule"]
+    # It plans before its own first checkpoint: a job that fails before each would never plan otherwise.
+    after.start(tmp_path, 1, recorder)
+    after.consider(situation(210, plan))
+    again = proposed(after)
+    assert again is not None
+    assert again.explanation["inputs"]["stall_seconds"] == 0.5
+    after.close()
+    after.load_state_dict({})  # a checkpoint from before there were phases
+    assert after._phases.ended == 1
+
+
+def test_a_restored_interval_keeps_to_todays_limits(tmp_path: Path) -> None:
+    planner = planner_of(configured(tmp_path, planner={"interval_max_iterations": 100}))
+    assert planner.first_plan({"interval_iterations": 2000}).interval_iterations == 100
+    assert planner.first_plan({"interval_iterations": 2}).interval_iterations == 10
+
+
+def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, recorder: Recorder) -> None:
+    (tmp_path / "commands.db").write_bytes(b"x" * 4096)
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None, "planned with what was expected beforehand"
+    assert planner.failure() is None
+    assert plan.explanation["origins"]["failures_per_second"]["kind"] == "configured"
+    (tmp_path / "commands.db").unlink()
+    planner.note(saved(120, stall_seconds=5.0))
+    planner.note(saved(140, stall_seconds=5.0))
+    planner.consider(situation(150, plan))
+    later = proposed(planner)
+    assert later is not None
+    assert later.explanation["origins"]["failures_per_second"]["kind"] == "measured"
+    planner.close()
+
+
+def test_an_optimizer_without_second_moments_has_phases_by_length(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, recorder)
+    for iteration in (100, 200, 300, 400, 500):
+        planner.note(saved(iteration, moment=None))
+    planner.consider(situation(500, planner.first_plan({})))
+    assert proposed(planner) is not None
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        phases = reader.phases()
+    assert [(phase.phase, phase.first_iteration, phase.last_iteration) for phase in phases] == [
+        (0, 100, 300),
+        (1, 300, 500),
+    ]
+    assert {phase.ended_by for phase in phases} == {"length"}
+
+
+def test_the_users_interval_is_never_changed(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 33}))
+    plan = planner.first_plan({"interval_iterations": 70})
+    assert (plan.interval_iterations, plan.origin) == (33, "fixed")
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(100))
+    planner.consider(situation(110, plan))
+    until = time.monotonic() + WAIT_SECONDS
+    while not planner._fitted and time.monotonic() < until:
+        time.sleep(0.01)
+    planner.close()
+    assert planner.proposal() is None
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert {fit.kind for fit in reader.fits()} == {"loss", "failure_rate"}
+
+
+def test_random_numbers_of_the_job_are_left_alone(tmp_path: Path) -> None:
+    # In a process of its own: here everything is imported already.
+    script = f"""
+import random, sys
+from pathlib import Path
+from cpsr.config import CPSRConfig
+from cpsr.group import Group
+from cpsr.planning.job_planner import JobPlanner
+from cpsr.record import Recorder
+config = CPSRConfig.load({{"run_dir": {str(tmp_path)!r}}})
+recorder = Recorder(Path({str(tmp_path)!r}), Group(), "auto")
+planner = JobPlanner(config, 0, 1, 0.0, list)
+random.seed(5)
+assert "sklearn" not in sys.modules
+planner.start(Path({str(tmp_path)!r}), 1, recorder)
+assert "sklearn.linear_model" in sys.modules
+print(random.random())
+planner.close()
+recorder.close("clean")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) == random.Random(5).random()
+
+
+PER_RANK = {"intervals": "per_rank", "mtbf_hours": 0.05}
+
+
+def told_costs(run_dir: Path, iteration: int, stalls: Sequence[float], part: Part = "whole") -> None:
+    """A checkpoint in which every rank says what its own cost."""
+    stores = [
+        CheckpointStore(run_dir, rank, len(stalls), "run", int(part != "whole"), fsync=False)
+        for rank in range(len(stalls))
+    ]
+    stores[0].prepare()
+    for store, stall in reversed(list(zip(stores, stalls, strict=True))):
+        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, 1.0))
+        scalars = {"planning": {"costs": costs}} if part == "whole" else {}
+        store.write(Snapshot(iteration, Shard({}), scalars, part=part))
+    assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
+
+
+def proposed_for(tmp_path: Path, recorder: Recorder, ranks: int) -> Plan:
+    planner = planner_of(configured(tmp_path, mode="predict", planner=PER_RANK))
+    planner.start(tmp_path, ranks, recorder)
+    planner.note(saved(2000))
+    planner.consider(situation(2010, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    assert plan.mode == "predict"
+    return plan
+
+
+def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, recorder: Recorder) -> None:
+    told_costs(tmp_path, 2000, [0.02, 0.4])
+    told_costs(tmp_path, 2005, [0.0, 0.0], part="weights")  # of no account: it costs less
+    plan = proposed_for(tmp_path, recorder, 2)
+    assert plan.rank_interval_iterations[0] == plan.interval_iterations
+    assert plan.multiple_of(1) == plan.largest_multiple > 1
+
+
+def test_where_a_ranks_costs_are_not_known_all_have_one_interval(tmp_path: Path, recorder: Recorder) -> None:
+    told_costs(tmp_path, 2000, [0.02, 0.4])
+    assert proposed_for(tmp_path, recorder, 3).rank_interval_iterations == ()
+
+
+def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
+    told = planner_of(configured(tmp_path)).state_dict(Plan(70, "cpsr", {}, "predict", (140, 70)))
+    plan = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(told)
+    assert (plan.interval_iterations, plan.rank_interval_iterations) == (70, (140, 70))
+    common = planner_of(configured(tmp_path)).first_plan(told)
+    assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
+    assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)

@@ -1,0 +1,82 @@
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cpsr.errors import JournalError
+from cpsr.journal import Journal, ReportedFailure, report_failure, reported_failures
+from cpsr.journal.commands import COMMANDS_FILE
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    Journal.open(tmp_path / "journal.db").close()
+    return tmp_path
+
+
+def failure(description: str = "two GPUs", at: float = 5.0) -> ReportedFailure:
+    return ReportedFailure(description=description, failed_unix_seconds=at, created_unix_seconds=6.0)
+
+
+def test_what_was_reported_is_read_in_its_order(run_dir: Path) -> None:
+    assert reported_failures(run_dir) == []
+    told = [failure("ümlaut; 'quotes'", 9.0), failure(at=3.0)]
+    for one in told:
+        report_failure(run_dir, one)
+    assert reported_failures(run_dir) == told
+
+
+def test_many_may_report_at_once(run_dir: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda place: report_failure(run_dir, failure(str(place))), range(24)))
+    assert {one.description for one in reported_failures(run_dir)} == {str(place) for place in range(24)}
+
+
+def test_a_report_survives_the_death_of_its_process(run_dir: Path) -> None:
+    script = (
+        "import os, pathlib; from cpsr.journal import *;"
+        f"report_failure(pathlib.Path({str(run_dir)!r}), ReportedFailure(description='x', failed_unix_seconds=1.0));"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == -9
+    assert [one.description for one in reported_failures(run_dir)] == ["x"]
+
+
+def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="no run in"):
+        report_failure(tmp_path, failure())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("begun", ["empty", "WAL only"])
+def test_a_file_that_was_only_begun_reports_nothing_and_can_be_used(run_dir: Path, begun: str) -> None:
+    path = run_dir / COMMANDS_FILE
+    path.touch()
+    if begun == "WAL only":
+        connection = sqlite3.connect(path)
+        connection.execute("PRAGMA journal_mode=wal")
+        connection.close()
+    assert reported_failures(run_dir) == []
+    report_failure(run_dir, failure())
+    assert reported_failures(run_dir) == [failure()]
+
+
+def test_a_foreign_newer_or_torn_file_is_refused_and_left_alone(run_dir: Path) -> None:
+    path = run_dir / COMMANDS_FILE
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (x)")
+    connection.execute("PRAGMA user_version=1")
+    connection.commit()
+    connection.close()
+    for act in (lambda: report_failure(run_dir, failure()), lambda: reported_failures(run_dir)):
+        with pytest.raises(JournalError, match="not written by this version"):
+            act()
+    path.unlink()
+    path.write_bytes(b"x" * 4096)
+    with pytest.raises(JournalError, match="no SQLite file"):
+        reported_failures(run_dir)
+    assert path.read_bytes() == b"x" * 4096
