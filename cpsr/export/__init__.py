@@ -1,0 +1,1 @@
+"""Committed checkpoints in the formats of others: a DeepSpeed universal checkpoint, a state dict in safetensors."""

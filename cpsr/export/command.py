@@ -1,0 +1,72 @@
+"""`cpsr export`: one checkpoint in another format, put in place at once or not at all."""
+
+import os
+import shutil
+from pathlib import Path
+
+from cpsr.checkpoint.files import make_directory, sync_directory
+from cpsr.errors import ConfigError, SaveError
+from cpsr.export.state_dict import Precision, write_state_dict
+from cpsr.export.universal import write_universal
+from cpsr.export.whole import WholeState, open_whole
+
+__all__ = ["FORMATS", "run_export"]
+
+FORMATS = ("universal", "safetensors")
+
+
+def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: int | None) -> list[str]:
+    """Export one committed checkpoint; the run's directory is only read.
+
+    Args:
+        run_dir: the run; it may be training.
+        out: what is written, not there yet: a directory for `universal`, a file for `safetensors`.
+        format_: one of `FORMATS`.
+        dtype: `fp32` or `trained`, for `safetensors`.
+        iteration: of the checkpoint; None is the newest whole one.
+
+    Returns:
+        What was exported, one line each.
+
+    Raises:
+        ConfigError: an argument is not usable, `out` is there already or lies in the run's directory.
+        SaveError: it could not be written; nothing is left at `out`.
+        CPSRError: see `open_whole`.
+    """
+    precision = _checked(run_dir, out, format_, dtype)
+    state = open_whole(run_dir, iteration, moments=format_ == "universal")
+    try:
+        make_directory(out.parent, fsync=True)
+        said = _write_directory(state, out) if format_ == "universal" else write_state_dict(state, out, precision)
+    except OSError as error:
+        raise SaveError(f"{out} could not be written ({error}); nothing is left there") from error
+    origin = f", {state.info.label}" if state.info.label else ""
+    return [f"checkpoint {state.info.iteration} of {run_dir} ({state.info.world_size} ranks{origin}): {out}", *said]
+
+
+def _checked(run_dir: Path, out: Path, format_: str, dtype: str) -> Precision:
+    if format_ not in FORMATS:
+        raise ConfigError(f"unknown format {format_!r}; known are {', '.join(FORMATS)}")
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} is there already, and nothing is ever overwritten; name another --out, or remove it")
+    if out.resolve().is_relative_to(run_dir.resolve()):
+        raise ConfigError(f"{out} lies in the run's own directory {run_dir}, which is the run's alone; name another")
+    if dtype == "trained":
+        return "trained"
+    if dtype == "fp32":
+        return "fp32"
+    raise ConfigError(f"unknown dtype {dtype!r}; known are fp32 and trained")
+
+
+def _write_directory(state: WholeState, out: Path) -> list[str]:
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir()
+        said = write_universal(state, temporary)
+        if os.path.lexists(out):  # a rename would replace an empty directory that came meanwhile
+            raise SaveError(f"{out} has appeared meanwhile; nothing was written over it")
+        temporary.rename(out)
+        sync_directory(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return said

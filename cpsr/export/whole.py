@@ -1,0 +1,307 @@
+"""One committed checkpoint with the ranks' slices put together."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cpsr.checkpoint.catalogue import CheckpointInfo, scan
+from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, file_name, rank_manifest_name
+from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
+from cpsr.codec import decode
+from cpsr.errors import CheckpointError, UnsupportedEngineError
+from cpsr.export.identity import RunIdentity, read_identity
+
+__all__ = ["WholeState", "open_whole"]
+
+Kind = Literal["params", "moments", "extra"]
+
+# DeepSpeed's MoE layers put these into the names of what differs between ranks under one name.
+_EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank wrote: its manifest, and its files that were opened (mapped, not read)."""
+
+    manifest: RankManifest
+    files: dict[Kind, Any]
+
+
+class WholeState:
+    """A checkpoint over all ranks; tensors are read and put together one at a time, when they are asked for.
+
+    Every file that is used was compared with its hash when this was made by `open_whole`.
+
+    Attributes:
+        info: the checkpoint.
+        identity: the run's.
+        parameters: names of the trained parameters, in the order in which they are saved.
+    """
+
+    def __init__(self, info: CheckpointInfo, identity: RunIdentity, parts: Sequence[_Part]) -> None:
+        self.info = info
+        self.identity = identity
+        self._parts = parts
+        self._records = self._operators()
+        self.parameters = list(self._records)
+
+    def elements(self, name: str) -> int:
+        """Elements of one trained parameter."""
+        return math.prod(self._records[name].global_shape)
+
+    def moments(self, name: str) -> dict[str, str]:
+        """Moment -> dtype of one trained parameter."""
+        return self._records[name].moments
+
+    def weights(self, name: str) -> torch.Tensor:
+        """A trained parameter, of its whole shape, in the dtype of the authoritative copy.
+
+        Raises:
+            CheckpointCorruptError: a file holds something else than its manifest says.
+            UnsupportedEngineError: the ranks' slices do not make up one tensor.
+        """
+        return self._whole(name, "params", f"param/{name}", self._records[name].dtype)
+
+    def moment(self, name: str, moment: str) -> torch.Tensor:
+        """One of the optimizer's tensors of a trained parameter, of the parameter's shape; errors as of `weights`."""
+        return self._whole(name, "moments", f"moment/{moment}/{name}", self._records[name].moments[moment])
+
+    def outside(self) -> dict[str, torch.Tensor]:
+        """Buffers and frozen parameters, by name; a buffer is rank 0's, as it is in the engine's own checkpoints.
+
+        Raises:
+            CheckpointCorruptError: a file holds something else than its manifest says.
+            UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
+        """
+        frozen = self.identity.module.frozen
+        return {
+            name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
+            for name in self._parts[0].manifest.others
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """Rank 0's small state.
+
+        Raises:
+            CheckpointCorruptError: it cannot be decoded.
+        """
+        path = self.info.directory / rank_manifest_name(0)
+        file = self._parts[0].files["extra"]
+        try:
+            keys = [key for key in file.keys() if key.startswith("scalars")]  # noqa: SIM118 - not a mapping
+            tensors = {key: file.get_tensor(key).clone() for key in keys}
+            found = decode(self._parts[0].manifest.scalars, tensors)
+        except (KeyError, ValueError, TypeError, IndexError, RecursionError, SafetensorError) as error:
+            raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+        if not isinstance(found, dict):
+            raise DamagedFileError(path, f"its scalars are {type(found).__name__}, not a mapping")
+        return found
+
+    def _operators(self) -> dict[str, OperatorRecord]:
+        """Every trained parameter, described as on the first rank that owns some of it."""
+        found: dict[str, OperatorRecord] = {}
+        for rank, part in enumerate(self._parts):
+            for name, record in part.manifest.operators.items():
+                _require_name(self.info.directory, name)
+                first = found.setdefault(name, record)
+                if (first.global_shape, first.dtype, first.moments) != (
+                    record.global_shape,
+                    record.dtype,
+                    record.moments,
+                ):
+                    raise UnsupportedEngineError(
+                        f"{self.info.directory}: {name} is not one tensor: rank {rank} saved slices of another shape "
+                        f"or dtype ({record.global_shape}, {record.dtype}) than the ranks before it "
+                        f"({first.global_shape}, {first.dtype}). Nothing was exported"
+                    )
+        for name in self._parts[0].manifest.others:
+            _require_name(self.info.directory, name)
+        return found
+
+    def _whole(self, name: str, kind: Kind, key: str, dtype: str) -> torch.Tensor:
+        total = self.elements(name)
+        whole: torch.Tensor | None = None
+        covered: dict[int, int] = {}  # offset -> elements
+        for rank, part in enumerate(self._parts):
+            record = part.manifest.operators.get(name)
+            if record is None or (record.numel == 0 and total):
+                continue
+            piece = self._read(rank, kind, key, (record.numel,), dtype)
+            whole = torch.empty(total, dtype=piece.dtype) if whole is None else whole
+            target = whole[record.offset : record.offset + record.numel]
+            if covered.get(record.offset) == record.numel:
+                self._require_replica(name, rank, target, piece)
+            elif target.numel() == record.numel:
+                target.copy_(piece)
+                covered[record.offset] = record.numel
+        if whole is None or not _tiles(covered, total):
+            raise UnsupportedEngineError(
+                f"{self.info.directory}: the slices of {name} that the ranks saved, {sorted(covered.items())} as "
+                f"(offset, elements), do not make up its {total} elements. Nothing was exported"
+            )
+        return self._shaped(name, whole)
+
+    def _shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        shape, stride = self._records[name].global_shape, self.identity.module.strides.get(name)
+        if stride is None:
+            return flat.view(shape)
+        try:  # what run.json says may be anything: torch refuses what lies outside of `flat`
+            return flat.as_strided(shape, stride).contiguous()
+        except RuntimeError as error:
+            raise UnsupportedEngineError(
+                f"run.json gives {name} of shape {shape} impossible strides {stride}"
+            ) from error
+
+    def _require_replica(self, name: str, rank: int, first: torch.Tensor, piece: torch.Tensor) -> None:
+        if not torch.equal(first.view(torch.uint8), piece.view(torch.uint8)):
+            raise UnsupportedEngineError(
+                f"{self.info.directory}: rank {rank} holds other values of {name} than the ranks before it: the name "
+                "stands for different tensors (experts or tensor-parallel parts), or the ranks have drifted apart. "
+                "Nothing was exported"
+            )
+
+    def _other(self, rank: int, name: str) -> torch.Tensor:
+        record = self._parts[rank].manifest.others[name]
+        return self._read(rank, "extra", f"other/{name}", record.shape, record.dtype).clone()
+
+    def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Whole on every rank, or (under ZeRO-3) in consecutive parts, one a rank."""
+        first = self._other(0, name)
+        if first.shape == shape:
+            return first
+        ranks = [rank for rank, part in enumerate(self._parts) if name in part.manifest.others]
+        joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
+        if joined.dim() != 1 or joined.numel() != math.prod(shape):
+            raise UnsupportedEngineError(
+                f"{self.info.directory}: the parts of the frozen parameter {name} hold {joined.numel()} elements, its "
+                f"shape is {shape}. Nothing was exported"
+            )
+        return joined.view(shape)
+
+    def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        path = self.info.directory / file_name(rank, kind)
+        try:
+            found: torch.Tensor = self._parts[rank].files[kind].get_tensor(key)
+        except SafetensorError as error:
+            raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
+        if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
+            raise DamagedFileError(
+                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest says {dtype} {shape}"
+            )
+        return found
+
+
+def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeState:
+    """Open a committed checkpoint, with the hash of every file that is used checked first.
+
+    Args:
+        run_dir: the run.
+        iteration: of the checkpoint; None is the newest whole one.
+        moments: the optimizer's tensors are needed too.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it lacks what is needed: it is partial or thinned.
+        CheckpointCorruptError: a file of it is damaged; the message names it.
+        UnsupportedEngineError: what its ranks hold does not make up one model; the message names it.
+        RunMismatchError: it is of another run than `run.json`, or `run_dir` is no run directory.
+    """
+    identity = read_identity(run_dir)
+    info = _choose(run_dir / "checkpoints", iteration)
+    try:
+        return _open(info, identity, moments=moments)
+    except DamagedFileError as error:
+        if (info.directory / COMMIT).exists():
+            raise
+        raise CheckpointError(f"{info.directory} was deleted while it was read; export a newer checkpoint") from error
+
+
+def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
+    catalogue = scan(checkpoints)
+    found = [info for info in catalogue.checkpoints if info.full if iteration is None]
+    found += [info for info in catalogue.checkpoints if info.iteration == iteration]
+    if found:
+        return found[-1]
+    for problem in catalogue.problems:
+        if problem.iteration == iteration:
+            raise DamagedFileError(problem.file, problem.what)
+    whole = [info.iteration for info in catalogue.checkpoints if info.full]
+    wanted = "whole checkpoint" if iteration is None else f"committed checkpoint of iteration {iteration}"
+    raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
+
+
+def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> WholeState:
+    manifest = read_manifest(info.directory)
+    if manifest.run_id != identity.run_id:
+        raise CheckpointError(f"{info.directory} is of the run {manifest.run_id!r}, run.json of {identity.run_id!r}")
+    if info.partial:
+        raise CheckpointError(
+            f"{info.directory} is partial: its ranks' weights are of different iterations, so that they are no state "
+            "the run ever had. Name a whole checkpoint"
+        )
+    records = [read_rank_manifest(info.directory, manifest, rank) for rank in range(manifest.world_size)]
+    if not info.full:
+        _require_weights_are_enough(info, identity, records, moments=moments)
+    used: dict[Kind, bool] = {"params": True, "moments": moments, "extra": info.full}
+    kinds = [kind for kind in used if used[kind]]
+    for record in records:
+        for kind in kinds:
+            _check(info.directory, record, kind)
+    return WholeState(info, identity, [_Part(record, _files(info.directory, record, kinds)) for record in records])
+
+
+def _require_weights_are_enough(
+    info: CheckpointInfo, identity: RunIdentity, records: Sequence[RankManifest], *, moments: bool
+) -> None:
+    if moments:
+        raise CheckpointError(
+            f"{info.directory} was thinned: it keeps the weights and no moments, which this format needs. Name a whole "
+            "checkpoint, or another format"
+        )
+    gone = sorted(name for name in records[0].others if name not in identity.module.transient)
+    if gone:
+        raise CheckpointError(
+            f"{info.directory} was thinned: its {len(gone)} buffers and frozen parameters (the first is {gone[0]}) are "
+            "gone, so that its state dict would not be complete. Name a whole checkpoint"
+        )
+
+
+def _check(directory: Path, record: RankManifest, kind: Kind) -> None:
+    name = file_name(record.rank, kind)
+    if name not in record.files:
+        raise DamagedFileError(directory / name, "is not listed in its manifest")
+    check_file(directory / name, record.files[name])
+
+
+def _files(directory: Path, record: RankManifest, kinds: Sequence[Kind]) -> dict[Kind, Any]:
+    try:
+        return {kind: safe_open(directory / file_name(record.rank, kind), framework="pt") for kind in kinds}
+    except (SafetensorError, OSError) as error:
+        raise DamagedFileError(
+            directory / rank_manifest_name(record.rank), f"its files cannot be read: {error}"
+        ) from error
+
+
+def _tiles(covered: dict[int, int], total: int) -> bool:
+    """Whether the slices follow one another from 0 to `total`."""
+    end = 0
+    for offset in sorted(covered):
+        if offset != end:
+            return False
+        end += covered[offset]
+    return end == total
+
+
+def _require_name(directory: Path, name: str) -> None:
+    """Refuse names that are not one entry of a directory, and what stands for different tensors on the ranks."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UnsupportedEngineError(f"{directory}: {name!r} cannot be the name of a folder. Nothing was exported")
+    if any(mark in f".{name}." for mark in _EXPERTS):
+        raise UnsupportedEngineError(
+            f"{directory}: {name} belongs to an MoE layer, whose experts differ between ranks under one name. Nothing "
+            "was exported"
+        )

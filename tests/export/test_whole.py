@@ -1,0 +1,191 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpsr.checkpoint.retention import _thin
+from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
+from cpsr.export.whole import open_whole
+from cpsr.state import Shard
+from tests.export.made import operator, shard, write_checkpoint, write_identity
+
+
+def test_slices_of_every_split_are_put_together(tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def holds(data: Any) -> None:
+        """Any shapes, cut anywhere, dealt to ranks in any order; some ranks hold nothing of a parameter."""
+        run_dir = tmp_path_factory.mktemp("split")
+        ranks = data.draw(st.integers(1, 4))
+        parts: list[list[Any]] = [[] for _ in range(ranks)]
+        whole = {}
+        for number, shape in enumerate(data.draw(st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=3))):
+            name, total = f"layer.{number}", math.prod(shape)
+            flat = whole[name] = torch.randint(1000, (total,)).float()
+            cuts = sorted(data.draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+            bounds = list(zip([0, *cuts], [*cuts, total], strict=True))
+            for rank, (start, stop) in enumerate(data.draw(st.permutations(bounds))):
+                parts[rank].append(operator(name, flat[start:stop].clone(), shape, start))
+        write_identity(run_dir)
+        write_checkpoint(run_dir, *(shard(*part) for part in parts))
+        state = open_whole(run_dir, None, moments=True)
+        for name in state.parameters:
+            assert torch.equal(state.weights(name).reshape(-1), whole[name])
+            assert torch.equal(state.moment(name, "exp_avg_sq").reshape(-1), whole[name] + 2)
+        assert {name for name, flat in whole.items() if flat.numel()} <= set(state.parameters)
+
+    holds()
+
+
+def replicas(second: torch.Tensor) -> tuple[Shard, Shard]:
+    return shard(operator("w", torch.arange(4.0), (4,))), shard(operator("w", second, (4,)))
+
+
+def test_replicas_count_once(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    write_checkpoint(tmp_path, *replicas(torch.arange(4.0)))
+    assert torch.equal(open_whole(tmp_path, 50, moments=False).weights("w"), torch.arange(4.0))
+
+
+REFUSED = {
+    "other values": (replicas(torch.tensor([0.0, 1.0, 2.0, 4.0])), "other values of w"),
+    "a gap": ((shard(operator("w", torch.ones(2), (4,))), shard(operator("w", torch.ones(1), (4,), 3))), "do not make"),
+    "an overlap": (
+        (shard(operator("w", torch.ones(3), (4,))), shard(operator("w", torch.ones(2), (4,), 2))),
+        "do not make",
+    ),
+    "beyond the end": ((shard(operator("w", torch.ones(5), (4,))),), "do not make"),
+    "other shapes": (
+        (shard(operator("w", torch.ones(2), (4,))), shard(operator("w", torch.ones(2), (2, 2), 2))),
+        "not one tensor",
+    ),
+    "an expert": (
+        (shard(operator("l.deepspeed_moe.experts.deepspeed_experts.0.w", torch.ones(4), (4,))),),
+        "MoE layer",
+    ),
+    "a path": ((shard(operator("../../escaped", torch.ones(4), (4,))),), "cannot be the name"),
+    "an absolute path": ((shard(operator("/tmp/escaped", torch.ones(4), (4,))),), "cannot be the name"),
+    "a path of a buffer": ((shard(operator("w", torch.ones(4), (4,)), **{"..": torch.ones(1)}),), "cannot be the name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_one_model_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    shards, message = REFUSED[case]
+    write_identity(tmp_path)
+    write_checkpoint(tmp_path, *shards)
+    with pytest.raises(UnsupportedEngineError, match=message) as refused:
+        open_whole(tmp_path, None, moments=False).weights("w")
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_frozen_parameters_are_joined_and_buffers_are_rank_0s(tmp_path: Path) -> None:
+    write_identity(tmp_path, frozen={"frozen": [2, 3], "kept": [2]})
+    parts = [
+        shard(frozen=torch.arange(4.0), kept=torch.ones(2), seen=torch.tensor(1)),
+        shard(frozen=torch.arange(4.0, 6.0), kept=torch.ones(2), seen=torch.tensor(2)),
+    ]
+    write_checkpoint(tmp_path, *parts)
+    outside = open_whole(tmp_path, None, moments=True).outside()
+    assert torch.equal(outside["frozen"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(outside["kept"], torch.ones(2))
+    assert int(outside["seen"]) == 1
+
+
+def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> None:
+    weights = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    flat = weights.as_strided((weights.numel(),), (1,)).clone()
+    write_identity(tmp_path, strides={"w": list(weights.stride())})
+    write_checkpoint(tmp_path, shard(operator("w", flat, weights.shape)))
+    found = open_whole(tmp_path, None, moments=False).weights("w")
+    assert torch.equal(found, weights)
+    assert found.is_contiguous()
+
+
+def test_strides_out_of_the_tensor_are_refused(tmp_path: Path) -> None:
+    write_identity(tmp_path, strides={"w": [1000, 1]})
+    write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (2, 2))))
+    with pytest.raises(UnsupportedEngineError, match="impossible strides"):
+        open_whole(tmp_path, None, moments=False).weights("w")
+
+
+def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    for iteration in (10, 20, 30):
+        directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
+    _thin(directory, fsync=False)
+    assert open_whole(tmp_path, None, moments=True).info.iteration == 20
+    assert open_whole(tmp_path, 10, moments=True).info.iteration == 10
+    with pytest.raises(CheckpointError, match=r"iteration 15; whole ones are \[10, 20\]"):
+        open_whole(tmp_path, 15, moments=True)
+
+
+def test_a_thinned_checkpoint_has_weights_and_no_more(tmp_path: Path) -> None:
+    write_identity(tmp_path, transient=["scratch"])
+    directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,)), scratch=torch.ones(1)))
+    _thin(directory, fsync=False)
+    assert torch.equal(open_whole(tmp_path, 50, moments=False).weights("w"), torch.ones(4))
+    with pytest.raises(CheckpointError, match="thinned: it keeps the weights and no moments"):
+        open_whole(tmp_path, 50, moments=True)
+    write_identity(tmp_path)
+    with pytest.raises(CheckpointError, match="the first is scratch"):
+        open_whole(tmp_path, 50, moments=False)
+
+
+def test_a_partial_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    part = shard(operator("w", torch.ones(4), (4,)))
+    write_checkpoint(tmp_path, part, iteration=40)
+    weights = Shard({"w": operator("w", torch.ones(4), (4,))})
+    weights.operators["w"].moments.clear()
+    write_checkpoint(tmp_path, weights, iteration=50, part="weights")
+    assert open_whole(tmp_path, None, moments=False).info.iteration == 40
+    with pytest.raises(CheckpointError, match="is partial"):
+        open_whole(tmp_path, 50, moments=False)
+
+
+@pytest.mark.parametrize("kind", ["params", "moments", "extra"])
+def test_one_flipped_byte_is_found_before_anything_is_used(tmp_path: Path, kind: str) -> None:
+    write_identity(tmp_path)
+    parts = (shard(operator("w", torch.ones(4), (8,), start), seen=torch.ones(3)) for start in (0, 4))
+    directory = write_checkpoint(tmp_path, *parts)
+    file = directory / f"rank-00001.{kind}.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=file.name):
+        open_whole(tmp_path, None, moments=True)
+
+
+def test_a_torn_commit_record_is_named(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
+    (directory / "COMMIT").write_text("")
+    with pytest.raises(CheckpointCorruptError, match="COMMIT"):
+        open_whole(tmp_path, 50, moments=True)
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        open_whole(tmp_path, None, moments=True)
+
+
+def test_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunMismatchError, match=r"no run\.json"):
+        open_whole(tmp_path, None, moments=True)
+    write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
+    (tmp_path / "run.json").write_text(
+        '{"run_id": "made", "engine": "torch", "precision": "fp32", "optimizer": "Adam"}'
+    )
+    with pytest.raises(CPSRError, match=r"module: Field required.*start the job once"):
+        open_whole(tmp_path, None, moments=True)
+    (tmp_path / "run.json").write_bytes(b"\x80\x04.")
+    with pytest.raises(CPSRError, match="cannot be used"):
+        open_whole(tmp_path, None, moments=True)
+    write_identity(tmp_path, engine="PipelineEngine")
+    with pytest.raises(UnsupportedEngineError, match="pipeline"):
+        open_whole(tmp_path, None, moments=True)
+    write_identity(tmp_path, run_id="another")
+    with pytest.raises(CheckpointError, match="of the run 'made'"):
+        open_whole(tmp_path, None, moments=True)
