@@ -1,0 +1,1 @@
+"""How well the loss curve is fitted and forecast online, at the ends of training phases."""

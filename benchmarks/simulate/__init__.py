@@ -1,0 +1,1 @@
+"""Results of papers, computed again by the simulator from what they state."""

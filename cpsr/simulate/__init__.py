@@ -1,0 +1,1 @@
+"""What failures cost a job, simulated: many runs at once, failure by failure."""
