@@ -32,10 +32,12 @@ FINE_SPAN_ITERATIONS = 200
 def main() -> None:
     """Train `--iterations` steps in `--run-dir`, resuming whatever is there."""
     arguments = _parse()
-    engine = _engine(arguments.iterations)
+    engine = _engine(arguments.iterations, arguments.seed)
     train, held_out = read_corpus()
     windows = Windows(train, GPTConfig().context)
-    loader = DataLoader(windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=0), drop_last=True)
+    loader = DataLoader(
+        windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=arguments.seed), drop_last=True
+    )
     chunks = _validation_chunks(held_out)
 
     with CPSRRecovery(engine, arguments.run_dir / "cpsr.yaml") as recovery:
@@ -64,14 +66,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--failure-iteration", type=int, required=True, help="validate more often after this one")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
     return parser.parse_args()
 
 
-def _engine(iterations: int) -> Any:
+def _engine(iterations: int, seed: int) -> Any:
     # Without this, DeepSpeed compiles a shared-memory collective for 70 s, and leaves its memory behind when killed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from cpsr.checkpoint.progress import read_progress
 from cpsr.errors import CPSRError
 
-__all__ = ["Kill", "train"]
+__all__ = ["Kill", "environment", "iterations_reached", "train"]
 
 RANKS = 2
 RESTARTS = 1
@@ -43,7 +43,9 @@ def train(
     """
     log_path = run_dir / "job.log"
     with log_path.open("w") as log:
-        job = subprocess.Popen(_command(run_dir, iterations, failure_iteration), stdout=log, stderr=log, env=_env())
+        job = subprocess.Popen(
+            _command(run_dir, iterations, failure_iteration), stdout=log, stderr=log, env=environment()
+        )
         try:
             killed = _watch(job, run_dir, failure_iteration, kill_rank, on_progress)
         finally:
@@ -93,7 +95,8 @@ def _command(run_dir: Path, iterations: int, failure_iteration: int) -> list[str
     return [*torchrun, *job, f"--failure-iteration={failure_iteration}"]
 
 
-def _env() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What the job's processes run under."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",  # two ranks on two cores

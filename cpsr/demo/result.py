@@ -18,7 +18,7 @@ from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
 
-__all__ = ["DemoResult", "failure_iteration", "measure"]
+__all__ = ["DemoResult", "failure_iteration", "measure", "validation_curve"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
         ValueError: the loss is too flat, or was taken too seldom, for a lag in iterations.
     """
     f, c, recovery = _predicted(killed)
-    reference, recovered = _curve(fault_free), _curve(killed)
+    reference, recovered = validation_curve(fault_free), validation_curve(killed)
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
     first_step = json.loads((killed / "resumed.json").read_text())["first_step_unix_seconds"]
@@ -152,7 +152,8 @@ def _predicted(run_dir: Path) -> tuple[int, int, RecoveryRow]:
     return recovery.failure_iteration, recovery.checkpoint_iteration, recovery
 
 
-def _curve(run_dir: Path) -> LossCurve:
+def validation_curve(run_dir: Path) -> LossCurve:
+    """Validation losses that a run has written; of an iteration that was reached twice, the later ones."""
     losses: dict[int, list[float]] = {}
     for line in (run_dir / "validation.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,0 +1,279 @@
+"""Damage to committed checkpoints: every region of every file flipped and cut, files gone, swapped, of another run."""
+
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.benchmarks.faults.job import COMMITTED, open_run, same_bits, shard_of, write_run
+from cpsr.benchmarks.faults.oracle import FOREIGN, restart
+from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError
+
+__all__ = ["Change", "Region", "changes", "damage_regions", "exchange_files", "files_of", "regions"]
+
+NEWEST, BEFORE = COMMITTED[-1], COMMITTED[-2]
+HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+MANY = ("damage: flipped bit", "damage: cut off")
+_JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[-+.\w]+|[{}\[\],:]+')
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes `[start, stop)` of a file, and what they are."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One way to damage a run.
+
+    Attributes:
+        scenario: its kind.
+        fault: what exactly is done.
+        apply: does it, in a run's `checkpoints` directory.
+        blamed: names of files of which `verify_run` has to name one; empty where the checkpoint is none any more.
+        hurt: iterations of the checkpoints that must not load any more.
+    """
+
+    scenario: str
+    fault: str
+    apply: Callable[[Path], object]
+    blamed: frozenset[str]
+    hurt: frozenset[int] = frozenset({NEWEST})
+
+
+def step(iteration: int) -> str:
+    """Directory of a checkpoint."""
+    return f"step-{iteration:010d}"
+
+
+def files_of(checkpoints: Path, iteration: int = NEWEST) -> list[str]:
+    """Names of all files of a checkpoint."""
+    return sorted(path.name for path in (checkpoints / step(iteration)).iterdir())
+
+
+def regions(path: Path) -> list[Region]:
+    """All bytes of a file, in pieces that mean something."""
+    data = path.read_bytes()
+    if path.suffix == ".safetensors":
+        return list(_tensor_regions(data))
+    if path.suffix == ".json":
+        tokens = list(_JSON_TOKEN.finditer(data))
+        return [Region(token[0].decode()[:40], token.start(), token.end()) for token in tokens]
+    lines = list(re.finditer(rb"[^\n]+|\n", data))
+    return [Region(repr(line[0].decode()[:20]), line.start(), line.end()) for line in lines]
+
+
+def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
+    """A flipped bit in, and a cut at, every region of every file of the newest checkpoint; and each file gone."""
+    chance = random.Random(seed)  # noqa: S311 - nothing secret is drawn
+    for name in files_of(checkpoints):
+        blamed = blamed_for(name)
+        for region in regions(checkpoints / step(NEWEST) / name):
+            offset, bit = chance.randrange(region.start, region.stop), 1 << chance.randrange(8)
+            where = f"{name}, {region.name}"
+            yield Change(MANY[0], f"{where}, byte {offset}", _flip(name, offset, bit), blamed)
+            yield Change(MANY[1], f"{where}, at {region.start}", _cut(name, region.start), blamed)
+        yield Change("damage: longer", name, _append(name), blamed)
+        yield Change("damage: file gone", name, _remove(name), blamed if name != "COMMIT" else frozenset())
+        yield Change("damage: link in its place", name, _link(name), blamed)
+        yield Change("damage: directory in its place", name, _directory(name), blamed)
+
+
+def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
+    """Files put where they do not belong: of another checkpoint, another rank, or another run of the same model.
+
+    Args:
+        checkpoints: of the run.
+        other_run: the `checkpoints` directory of the other one.
+    """
+    both = frozenset({NEWEST, BEFORE})
+    for name in files_of(checkpoints):
+        yield Change("exchange: between checkpoints", name, _swap_steps(name), blamed_for(name), both)
+        yield Change("exchange: of another run", name, _copy(other_run, [name]), blamed_for(name))
+        if name.startswith("rank-00000"):
+            other = name.replace("rank-00000", "rank-00001")
+            yield Change("exchange: between ranks", name, _swap_ranks(name, other), blamed_for(name, other))
+    manifests = [name for name in files_of(checkpoints) if not name.endswith(".safetensors")]
+    tensors = [name for name in files_of(checkpoints) if name.endswith(".safetensors")]
+    yield Change("exchange: of another run", "all manifests", _copy(other_run, manifests), frozenset(tensors))
+    yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), frozenset(tensors))
+    every_file = files_of(checkpoints)
+    # It is whole in itself, so that only loading, which knows the run, can refuse it.
+    yield Change("exchange: of another run", "all files", _copy(other_run, every_file), frozenset())
+    swap = _swap_directories
+    yield Change("exchange: between checkpoints", "all files", swap, frozenset({"manifest.json"}), both)
+
+
+def damage_regions(directory: Path, every: int = 1, restart_every: int = 1) -> Iterator[Outcome]:
+    """Do each change to a fresh copy of a run, and look what verifying, loading and restarting make of it.
+
+    Args:
+        directory: for the runs; it is removed again.
+        every: of the flips and cuts, which are by far the most, only every so many.
+        restart_every: also restart after every so many of these, which takes most of the time, and after all others.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    base, other, run_dir = directory / "base", directory / "other", directory / "run"
+    write_run(base)
+    write_run(other, "another run")
+    checkpoints = base / "checkpoints"
+    todo = [*changes(checkpoints), *exchange_files(checkpoints, other / "checkpoints")]
+    many = [change for scenario in MANY for change in todo if change.scenario == scenario]
+    few = [change for change in todo if change.scenario not in MANY]
+    for position, change in enumerate([*few, *many[::every]]):
+        shutil.copytree(base, run_dir)
+        change.apply(run_dir / "checkpoints")
+        yield _judged(run_dir, change, change.scenario not in MANY or position % restart_every == 0)
+        shutil.rmtree(run_dir)
+    shutil.rmtree(directory)
+
+
+def blamed_for(*names: str) -> frozenset[str]:
+    """Files of which one has to be named when these are damaged: the two that vouch for each other count as one."""
+    vouch = {"COMMIT", "manifest.json"}
+    return frozenset(names) | (vouch if "manifest.json" in names else set())
+
+
+def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
+    started = time.perf_counter()
+    wrong = list(_found_wrong(run_dir, change))
+    told = "; ".join(sorted({problem.file.name for problem in verify_run(run_dir)}))
+    equal, survived = not any("loads" in one or "loaded" in one for one in wrong), not wrong
+    if restarts:
+        promised = max(set(COMMITTED) - change.hurt)
+        verdict = restart(run_dir, [promised], set(COMMITTED) - change.hurt, damaged=True)
+        survived, equal = survived and verdict.survived, equal and verdict.state_equal
+        wrong += [verdict.what] if verdict.what else []
+    seconds = time.perf_counter() - started
+    return Outcome(change.scenario, change.fault, True, survived, equal, seconds, "; ".join(wrong) or f"names {told}")
+
+
+def _found_wrong(run_dir: Path, change: Change) -> Iterator[str]:
+    problems = verify_run(run_dir)
+    named = {problem.file.name for problem in problems if problem.iteration in change.hurt}
+    if change.blamed and not named & change.blamed:
+        yield f"verify names {sorted(named)}, damaged is one of {sorted(change.blamed)}"
+    if {problem.iteration for problem in problems} - change.hurt:
+        yield f"verify blames the checkpoints {sorted({problem.iteration or 0 for problem in problems})}"
+    # A rank reads its own files and the manifests: damage to the other's is that one's to refuse.
+    for iteration in sorted(change.hurt):
+        refusals = list(_refusals(open_run(run_dir, 1), iteration))
+        if not any(refused for refused, _ in refusals):
+            yield f"checkpoint {iteration} loads on every rank, although it is damaged"
+        yield from (what for _, what in refusals if what)
+
+
+def _refusals(stores: Collection[CheckpointStore], iteration: int) -> Iterator[tuple[bool, str]]:
+    """Of each rank whether it refuses the checkpoint, and what is wrong with that."""
+    for store in stores:
+        shard = shard_of(store.rank, FOREIGN)
+        try:
+            store.load(iteration, shard)
+        except CheckpointCorruptError as error:
+            loaded = not same_bits(shard, shard_of(store.rank, FOREIGN))
+            yield True, f"refused after some of it had been loaded: {error}" if loaded else ""
+        except (CheckpointError, RunMismatchError):
+            yield True, ""
+        else:
+            right = same_bits(shard, shard_of(store.rank, iteration))
+            yield False, "" if right else f"checkpoint {iteration} loads wrong values on rank {store.rank}"
+
+
+def _tensor_regions(data: bytes) -> Iterator[Region]:
+    header_end = HEADER_LENGTH_BYTES + int.from_bytes(data[:HEADER_LENGTH_BYTES], "little")
+    yield Region("length of the header", 0, HEADER_LENGTH_BYTES)
+    header = data[HEADER_LENGTH_BYTES:header_end]
+    for token in _JSON_TOKEN.finditer(header):
+        start = HEADER_LENGTH_BYTES + token.start()
+        yield Region(f"header {token[0].decode()[:40]}", start, HEADER_LENGTH_BYTES + token.end())
+    for name, tensor in json.loads(header).items():
+        if name != "__metadata__" and tensor["data_offsets"][0] < tensor["data_offsets"][1]:
+            start, stop = (header_end + offset for offset in tensor["data_offsets"])
+            yield Region(name, start, stop)
+
+
+def _flip(name: str, offset: int, bit: int) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        path = checkpoints / step(NEWEST) / name
+        data = bytearray(path.read_bytes())
+        data[offset] ^= bit
+        path.write_bytes(data)
+
+    return apply
+
+
+def _cut(name: str, size: int) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        path = checkpoints / step(NEWEST) / name
+        path.write_bytes(path.read_bytes()[:size])
+
+    return apply
+
+
+def _append(name: str) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        path = checkpoints / step(NEWEST) / name
+        path.write_bytes(path.read_bytes() + b"\0")
+
+    return apply
+
+
+def _remove(name: str) -> Callable[[Path], object]:
+    return lambda checkpoints: (checkpoints / step(NEWEST) / name).unlink()
+
+
+def _link(name: str) -> Callable[[Path], object]:
+    """A link to the file of the checkpoint before, as a program that saves space might leave it."""
+
+    def apply(checkpoints: Path) -> None:
+        path = checkpoints / step(NEWEST) / name
+        path.unlink()
+        path.symlink_to(checkpoints / step(BEFORE) / name)
+
+    return apply
+
+
+def _directory(name: str) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        path = checkpoints / step(NEWEST) / name
+        path.unlink()
+        path.mkdir()
+
+    return apply
+
+
+def _exchange(first: Path, second: Path) -> None:
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def _swap_steps(name: str) -> Callable[[Path], object]:
+    return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(BEFORE) / name)
+
+
+def _swap_ranks(name: str, other: str) -> Callable[[Path], object]:
+    return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(NEWEST) / other)
+
+
+def _swap_directories(checkpoints: Path) -> None:
+    _exchange(checkpoints / step(NEWEST), checkpoints / step(BEFORE))
+
+
+def _copy(other_run: Path, names: Collection[str]) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        for name in names:
+            shutil.copyfile(other_run / step(NEWEST) / name, checkpoints / step(NEWEST) / name)
+
+    return apply

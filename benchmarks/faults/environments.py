@@ -1,0 +1,214 @@
+"""What no single call shows: full and read-only disks, limits, slow disks and clocks that jump."""
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cpsr.benchmarks.faults.errors import SAVES, Fault, judge_saves
+from cpsr.benchmarks.faults.forked import Gate, fork, wait_for
+from cpsr.benchmarks.faults.job import KEEP_ALL, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.works import LIFE, RankWriter
+from cpsr.errors import CPSRError
+
+__all__ = ["ENVIRONMENTS", "NOT_INJECTED", "Environment", "in_environment"]
+
+DISK_KIBIBYTES = 1024  # several times what the run takes
+FILE_SIZE_LIMIT_BYTES = 2000  # the file of moments is larger, every other one smaller
+FREE_KIBIBYTES = (0, 4, 8, 12, 16)  # the save stops at another of its files with each
+DELAY_MICROSECONDS = 20_000
+ROW = (50, 60, 70, 80, 90)  # more saves than there are host buffers
+HELD_UP_SHARE_MAX = 0.25  # of the time that the writing takes; whoever waits for it is held up for most of that
+DAY_SECONDS = 86_400.0
+CLOCKS = {
+    "back to 1970": lambda real: 0.0,
+    "a year back": lambda real: real - 365 * DAY_SECONDS,
+    "a hundred years on": lambda real: real + 36_525 * DAY_SECONDS,
+}
+
+Environment = Callable[[Path], Iterator[Outcome]]
+
+# What this campaign does not do to a machine; said in its report, so that nobody takes it for tested.
+NOT_INJECTED = {
+    "power cut": "what was not forced to the disk outlives a process; needs a machine that can be switched off",
+    "short write that goes on": "the kernel has no way to ask for one; short writes end in ENOSPC or EFBIG here",
+    "clock of the whole machine": "time() jumps in the process that saves; the machine's own clock is left alone",
+    "network file system": "stale handles, silent reordering of names: needs a server",
+}
+
+
+def in_environment(environment: Environment, directory: Path) -> Iterator[Outcome]:
+    """Its outcomes; one that was not injected, with the reason, where this machine does not permit it."""
+    try:
+        yield from environment(directory)
+    except (CPSRError, PermissionError) as error:
+        name = environment.__name__.strip("_").replace("_", " ")
+        yield Outcome(f"error: {name}", "all of it", False, False, False, 0.0, str(error))
+
+
+def _full_disk(directory: Path) -> Iterator[Outcome]:
+    """A disk fills up in the middle of a file, which is really written in part; then room is made."""
+    with _disk(directory) as disk:
+        for free in FREE_KIBIBYTES:
+            stage = Stage(disk / "stage", write_run)
+            filler = disk / "filler"
+
+            def fill(free: int = free, filler: Path = filler) -> None:
+                _fill(filler, free)
+
+            yield _untraced("full disk", f"{free} KiB are left", "ENOSPC", stage, fill, filler.unlink)
+            stage.clear()
+
+
+def _read_only_disk(directory: Path) -> Iterator[Outcome]:
+    """The kernel makes a disk read-only, as after an error of its journal; then it is mounted again."""
+    with _disk(directory) as disk:
+        stage = Stage(disk / "stage", write_run)
+        yield _untraced(
+            "read-only disk",
+            "before the save",
+            "EROFS",
+            stage,
+            lambda: _mount("-o", "remount,ro", str(disk)),
+            lambda: _mount("-o", "remount,rw", str(disk)),
+        )
+        stage.clear()
+
+
+def _short_write(directory: Path) -> Iterator[Outcome]:
+    """The kernel writes a file up to a limit, which is a short write, and refuses the rest."""
+    stage = Stage(directory, write_run)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
+
+    def lift() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    yield _untraced("short write", f"at {FILE_SIZE_LIMIT_BYTES} bytes", "EFBIG", stage, limit, lift)
+    stage.clear()
+
+
+def _clock_jumps(directory: Path) -> Iterator[Outcome]:
+    """time() of the process that saves jumps by so much; faketime would do no more, and is seldom there."""
+    real = time.time
+
+    def right() -> None:
+        time.time = real
+
+    for name, clock in CLOCKS.items():
+        stage = Stage(directory, write_run)
+
+        def jump(clock: Callable[[float], float] = clock) -> None:
+            time.time = lambda: clock(real())
+
+        yield _untraced("clock jumps", f"time() of the process: {name}", None, stage, jump, right)
+        stage.clear()
+
+
+def _slow_disk(directory: Path) -> Iterator[Outcome]:
+    """Every write and fsync takes long, so that saves overrun: those without a free buffer are skipped and said."""
+    stage = Stage(directory, write_run)
+    slow = [f"{name}:delay_enter={DELAY_MICROSECONDS}" for name in ("write", "fsync")]
+    status, notes = stage.traced(_saves_in_a_row, slow)
+    endings = {int(save): (ending, reason) for save, ending, reason in notes.get("outcomes", [])}
+    skipped = sorted(save for save, (ending, reason) in endings.items() if ending == "skipped" and reason)
+    committed = sorted(save for save, (ending, _) in endings.items() if ending == "committed")
+    wrong = [f"the process that trains ended with status {status}"] if status else []
+    if not skipped or not committed or len(endings) != len(ROW):
+        wrong.append(f"of the saves {ROW} became {endings}")
+    if notes.get("held_up_seconds", 0.0) > HELD_UP_SHARE_MAX * notes.get("seconds", 0.0):
+        wrong.append(f"training was held up for {notes['held_up_seconds']:.2f} of {notes['seconds']:.2f} s")
+    verdict = stage.judged(committed[-1:], committed)
+    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else f"skipped, counted and said: {skipped}"
+    survived = not wrong and verdict.survived
+    fault = f"each write and fsync takes {DELAY_MICROSECONDS / 1000:g} ms more"
+    yield Outcome("error: slow disk", fault, True, survived, verdict.state_equal, verdict.seconds, what)
+    stage.clear()
+
+
+def _saves_in_a_row(run_dir: Path, gate: Gate) -> None:
+    """As many saves as come due while the first is still being written."""
+    stores = open_run(run_dir, LIFE)
+    for iteration in ROW:
+        stores[1].write(snapshot_of(1, iteration))
+    rank_0 = RankWriter(stores[0])
+    gate.wait()
+    held_up, started = 0.0, time.perf_counter()
+    for iteration in ROW:
+        if not rank_0.begin(iteration):
+            rank_0.writer.skip(iteration, "every host buffer is in use: the disk is slow")
+        held_up += rank_0.handed_over_seconds
+    gate.note(outcomes=rank_0.wait(), held_up_seconds=held_up, seconds=time.perf_counter() - started)
+
+
+def _untraced(
+    name: str, where: str, error: str | None, stage: Stage, begin: Callable[[], None], end: Callable[[], None]
+) -> Outcome:
+    """A save within the environment and one after it, in a fork, and what a restart finds."""
+    fault = Fault(name, (), error)
+    gate = Gate()
+    stage.renew()
+
+    def work() -> None:
+        stores = open_run(stage.run_dir, LIFE)
+        for iteration in SAVES:
+            stores[1].write(snapshot_of(1, iteration))
+        rank_0 = RankWriter(stores[0], KEEP_ALL)
+        for iteration, change in zip(SAVES, (begin, end), strict=True):
+            change()
+            outcomes = rank_0.save(iteration)
+            gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
+
+    try:
+        status = wait_for(fork(work))
+        notes: dict[str, Any] = gate.notes()
+    finally:
+        gate.close()
+    outcome = judge_saves(stage, fault, where, status, notes)
+    met = error is None or not outcome.survived or not outcome.what.startswith("committed")
+    return outcome if met else replace(outcome, injected=False, what="the save went through, so it met no error")
+
+
+@contextmanager
+def _disk(directory: Path) -> Iterator[Path]:
+    """A small file system of its own.
+
+    Raises:
+        CPSRError: mounting one is not permitted here.
+    """
+    disk = directory / "disk"
+    disk.mkdir(parents=True)
+    try:
+        _mount("-t", "tmpfs", "-o", f"size={DISK_KIBIBYTES}k", "none", str(disk))
+        try:
+            yield disk
+        finally:
+            subprocess.run(["umount", str(disk)], check=True, capture_output=True)
+    finally:
+        disk.rmdir()
+
+
+def _mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CPSRError(f"mounting is not permitted here: {done.stderr.strip()}")
+
+
+def _fill(filler: Path, free_kibibytes: int) -> None:
+    """Take all of a file system but so much."""
+    space = os.statvfs(filler.parent)
+    filler.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - free_kibibytes * 1024)))
+
+
+ENVIRONMENTS: tuple[Environment, ...] = (_full_disk, _read_only_disk, _short_write, _slow_disk, _clock_jumps)

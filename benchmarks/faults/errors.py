@@ -1,0 +1,166 @@
+"""Errors of the file system at every call of a save, as the save's outcome and as a restart sees them."""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpsr.benchmarks.faults.forked import Gate
+from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.tracing import READING, Call
+from cpsr.benchmarks.faults.works import LIFE, RETENTION, RankWriter
+from cpsr.config import CheckpointConfig
+
+__all__ = ["FAULTS", "Fault", "inject_everywhere", "judge_saves", "save_twice"]
+
+HANDED_OVER_SECONDS = 5.0  # a copy of a few kilobytes, also where other processes take turns; no waiting for a disk
+SAVES = (50, 60)
+MISSED = "the save ended before that call"
+GOOD_ENDINGS = ("committed", "failed", "skipped")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong at a call.
+
+    Attributes:
+        name: for the report.
+        calls: names of the calls that it can befall.
+        error: name of the errno; None where the call claims to have succeeded.
+        share: of what was to be written, as the call claims, while nothing is.
+        reads: it befalls calls that read; else those that change something.
+        lasting: also every later call of those names fails, as on a full or dead disk.
+        config: of the writer, with or without a retention pass after the save.
+    """
+
+    name: str
+    calls: tuple[str, ...]
+    error: str | None = None
+    share: float = 1.0
+    reads: bool = False
+    lasting: bool = False
+    config: CheckpointConfig = KEEP_ALL
+
+    @property
+    def text(self) -> str:
+        """What the outcome's reason has to say, empty where that is open."""
+        return os.strerror(getattr(errno, self.error)) if self.error else ""
+
+
+_SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir")
+_CHANGES = (*_SPACE, "chmod", "unlink", "rmdir")
+_READS = ("openat", *READING)
+FAULTS = (
+    Fault("ENOSPC", _SPACE, "ENOSPC"),
+    Fault("ENOSPC from there on", ("write", "ftruncate", "mkdir"), "ENOSPC", lasting=True),
+    Fault("EIO", _CHANGES, "EIO"),
+    Fault("EIO and retention", _CHANGES, "EIO", config=RETENTION),
+    Fault("EIO from there on", (*_CHANGES, *READING), "EIO", lasting=True),
+    Fault("EIO of a read", _READS, "EIO", reads=True, config=RETENTION),
+    Fault("EINTR", ("openat", "write", "ftruncate", "fsync"), "EINTR"),
+    Fault("EINTR of a read", _READS, "EINTR", reads=True),
+    Fault("half of a write lost", ("write",), share=0.5),
+    Fault("a write lost", ("write",)),
+    Fault("fsync does nothing", ("fsync",), share=0.0),
+)
+
+
+def save_twice(run_dir: Path, gate: Gate, config: CheckpointConfig) -> None:
+    """Rank 0 saves at 50 and at 60; the other rank's parts are there."""
+    stores = open_run(run_dir, LIFE)
+    for iteration in SAVES:
+        stores[1].write(snapshot_of(1, iteration))
+    rank_0 = RankWriter(stores[0], config)
+    gate.wait()
+    for iteration in SAVES:
+        outcomes = rank_0.save(iteration)
+        gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
+
+
+def inject_everywhere(fault: Fault, directory: Path, every: int = 1) -> Iterator[Outcome]:
+    """Let the fault happen at each call of a save that it can befall.
+
+    Args:
+        fault: what happens.
+        directory: for the runs; it is removed again.
+        every: only every so many calls.
+
+    Raises:
+        CPSRError: strace is absent.
+    """
+    stage = Stage(directory, write_run)
+
+    def work(run_dir: Path, gate: Gate) -> None:
+        save_twice(run_dir, gate, fault.config)
+
+    stage.traced(work, reading=True)
+    calls = stage.calls()
+    for call in _first_save(calls, fault)[::every]:
+        status, notes = stage.traced(work, _injections(fault, call, calls), reading=True)
+        if stage.injected():
+            yield judge_saves(stage, fault, str(call), status, notes)
+        else:
+            yield Outcome(f"error: {fault.name}", str(call), False, False, False, 0.0, MISSED)
+    stage.clear()
+
+
+def judge_saves(stage: Stage, fault: Fault, where: str, status: int, notes: dict[str, Any]) -> Outcome:
+    """Whether both saves ended as they may, and a restart finds what they said is committed."""
+    scenario = f"error: {fault.name}"
+    wrong = list(_wrong_endings(fault, status, notes))
+    committed = [save for save in SAVES if _ending(notes, save)[0] == "committed"]
+    newest = max([*COMMITTED, *committed])
+    kept = [*COMMITTED, *committed]
+    if fault.config is RETENTION:
+        kept = kept[-RETENTION.full_checkpoints :]
+    # A disk that fails for good may take the commit record in and refuse both to confirm it and to remove it.
+    possible = {newest, *SAVES} if fault.lasting else {newest}
+    verdict = stage.judged(possible, kept)
+    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else ": ".join(_ending(notes, SAVES[0]))
+    return Outcome(scenario, where, True, not wrong and verdict.survived, verdict.state_equal, verdict.seconds, what)
+
+
+def _wrong_endings(fault: Fault, status: int, notes: dict[str, Any]) -> Iterator[str]:
+    if status != 0:
+        yield f"the process that trains ended with status {status}"
+    first, reason = _ending(notes, SAVES[0])
+    if first not in GOOD_ENDINGS:
+        yield f"the save ended as {first!r}"
+    if first != "committed" and (not reason or fault.text not in reason):
+        yield f"its reason does not say {fault.text!r}: {reason!r}"
+    if "unexpected" in reason:
+        yield f"its reason is of no use to the reader: {reason!r}"
+    second, reason = _ending(notes, SAVES[1])
+    if second != "committed" and (not fault.lasting or fault.text not in reason):
+        yield f"the save after it ended as {second!r}: {reason}"
+    for save in SAVES:
+        seconds = notes.get(f"{save} seconds", 0.0)
+        if seconds > HANDED_OVER_SECONDS:
+            yield f"training was held up for {seconds:.2f} s"
+
+
+def _ending(notes: dict[str, Any], save: int) -> tuple[str, str]:
+    """Status and reason of a save."""
+    outcomes = notes.get(str(save)) or [[save, "no outcome", ""]]
+    return outcomes[0][1], outcomes[0][2]
+
+
+def _first_save(calls: Sequence[Call], fault: Fault) -> list[Call]:
+    """The calls of the first save that the fault can befall: those until the second one's directory is touched."""
+    second = f"step-{SAVES[1]:010d}"
+    end = next(place for place, call in enumerate(calls) if second in call.arguments)
+    return [call for call in calls[:end] if call.name in fault.calls and call.changes != fault.reads]
+
+
+def _injections(fault: Fault, call: Call, calls: Sequence[Call]) -> list[str]:
+    if fault.error is None:
+        claimed = int((call.returned or 0) * fault.share)
+        return [f"{call.name}:retval={claimed}:when={call.number}"]
+    if not fault.lasting:
+        return [f"{call.name}:error={fault.error}:when={call.number}"]
+    firsts = {one.name: one.number for one in reversed(calls[calls.index(call) :])}
+    return [f"{name}:error={fault.error}:when={firsts[name]}+" for name in fault.calls if name in firsts]

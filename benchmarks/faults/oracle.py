@@ -1,0 +1,103 @@
+"""The judge: a new start of the job opens the run directory, and says whether what was promised is there."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.benchmarks.faults.job import INTERVAL, KEEP_ALL, RANKS, commit, open_run, same_bits, scalars_of, shard_of
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.errors import CheckpointError, CPSRError, RunMismatchError
+
+__all__ = ["Verdict", "restart"]
+
+LIFE = 9  # later than any life in which a fault happens
+FOREIGN = 10_001  # an iteration that no test saves, so that nothing that was never loaded looks as if it had been
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the job came back, and with the bits that were saved.
+
+    Attributes:
+        survived: the newest checkpoint is one of those promised, nothing else is missing, and saving goes on.
+        state_equal: what could be loaded is bit for bit what was saved.
+        seconds: wall time of the restart with its first save.
+        what: what is wrong, empty where nothing is.
+    """
+
+    survived: bool
+    state_equal: bool
+    seconds: float
+    what: str
+
+
+def restart(run_dir: Path, newest: Collection[int], kept: Collection[int] = (), *, damaged: bool = False) -> Verdict:
+    """Open the run as a restarted job does, load the newest checkpoint on every rank, and commit the next one.
+
+    Args:
+        run_dir: the run.
+        newest: iterations of which one has to be the newest that loads; empty where nothing may be left.
+        kept: iterations of whole checkpoints that all have to be there.
+        damaged: files were damaged, so that checkpoints may be refused; after a mere kill none may be.
+    """
+    started = time.perf_counter()
+    wrong: list[str] = []
+    equal = True
+    try:
+        stores = open_run(run_dir, LIFE)
+        refused = [f"{problem.file}: {problem.what}" for problem in stores[0].prepare()]
+        found = None
+        for iteration in reversed(_whole(stores[0])):
+            problem = _load(stores, iteration)
+            if problem is None:
+                found = iteration
+                break
+            equal &= "differs" not in problem
+            refused.append(problem)
+            stores[0].quarantine(iteration, problem)
+        if refused and not damaged:
+            wrong += refused
+        if found not in (newest or (None,)):
+            wrong.append(f"the newest checkpoint that loads is {found}, promised was one of {sorted(newest)}")
+        missing = sorted(set(kept) - set(_whole(stores[0])))
+        if missing:
+            wrong.append(f"the checkpoints {missing} are gone")
+        for iteration in _whole(stores[0]):
+            problem = _load(stores, iteration)
+            if problem is not None and (not damaged or "differs" in problem):
+                equal = False
+                wrong.append(problem)
+        wrong += _saves_again(stores, run_dir, damaged)
+    except (CPSRError, OSError) as error:
+        wrong.append(f"the restart ended with {type(error).__name__}: {error}")
+    return Verdict(not wrong, equal, time.perf_counter() - started, "; ".join(wrong))
+
+
+def _whole(store: CheckpointStore) -> list[int]:
+    return [info.iteration for info in store.catalogue() if info.full]
+
+
+def _load(stores: list[CheckpointStore], iteration: int) -> str | None:
+    """What is wrong with a checkpoint, None where it is bit for bit what was saved."""
+    for rank in range(RANKS):
+        shard = shard_of(rank, FOREIGN)
+        try:
+            scalars = stores[rank].load(iteration, shard)
+        except (CheckpointError, RunMismatchError) as error:
+            if not same_bits(shard, shard_of(rank, FOREIGN)):
+                return f"checkpoint {iteration} differs: it was refused after some of it had been loaded: {error}"
+            return f"checkpoint {iteration} of rank {rank} is refused: {error}"
+        if not same_bits(shard, shard_of(rank, iteration)) or scalars != scalars_of(iteration):
+            return f"checkpoint {iteration} of rank {rank} differs from what was saved"
+    return None
+
+
+def _saves_again(stores: list[CheckpointStore], run_dir: Path, damaged: bool) -> list[str]:
+    """What is wrong with the save after the restart, with its retention pass."""
+    following = max((info.iteration for info in stores[0].catalogue()), default=0) + INTERVAL
+    commit(stores, following)
+    stores[0].retain(KEEP_ALL)
+    problem = _load(stores, following)
+    left = [f"{problem.file}: {problem.what}" for problem in verify_run(run_dir)]
+    return ([problem] if problem else []) + ([] if damaged else left)

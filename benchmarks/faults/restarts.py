@@ -1,0 +1,74 @@
+"""Errors of the file system at every call with which a restart reads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cpsr.benchmarks.faults.forked import Gate
+from cpsr.benchmarks.faults.job import COMMITTED, RANKS, open_run, same_bits, scalars_of, shard_of, write_run
+from cpsr.benchmarks.faults.oracle import FOREIGN
+from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.tracing import READING, Call
+from cpsr.benchmarks.faults.works import LIFE
+from cpsr.errors import CPSRError
+
+__all__ = ["ERRORS", "restart_under"]
+
+# A bad sector, no more file descriptors, and a call that a signal came between.
+ERRORS = ("EIO", "EMFILE", "EINTR")
+CALLS = ("openat", *READING)
+
+
+def restart_under(error: str, directory: Path, every: int = 1) -> Iterator[Outcome]:
+    """Let one call of a restart fail: it loads the right state or refuses, and the next restart finds everything.
+
+    Args:
+        error: name of the errno.
+        directory: for the runs; it is removed again.
+        every: only every so many calls.
+
+    Raises:
+        CPSRError: strace is absent.
+    """
+    stage = Stage(directory, write_run)
+    stage.traced(_restart, reading=True)
+    for call in [call for call in stage.calls() if call.name in CALLS and _can_fail(error, call)][::every]:
+        status, notes = stage.traced(_restart, [f"{call.name}:error={error}:when={call.number}"], reading=True)
+        yield _judged(stage, error, call, status, notes)
+    stage.clear()
+
+
+def _can_fail(error: str, call: Call) -> bool:
+    return error != "EMFILE" or call.name == "openat"
+
+
+def _restart(run_dir: Path, gate: Gate) -> None:
+    """What a new life does before it trains: the newest checkpoint that loads, older ones where one is refused."""
+    stores = open_run(run_dir, LIFE)
+    shards = [shard_of(rank, FOREIGN) for rank in range(RANKS)]
+    gate.wait()
+    try:
+        stores[0].prepare()
+        newest = stores[0].catalogue()[-1].iteration
+        scalars = [stores[rank].load(newest, shards[rank]) for rank in range(RANKS)]
+    except (CPSRError, OSError) as error:
+        gate.note(refused=f"{type(error).__name__}: {error}")
+        return
+    equal = all(
+        same_bits(shards[rank], shard_of(rank, newest)) and scalars[rank] == scalars_of(newest) for rank in range(RANKS)
+    )
+    gate.note(newest=newest, equal=equal)
+
+
+def _judged(stage: Stage, error: str, call: Call, status: int, notes: dict[str, object]) -> Outcome:
+    scenario = f"restart: {error}"
+    if not stage.injected():
+        return Outcome(scenario, str(call), False, False, False, 0.0, "the restart ended before that call")
+    wrong = []
+    if status != 0:
+        wrong.append(f"the restart ended with status {status}")
+    verdict = stage.judged(COMMITTED[-1:], COMMITTED)
+    equal = verdict.state_equal and notes.get("equal", True) is True
+    told = str(notes.get("refused", f"restored {notes.get('newest')}"))
+    what = "; ".join([*wrong, verdict.what, told]) if wrong or verdict.what else told
+    return Outcome(scenario, str(call), True, not wrong and verdict.survived, equal, verdict.seconds, what)

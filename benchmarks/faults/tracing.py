@@ -1,0 +1,142 @@
+"""System calls by name and number: what a process called, and what happens instead at one of them.
+
+strace does both, from outside the process: no matter whether a call comes from Python, from Rust or from C. It counts
+the calls of each thread and of each name.
+"""
+
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.errors import CPSRError
+
+__all__ = ["Call", "Tracer", "read_calls", "require_strace", "why_no_strace"]
+
+CHANGING = (
+    *("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "ftruncate", "truncate", "fallocate"),
+    *("fsync", "fdatasync", "sync_file_range", "rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir"),
+    *("mkdir", "mkdirat", "link", "linkat", "symlink", "symlinkat", "chmod", "fchmod", "fchmodat", "copy_file_range"),
+    *("sendfile",),
+)
+READING = ("read", "readv", "pread64", "getdents64")
+_LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
+_RETURNED = re.compile(r"\) += (-?\d+)")
+_OPENED_TO_WRITE = re.compile(r"O_WRONLY|O_RDWR|O_CREAT|O_TRUNC")
+_PATHS = re.compile(r'"([^"]*)"|<(/[^>]*)>')
+ATTACH_SECONDS = 20.0
+
+
+def why_no_strace() -> str | None:
+    """What is missing for tracing, and what to do; None where it works."""
+    path = shutil.which("strace")
+    if path is None:
+        return "strace is not installed, and faults are injected with it: `apt-get install strace` (or your system's)"
+    done = subprocess.run([path, "-o", "/dev/null", "true"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"strace cannot trace processes here (containers need CAP_SYS_PTRACE): {done.stderr.strip()}"
+    return None
+
+
+def require_strace() -> str:
+    """Where the program is; CPSRError, with what to do, where it cannot be used."""
+    missing = why_no_strace()
+    if missing is not None:
+        raise CPSRError(missing)
+    return str(shutil.which("strace"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One system call as it was recorded.
+
+    Attributes:
+        thread: the kernel's number of the thread.
+        name: of the call.
+        number: which of that thread's calls of that name, from 1.
+        of: how many of them there were.
+        file: name of the last file in its arguments.
+        arguments: as strace prints them.
+        returned: what it returned, None where that was not seen.
+    """
+
+    thread: int
+    name: str
+    number: int
+    of: int
+    file: str
+    arguments: str
+    returned: int | None
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changed something in the file system."""
+        if self.returned is None or self.returned < 0 or self.name in READING:
+            return False
+        return self.name not in ("openat", "open") or bool(_OPENED_TO_WRITE.search(self.arguments))
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of {self.of}: {self.file}"
+
+
+class Tracer:
+    """strace, attached to a process and all its threads, until that process ends.
+
+    Args:
+        process: its id.
+        log: where the calls are recorded.
+        injections: as strace's `inject` takes them: `fsync:error=EIO:when=3`.
+        reading: record calls that read, too.
+
+    Raises:
+        CPSRError: strace is absent, or was not permitted to attach.
+    """
+
+    def __init__(self, process: int, log: Path, injections: Sequence[str] = (), *, reading: bool = False) -> None:
+        names = ",".join(f"?{name}" for name in (CHANGING + READING if reading else CHANGING))
+        options = [option for one in injections for option in ("-e", f"inject={one}")]
+        command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), "-e", f"trace={names}", "-e", "signal=none"]
+        self._strace = subprocess.Popen(
+            [*command, *options, "-p", str(process)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert self._strace.stderr is not None
+        line = self._strace.stderr.readline()
+        if "attached" not in line:
+            rest = self._strace.stderr.read()
+            self._strace.stderr.close()
+            self._strace.wait(ATTACH_SECONDS)
+            raise CPSRError(f"strace cannot trace a process here, so nothing can be injected: {line}{rest}")
+
+    def end(self) -> None:
+        """Wait for it after its process ended."""
+        self._strace.communicate(timeout=ATTACH_SECONDS)
+
+
+def read_calls(log: Path, below: Path) -> list[Call]:
+    """The calls in a recording that touched anything below a directory, in their order."""
+    lines = [match.groups() for match in map(_LINE.match, log.read_text(errors="replace").splitlines()) if match]
+    totals = Counter((thread, name) for thread, name, _ in lines)
+    return list(_calls(lines, totals, str(below)))
+
+
+def _calls(lines: Sequence[Sequence[str]], totals: Counter[tuple[str, str]], below: str) -> Iterator[Call]:
+    seen: Counter[tuple[str, str]] = Counter()
+    for thread, name, rest in lines:
+        seen[thread, name] += 1
+        if below not in rest:
+            continue
+        arguments = rest.rpartition(") = ")[0] or rest
+        paths = [path for pair in _PATHS.findall(arguments) for path in pair if path.startswith(below)]
+        returned = _RETURNED.search(rest)
+        yield Call(
+            thread=int(thread),
+            name=name,
+            number=seen[thread, name],
+            of=totals[thread, name],
+            file=Path(paths[-1]).name if paths else "",
+            arguments=arguments,
+            returned=int(returned[1]) if returned else None,
+        )

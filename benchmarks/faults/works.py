@@ -1,0 +1,240 @@
+"""What a process is doing when it is killed: saves, retention, roll-backs, and the cleaning up of a restart."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpsr.benchmarks.faults.forked import Gate
+from cpsr.benchmarks.faults.job import (
+    COMMITTED,
+    KEEP_ALL,
+    commit,
+    open_run,
+    scalars_of,
+    shard_of,
+    snapshot_of,
+    write_run,
+)
+from cpsr.checkpoint.snapshot import Part, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.config import CheckpointConfig
+from cpsr.errors import CPSRError
+
+__all__ = ["LIFE", "WORKS", "RankWriter", "Work"]
+
+LIFE = 2  # the first one wrote what the run holds
+DRAIN_SECONDS = 30.0
+GRACE_SECONDS = 0.1  # for a save of rank 0, once the other rank has died
+# Of the four checkpoints the newest two stay whole, 20 is thinned to its weights, 10 goes.
+RETENTION = CheckpointConfig(history_span_iterations=10, history_min_checkpoints=3, full_checkpoints=2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One piece of work that can be interrupted anywhere.
+
+    Attributes:
+        name: for the report.
+        prepare: makes the run directory as it is before, in a fork.
+        run: opens what it needs, waits at the gate, works, and notes `done`.
+        newest: one of these is the newest checkpoint after an interruption.
+        done: the newest one once the work is done.
+        kept: whole checkpoints that are there in any case.
+        damaged: the run held a damaged checkpoint before.
+        beside: in a process that is not interrupted, while the work runs.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    run: Callable[[Path, Gate], None]
+    newest: frozenset[int]
+    done: int
+    kept: frozenset[int] = field(default_factory=lambda: frozenset(COMMITTED))
+    damaged: bool = False
+    beside: Callable[[Path, Gate], None] | None = None
+
+
+class RankWriter:
+    """One rank's pool and writer, as a job has them.
+
+    Args:
+        store: of the rank.
+        config: timeout and retention.
+
+    Attributes:
+        handed_over_seconds: how long the newest snapshot held up the thread that trains.
+    """
+
+    def __init__(self, store: CheckpointStore, config: CheckpointConfig = KEEP_ALL) -> None:
+        self.pool = SnapshotPool(shard_of(store.rank, 0))
+        self.writer = CheckpointWriter(store, self.pool, config)
+        self.handed_over_seconds = 0.0
+        self._rank = store.rank
+
+    def begin(self, iteration: int, part: Part = "whole") -> bool:
+        """Take a snapshot and hand it to the writer; False where no buffer was free."""
+        shard, scalars = shard_of(self._rank, iteration), scalars_of(iteration)
+        started = time.perf_counter()
+        self.pool.begin(shard, iteration, scalars, part)
+        snapshot = self.pool.finish()
+        if snapshot is not None:
+            self.writer.submit(snapshot)
+        self.handed_over_seconds = time.perf_counter() - started
+        return snapshot is not None
+
+    def wait(self) -> list[tuple[int, str, str]]:
+        """Iteration, status and reason of every save, once nothing is under way.
+
+        Raises:
+            CPSRError: the writer does not come to an end.
+        """
+        if not self.writer.drain(DRAIN_SECONDS):
+            raise CPSRError(f"the writer is not through after {DRAIN_SECONDS:g} s")
+        return [(one.iteration, one.status, one.reason) for one in self.writer.outcomes()]
+
+    def save(self, iteration: int, part: Part = "whole") -> list[tuple[int, str, str]]:
+        """Take one snapshot and wait for what becomes of it."""
+        self.begin(iteration, part)
+        return self.wait()
+
+
+def _save(run_dir: Path, gate: Gate) -> None:
+    stores = open_run(run_dir, LIFE)
+    stores[1].write(snapshot_of(1, 50))
+    rank_0 = RankWriter(stores[0])
+    gate.wait()
+    gate.note(done=True, outcomes=rank_0.save(50))
+
+
+def _save_of_the_other(run_dir: Path, gate: Gate) -> None:
+    rank_1 = RankWriter(open_run(run_dir, LIFE)[1])
+    gate.wait()
+    rank_1.save(50)  # not `done`: whether it is committed is rank 0's affair
+
+
+def _rank_0_lives_on(run_dir: Path, gate: Gate) -> None:
+    """Rank 0 waits for the part of rank 1, until it hears of its death and leaves."""
+    rank_0 = RankWriter(open_run(run_dir, LIFE)[0])
+    rank_0.begin(50)
+    gate.await_end()
+    rank_0.writer.close(GRACE_SECONDS)
+    (outcome,) = rank_0.writer.outcomes()
+    if outcome.status not in ("committed", "skipped") or (outcome.status == "skipped" and not outcome.reason):
+        raise CPSRError(f"rank 0 met the death of rank 1 with {outcome}")
+
+
+def _save_of_both(run_dir: Path, gate: Gate) -> None:
+    ranks = [RankWriter(store) for store in open_run(run_dir, LIFE)]
+    gate.wait()
+    for rank in ranks:
+        rank.begin(50)
+    outcomes = [rank.wait() for rank in reversed(ranks)]
+    gate.note(done=True, outcomes=outcomes)
+
+
+def _with_an_abandoned_save(run_dir: Path) -> None:
+    write_run(run_dir)
+    stores = open_run(run_dir, LIFE)
+    stores[0].write(snapshot_of(0, 50))
+    stores[1].write(snapshot_of(1, 50))
+    stores[1].skip(50, "a test")
+    stores[0].commit(50, 0.0, threading.Event())
+
+
+def _save_again(run_dir: Path, gate: Gate) -> None:
+    stores = open_run(run_dir, LIFE)
+    for store in stores:
+        store.attempt = 1
+    stores[1].write(snapshot_of(1, 50))
+    rank_0 = RankWriter(stores[0])
+    gate.wait()
+    gate.note(done=True, outcomes=rank_0.save(50))
+
+
+def _save_weights(run_dir: Path, gate: Gate) -> None:
+    _save_partial(run_dir, gate, "weights")
+
+
+def _save_carried(run_dir: Path, gate: Gate) -> None:
+    _save_partial(run_dir, gate, "carried")
+
+
+def _save_partial(run_dir: Path, gate: Gate, part: Part) -> None:
+    stores = open_run(run_dir, LIFE)
+    ranks = [RankWriter(store) for store in stores]
+    for rank in reversed(ranks):
+        rank.save(50)
+    ranks[1].save(60, "carried" if part == "weights" else "weights")
+    gate.wait()
+    gate.note(done=True, outcomes=ranks[0].save(60, part))
+
+
+def _with_remains(run_dir: Path) -> None:
+    """A checkpoint that was set aside before two later commits, and a save that was cut off."""
+    write_run(run_dir)
+    stores = open_run(run_dir, 1)
+    commit(stores, 5)
+    stores[0].quarantine(5, "a test")
+    commit(stores, 50)
+    commit(stores, 60)
+    stores[0].abandon_after(40, "a test")
+    for iteration in (50, 60):
+        commit(stores, iteration)
+    stores[1].write(snapshot_of(1, 35))
+
+
+def _retain(run_dir: Path, gate: Gate) -> None:
+    store = open_run(run_dir, LIFE)[0]
+    gate.wait()
+    store.retain(RETENTION)
+    gate.note(done=True)
+
+
+def _with_a_save_under_way(run_dir: Path) -> None:
+    write_run(run_dir)
+    open_run(run_dir, LIFE)[1].write(snapshot_of(1, 50))
+
+
+def _abandon(run_dir: Path, gate: Gate) -> None:
+    store = open_run(run_dir, LIFE)[0]
+    gate.wait()
+    store.abandon_after(20, "a test")
+    gate.note(done=True)
+
+
+def _quarantine(run_dir: Path, gate: Gate) -> None:
+    store = open_run(run_dir, LIFE)[0]
+    gate.wait()
+    store.quarantine(40, "a test")
+    gate.note(done=True)
+
+
+def _with_damage_and_remains(run_dir: Path) -> None:
+    _with_a_save_under_way(run_dir)
+    stores = open_run(run_dir, LIFE)
+    (stores[0].directory / "step-0000000040" / "manifest.json").write_bytes(b"{")
+    (stores[0].directory / "step-0000000030" / ".tmpAbCdEf").write_bytes(b"torn")
+
+
+def _restart(run_dir: Path, gate: Gate) -> None:
+    store = open_run(run_dir, LIFE)[0]
+    gate.wait()
+    store.prepare()
+    gate.note(done=True)
+
+
+WORKS = (
+    Work("save and commit", write_run, _save, frozenset({40, 50}), 50),
+    Work("save of another rank", write_run, _save_of_the_other, frozenset({40, 50}), 50, beside=_rank_0_lives_on),
+    Work("save of both ranks", write_run, _save_of_both, frozenset({40, 50}), 50),
+    Work("save again", _with_an_abandoned_save, _save_again, frozenset({40, 50}), 50),
+    Work("partial save of weights", write_run, _save_weights, frozenset({50}), 50),
+    Work("partial save by link", write_run, _save_carried, frozenset({50}), 50),
+    Work("retention", _with_remains, _retain, frozenset({60}), 60, frozenset({50, 60})),
+    Work("roll-back", _with_a_save_under_way, _abandon, frozenset({20, 30, 40}), 20, frozenset({10, 20})),
+    Work("setting aside", write_run, _quarantine, frozenset({30, 40}), 30, frozenset({10, 20, 30})),
+    Work("restart", _with_damage_and_remains, _restart, frozenset({30}), 30, frozenset({10, 20, 30}), damaged=True),
+)

@@ -1,0 +1,1 @@
+"""Time to make one plan for many ranks."""
