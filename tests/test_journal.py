@@ -228,6 +228,19 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert [life.life for life in reader.lives()] == [0, 1]
 
 
+def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journal: Journal) -> None:
+    first, second = (
+        PhaseRow(life=life, phase=3, first_iteration=100, last_iteration=last, xi=1.0, last_xi=2.0, ended_by="change")
+        for life, last in ((0, 250), (1, 260))
+    )
+    later = dataclasses.replace(second, phase=4, first_iteration=260, last_iteration=400)
+    for row in (first, later, second):
+        journal.record_phase(row)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.phases() == [second, later]
+
+
 def test_a_bad_row_is_dropped_counted_and_told_once(path: Path, journal: Journal) -> None:
     bad = CheckpointRow(life=0, iteration=1, status="lost")  # type: ignore[arg-type]  # the point of the test
     wrong_type = CheckpointRow(life=0, iteration="1", status="skipped")  # type: ignore[arg-type]

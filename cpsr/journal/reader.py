@@ -127,8 +127,13 @@ class JournalReader:
         return _first(self._plans("ORDER BY row DESC LIMIT 1"))
 
     def phases(self) -> list[PhaseRow]:
-        """Every phase that has ended; none in a file from before there were phases."""
-        return self._rows(PhaseRow, "ORDER BY row") if self._version() >= PHASES_SINCE_VERSION else []
+        """The newest end of each phase; none in a file from before there were phases.
+
+        A restart goes back to a checkpoint, from which the same phase may end once more.
+        """
+        if self._version() < PHASES_SINCE_VERSION:
+            return []
+        return self._rows(PhaseRow, "WHERE row IN (SELECT MAX(row) FROM phases GROUP BY phase) ORDER BY phase")
 
     def fits(self, kind: str | None = None) -> list[FitRow]:
         """Every fitted curve, of all kinds or of one; none in a file from before there were any."""
