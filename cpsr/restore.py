@@ -13,6 +13,7 @@ from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
@@ -324,18 +325,25 @@ class Restorer:
 
         Raises:
             RunMismatchError: a rank's part is of another model or split over ranks; every rank raises it.
+            RecoveryError: a file system refuses to give a file now: the checkpoint may be whole, and going on from an
+                older one would give it up; every rank raises it.
         """
-        damage = mismatch = None
+        damage = mismatch = unreadable = None
         try:
             into.scalars = self._store.load(iteration, into.shard)
         except RunMismatchError as error:
             mismatch = f"rank {self._group.rank}: {error}"
+        except UnreadableFileError as error:
+            unreadable = f"rank {self._group.rank}: {error}"
         except CheckpointError as error:
             damage = f"rank {self._group.rank}: {error}"
-        told = self._group.gather({"damage": damage, "mismatch": mismatch})
+        told = self._group.gather({"damage": damage, "mismatch": mismatch, "unreadable": unreadable})
         mismatches = [part["mismatch"] for part in told if part["mismatch"] is not None]
         if mismatches:
             raise RunMismatchError("; ".join(mismatches))
+        refused = [part["unreadable"] for part in told if part["unreadable"] is not None]
+        if refused:
+            raise RecoveryError(f"checkpoint {iteration} cannot be read now. {'; '.join(refused)}")
         return "; ".join(part["damage"] for part in told if part["damage"] is not None) or None
 
     def _set_damaged_aside(self) -> None:

@@ -11,8 +11,8 @@ def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    checkpoint = {"interval_iterations": 10, "fsync": False, "full_checkpoints": 5}
-    config = {"run_dir": str(tmp_path), "checkpoint": checkpoint}
+    kept = {"interval_iterations": 10, "fsync": False, "full_checkpoints": 5}
+    config = {"run_dir": str(tmp_path), "checkpoint": kept}
     known: list[int] = []
     with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
         predictor = recovery._predictor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.files import sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, step_iteration
-from cpsr.checkpoint.verify import DamagedFileError, Problem, is_thinned, read_manifest
+from cpsr.checkpoint.verify import DamagedFileError, Problem, UnreadableFileError, is_thinned, read_manifest
 
 __all__ = ["Catalogue", "CheckpointInfo", "SetAside", "scan", "set_aside", "set_aside_list"]
 __all__ += ["note_set_aside"]
@@ -49,10 +49,17 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Committed checkpoints ascending in iteration, and the directories whose commit record does not hold."""
+    """What is committed in a run.
+
+    Attributes:
+        checkpoints: ascending in iteration.
+        problems: directories whose commit record does not hold.
+        unreadable: directories whose commit record the file system refuses to give now; they may be whole.
+    """
 
     checkpoints: list[CheckpointInfo]
     problems: list[Problem]
+    unreadable: list[Problem]
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ def scan(checkpoints: Path) -> Catalogue:
     """Read the commit records and manifests (not the tensors) of a run."""
     found: list[CheckpointInfo] = []
     problems: list[Problem] = []
+    unreadable: list[Problem] = []
     for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
         iteration = step_iteration(directory.name)
         if iteration is None or directory.is_symlink() or not (directory / COMMIT).exists():
@@ -78,7 +86,9 @@ def scan(checkpoints: Path) -> Catalogue:
             if not (directory / COMMIT).exists():
                 continue  # a retention pass is deleting it at this moment
             problems.append(Problem(error.file, error.what, iteration))
-    return Catalogue(sorted(found, key=lambda info: info.iteration), problems)
+        except UnreadableFileError as error:
+            unreadable.append(Problem(error.file, error.what, iteration))
+    return Catalogue(sorted(found, key=lambda info: info.iteration), problems, unreadable)
 
 
 def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:
@@ -127,7 +137,7 @@ def _read_aside(directory: Path) -> SetAside:
         after = int(json.loads((directory / _RECORD).read_bytes())["after_sequence"])
     except (OSError, ValueError, KeyError, TypeError):
         after = None  # said by None, and written anew by the next retention pass
-    return SetAside(directory, after, sum(path.stat().st_size for path in directory.iterdir()))
+    return SetAside(directory, after, sum(path.lstat().st_size for path in directory.iterdir()))
 
 
 def _write_record(directory: Path, reason: str, after_sequence: int, *, fsync: bool) -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.checkpoint.files import sync_directory, write_bytes
+from cpsr.checkpoint.files import remove_entry, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -85,7 +85,7 @@ def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
         _log.warning("checkpoint %s is abandoned (%s), but the marker cannot be written: %s", directory, reason, error)
     for path in list(directory.iterdir()):
         if path.name != ABANDONED:
-            path.unlink(missing_ok=True)
+            remove_entry(path)
 
 
 def wait_for_ranks(
@@ -153,7 +153,7 @@ def seal(
     ).to_bytes()
     listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
     for path in [path for path in directory.iterdir() if path.name not in listed]:
-        path.unlink(missing_ok=True)  # markers and temporary files of an attempt before this one
+        remove_entry(path)  # markers and temporary files of an attempt before this one
     if fsync:  # the ranks forced their files; on some file systems only this makes their names visible after a crash
         sync_directory(directory)
     write_bytes(directory / MANIFEST, manifest, fsync=fsync)

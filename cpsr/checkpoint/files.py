@@ -1,21 +1,30 @@
 """Durable files: written under a temporary name, forced to the disk, read back, renamed."""
 
+import errno
 import json
+import logging
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from cpsr.errors import SaveError
 
-__all__ = ["Digest", "hash_file", "is_temporary", "make_directory", "remove_tree", "sync_directory"]
-__all__ += ["sync_file", "temporary_name", "write_bytes", "write_tensors"]
+__all__ = ["Digest", "hash_file", "is_temporary", "make_directory", "open_plain", "read_bytes", "remove_entry"]
+__all__ += ["remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes", "write_tensors"]
 
+_log = logging.getLogger(__name__)
+
+_CHECK = "check the disk and the memory"
+_LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small enough to stay out of the way in memory
 
 
@@ -28,20 +37,25 @@ class Digest:
 
 
 def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
-    """Put a small file in place at once: temporary name, fsync, rename, fsync of the directory.
+    """Put a small file in place at once: temporary name, fsync, reading back, rename, fsync of the directory.
 
     Raises:
-        OSError: the file system refused; the temporary file is gone, an older file of that name is untouched.
+        OSError: the file system refused, or gave back something else than was written (EIO); the temporary file is
+            gone, an older file of that name is untouched.
     """
     temporary = temporary_name(path)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(descriptor, view) :]
             if fsync:
                 os.fsync(descriptor)
+                _drop_from_memory(descriptor)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            if _read_all(descriptor) != data:
+                raise OSError(errno.EIO, f"what was read back differs from what was written; {_CHECK}", str(path))
         finally:
             os.close(descriptor)
         temporary.replace(path)
@@ -81,7 +95,7 @@ def write_tensors(
             sync_file(temporary)
         digest = hash_file(temporary)
         if digest != _expected_digest(temporary, tensors):
-            raise SaveError(f"{path}: what was read back differs from what was written; check the disk and the memory")
+            raise SaveError(f"{path}: what was read back differs from what was written; {_CHECK}")
         temporary.replace(path)
     except SafetensorError as error:
         temporary.unlink(missing_ok=True)
@@ -92,14 +106,45 @@ def write_tensors(
     return digest
 
 
+def open_plain(path: Path) -> int:
+    """Descriptor of a plain file, to read from.
+
+    Raises:
+        OSError: the file is absent or not readable, or something else is in its place: a symbolic link (ELOOP), a
+            directory (EISDIR), a pipe, a socket or a device (ENXIO). A checkpoint holds none of them.
+    """
+    # Without waiting: opening a pipe would otherwise last until somebody writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.ENXIO, "not a plain file", str(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a small file.
+
+    Raises:
+        OSError: see `open_plain`.
+    """
+    descriptor = open_plain(path)
+    try:
+        return _read_all(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def hash_file(path: Path) -> Digest:
     """Size and hash of a file.
 
     Raises:
-        OSError: the file is absent, not readable, or a symbolic link (a checkpoint holds none).
+        OSError: see `open_plain`.
     """
     state, size = xxhash.xxh3_128(), 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = open_plain(path)
     try:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         while count := os.readv(descriptor, [buffer]):
@@ -131,15 +176,44 @@ def make_directory(path: Path, *, fsync: bool) -> None:
             sync_directory(directory.parent)
 
 
+def remove_entry(path: Path) -> None:
+    """Remove a file, a link (not what it leads to), or a directory that somebody put there with all that is in it.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+        _log.warning("%s was removed: no checkpoint has a directory in it", path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
-    """Remove a directory of plain files, the file called `first` before everything else."""
+    """Remove a checkpoint's directory, the file called `first` before everything else.
+
+    A directory in it that is not ours to remove stays, with a log line, and the checkpoint's directory with it.
+
+    Raises:
+        OSError: the file system refused to remove a file, or the directory that is empty now.
+    """
     marker = directory / first
     if marker.exists():
         marker.unlink()
         if fsync:
             sync_directory(directory)
+    stays = False
     for path in list(directory.iterdir()):
-        path.unlink(missing_ok=True)
+        foreign = path.is_dir() and not path.is_symlink()
+        try:
+            remove_entry(path)
+        except OSError as error:
+            if not foreign:
+                raise
+            stays = True
+            _log.warning("%s stays: it cannot be removed (%s), which no checkpoint put there; remove it", path, error)
+    if stays:
+        return
     directory.rmdir()
     if fsync:
         sync_directory(directory.parent)
@@ -161,11 +235,22 @@ def sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
-        # Clean pages are dropped, so that the reading back asks the disk. Not every platform has the call.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        _drop_from_memory(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _drop_from_memory(descriptor: int) -> None:
+    """Drop a file's clean pages, so that reading it back asks the disk. Not every platform has the call."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read_all(descriptor: int) -> bytes:
+    pieces: list[bytes] = []
+    while piece := os.read(descriptor, _CHUNK_BYTES):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _expected_digest(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
@@ -178,14 +263,51 @@ def _expected_digest(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
 
 
 def _expected_pieces(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[memoryview]:
-    with path.open("rb") as file:
-        length = file.read(8)  # the format starts with the header's length, little-endian
-        header = file.read(int.from_bytes(length, "little"))
+    length, header = _read_header(path, tensors)
     yield memoryview(length)
     yield memoryview(header)
-    layout = json.loads(header)
+    layout = _layout(header)
+    # Without elements the library's own header costs nothing, and says how it names each dtype.
+    named = _layout(save({key: torch.empty(0, dtype=tensor.dtype) for key, tensor in tensors.items()})[_LENGTH_BYTES:])
+    if layout is None or named is None or layout.keys() != tensors.keys():
+        raise SaveError(f"{path}: the header read back lists other tensors than were written; {_CHECK}")
+    start = 0
+    for key in sorted(layout, key=lambda key: _offsets(layout[key])):
+        values, end = tensors[key], start + tensors[key].nbytes
+        if layout[key] != {"dtype": named[key]["dtype"], "shape": list(values.shape), "data_offsets": [start, end]}:
+            raise SaveError(f"{path}: the header read back describes {key} as {layout[key]!r}; {_CHECK}")
+        yield values.reshape(-1).view(torch.uint8).numpy().data
+        start = end
+
+
+def _read_header(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[bytes, bytes]:
+    """The header and its length, as they are in the file, once the size of the file agrees with them.
+
+    Raises:
+        SaveError: it does not: nothing may be read (or be given memory) by a length that is not what was written.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = file.read(_LENGTH_BYTES)
+        header_bytes = int.from_bytes(length, "little")
+        if size != _LENGTH_BYTES + header_bytes + sum(tensor.nbytes for tensor in tensors.values()):
+            raise SaveError(f"{path}: what was read back differs from what was written in its size, {size}; {_CHECK}")
+        return length, file.read(header_bytes)
+
+
+def _layout(header: bytes) -> dict[str, Any] | None:
+    """Tensors by name as a header describes them, None where it is none."""
+    try:
+        layout = json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(layout, dict):
+        return None
     layout.pop("__metadata__", None)
-    if layout.keys() != tensors.keys():
-        raise SaveError(f"{path}: the header read back lists other tensors than were written")
-    for key in sorted(layout, key=lambda key: layout[key]["data_offsets"]):
-        yield tensors[key].reshape(-1).view(torch.uint8).numpy().data
+    return layout
+
+
+def _offsets(described: Any) -> list[int]:
+    """Where a tensor's bytes start and end, in a header that may say anything."""
+    offsets = described.get("data_offsets") if isinstance(described, dict) else None
+    return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
 from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, file_name
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
+from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_manifest, read_rank_manifest
+from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 
 __all__ = ["DiskHistory"]
@@ -31,7 +32,8 @@ class _Checkpoint:
 class DiskHistory:
     """`cpsr.predictor.protocol.History` over full, thinned and partial checkpoints.
 
-    Opening reads each weights file once to check its hash; what is damaged is left out with a log line. Time and
+    Opening reads each weights file once to check its hash; what is damaged, or cannot be
+    read now, is left out with a log line. Time and
     learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its scalars.
 
     Args:
@@ -65,7 +67,7 @@ class DiskHistory:
         self._checked = checked
         end = math.inf if before is None else before
         catalogue = scan(store_directory)
-        for problem in catalogue.problems:
+        for problem in [*catalogue.problems, *catalogue.unreadable]:
             if problem.iteration is not None and since <= problem.iteration < end:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
         self._checkpoints: list[_Checkpoint] = []
@@ -138,11 +140,11 @@ class DiskHistory:
                 raise DamagedFileError(path, "is not listed in its manifest")
             if info.iteration not in self._checked:
                 check_file(path, record.files[name])
-            file: Any = safe_open(path, framework="pt")
+            file: Any = open_tensors(path)
             absent = {f"param/{operator}" for operator in record.operators} - set(file.keys())
             if absent:
                 raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
-        except (DamagedFileError, SafetensorError, OSError) as error:
+        except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
             return
         entry = _entry(record)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from cpsr.checkpoint.manifest import (
     Manifest,
@@ -16,7 +16,7 @@ from cpsr.checkpoint.manifest import (
     file_name,
     rank_manifest_name,
 )
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_rank_manifest
+from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest
 from cpsr.codec import decode
 from cpsr.errors import RunMismatchError
 from cpsr.state import OperatorState, Shard
@@ -29,6 +29,7 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
 
     Raises:
         CheckpointCorruptError: a file is damaged; `into` is as it was.
+        UnreadableFileError: the file system refuses to give a file now; `into` is as it was.
         RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
     """
     record = read_rank_manifest(directory, manifest, rank)
@@ -108,7 +109,7 @@ def _say(record: object) -> str:
 
 def _open(stack: ExitStack, path: Path) -> dict[str, torch.Tensor]:
     try:
-        file = stack.enter_context(safe_open(path, framework="pt"))
+        file = stack.enter_context(open_tensors(path))
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error

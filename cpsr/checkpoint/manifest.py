@@ -22,6 +22,8 @@ FileName = Annotated[str, StringConstraints(pattern=r"^rank-\d{5,}\.(params|mome
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
+# The years 1 to 9999, which are all that a date can say.
+UnixSeconds = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
@@ -101,7 +103,7 @@ class Manifest(_Record):
     world_size: Annotated[int, Field(ge=1)]
     sequence: Count
     label: str | None
-    created_unix_seconds: float
+    created_unix_seconds: UnixSeconds
     ranks: dict[Count, RankRecord]
 
     @classmethod

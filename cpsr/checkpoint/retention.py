@@ -86,6 +86,7 @@ def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool, held: in
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
+        CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
     """
     catalogue = scan(checkpoints)
     if not catalogue.checkpoints:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint import retention
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan, set_aside, set_aside_list
+from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, scan, set_aside, set_aside_list
 from cpsr.checkpoint.commit import (
     Attempt,
     CommitResult,
@@ -40,7 +40,14 @@ from cpsr.checkpoint.loading import load_shard, operator_record, tensor_record
 from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.partial import CarriedWeights
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.verify import Problem, is_thinned, read_manifest, verify_checkpoint, verify_run
+from cpsr.checkpoint.verify import (
+    Problem,
+    UnreadableFileError,
+    is_thinned,
+    read_manifest,
+    verify_checkpoint,
+    verify_run,
+)
 from cpsr.codec import encode
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
@@ -103,9 +110,12 @@ class CheckpointStore:
 
         Returns:
             What was wrong with those that were set aside.
+
+        Raises:
+            UnreadableFileError: the file system refuses to give a commit record now; nothing was changed.
         """
         make_directory(self.directory, fsync=self._fsync)
-        problems = self.problems()
+        problems = self._readable().problems
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
         retention.remove_uncommitted(self.directory, fsync=self._fsync)
@@ -183,16 +193,21 @@ class CheckpointStore:
         return CommitResult(True, "", time.perf_counter() - started, total)
 
     def catalogue(self) -> list[CheckpointInfo]:
-        """Committed checkpoints, ascending in iteration; those whose commit record does not hold are left out."""
+        """Committed checkpoints, ascending in iteration, without those whose commit record does not hold.
+
+        Also left out is what the file system refuses to give now.
+        """
         catalogue = scan(self.directory)
-        for problem in set(catalogue.problems) - self._reported:
+        for problem in {*catalogue.problems, *catalogue.unreadable} - self._reported:
             _log.warning("checkpoint is skipped: %s %s", problem.file, problem.what)
             self._reported.add(problem)
         return catalogue.checkpoints
 
     def remains(self) -> list[str]:
         """Names of directories that show that this run has committed checkpoints before, restorable or not."""
-        known = [info.directory.name for info in self.catalogue()]
+        catalogue = scan(self.directory)
+        known = [info.directory.name for info in catalogue.checkpoints]
+        known += [problem.file.parent.name for problem in catalogue.unreadable]
         return known + [aside.directory.name for aside in set_aside_list(self.directory)]
 
     def problems(self) -> list[Problem]:
@@ -207,6 +222,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointCorruptError: a file is damaged (the message names it).
+            UnreadableFileError: the file system refuses to give a file now; the checkpoint may be whole.
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
             CheckpointError: there is none at that iteration, or it holds the weights only. In every case `into` is as
                 it was.
@@ -243,10 +259,15 @@ class CheckpointStore:
 
         For use after a roll-back, or after the user loaded an older state, while no rank is writing (writers
         drained, then a barrier). Nothing committed is deleted; uncommitted saves of newer steps are.
+
+        Raises:
+            UnreadableFileError: the file system refuses to give the commit record of a newer one now, which therefore
+                could come back later; nothing was changed.
         """
         if self._rank != 0:
             return []
-        newer = [info.iteration for info in self.catalogue() if info.iteration > iteration]
+        committed = self._readable(after=iteration).checkpoints
+        newer = [info.iteration for info in committed if info.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
         retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
         return [path for path in moved if path is not None]
@@ -256,6 +277,7 @@ class CheckpointStore:
 
         Raises:
             OSError: the file system refused; what is still there is valid.
+            CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
         return retention.retain(self.directory, config, fsync=self._fsync, held=self.held_iteration)
 
@@ -292,6 +314,14 @@ class CheckpointStore:
         write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
         self._carried.note(directory, manifest)
         return 0 if carries else sum(file.bytes for file in files.values())
+
+    def _readable(self, after: int = -1) -> Catalogue:
+        """What is committed, where the file system gives every commit record of later iterations than `after`."""
+        catalogue = scan(self.directory)
+        for problem in catalogue.unreadable:
+            if problem.iteration is not None and problem.iteration > after:
+                raise UnreadableFileError(problem.file, problem.what)
+        return catalogue
 
     def _would_stand_alone(self, directory: Path) -> bool:
         """Whether this is a partial checkpoint in a run that could not restart anywhere."""

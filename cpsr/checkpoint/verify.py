@@ -3,12 +3,15 @@
 import errno
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from cpsr.checkpoint.files import hash_file
+from safetensors import SafetensorError, safe_open
+
+from cpsr.checkpoint.files import hash_file, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -21,12 +24,19 @@ from cpsr.checkpoint.manifest import (
     step_iteration,
     thinned_record,
 )
-from cpsr.errors import CheckpointCorruptError
+from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "check_file", "is_thinned", "read_manifest", "read_rank_manifest"]
-__all__ += ["verify_checkpoint", "verify_run"]
+__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "is_thinned", "open_tensors"]
+__all__ += ["read_manifest", "read_rank_manifest", "verify_checkpoint", "verify_run"]
+
+# What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
+_DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+# Any other refusal (EIO, EMFILE, EINTR, ESTALE) may be over in a moment: as many more attempts, after these pauses.
+# Together below a second, so that a disk that refuses for good is told before anybody takes it for a hang.
+_PAUSES_SECONDS = (0.02, 0.1, 0.5)
 
 _Record = TypeVar("_Record", Manifest, RankManifest)
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,24 @@ class DamagedFileError(CheckpointCorruptError):
         self.what = what
 
 
+class UnreadableFileError(CheckpointError):
+    """The file system refuses to give this file now: whether it is damaged is not known, and nothing is set aside."""
+
+    def __init__(self, file: Path, what: str) -> None:
+        super().__init__(
+            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, move "
+            f"{file.parent} to another place, so that an older checkpoint is used"
+        )
+        self.file = file
+        self.what = what
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
         CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or says something impossible.
+        UnreadableFileError: the file system refuses to give one of them, also when asked again.
     """
     data = _read(directory / MANIFEST)
     if _read(directory / COMMIT) != commit_record(data):
@@ -73,6 +96,7 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
 
     Raises:
         CheckpointCorruptError: it is missing, torn, altered, or not of this checkpoint.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
     """
     path = directory / rank_manifest_name(rank)
     data = _read(path)
@@ -92,6 +116,7 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
 
     Raises:
         CheckpointCorruptError: the marker is torn or altered.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
     """
     path = directory / THINNED
     if not path.exists():
@@ -105,20 +130,31 @@ def check_file(path: Path, record: FileRecord) -> None:
     """Compare a file with its record.
 
     Raises:
-        CheckpointCorruptError: it is missing, not readable, or its size or hash differs.
+        CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    try:
-        found = hash_file(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    found = _persistently(hash_file, path)
     if found.bytes != record.bytes:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
     if found.xxh3_128 != record.xxh3_128:
         raise DamagedFileError(path, f"its xxh3-128 is {found.xxh3_128}, committed was {record.xxh3_128}")
 
 
+def open_tensors(path: Path) -> Any:
+    """The safetensors library's open file, which maps the tensors: nothing is read before it is asked for.
+
+    Raises:
+        CheckpointCorruptError: it is missing, or no safetensors file.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
+    """
+    return _persistently(_open_tensors, path)
+
+
 def verify_checkpoint(directory: Path) -> list[Problem]:
-    """Everything that is wrong with one committed checkpoint, over all its ranks; reads all of its bytes."""
+    """Everything that is wrong with one committed checkpoint, over all its ranks; reads all of its bytes.
+
+    What the file system refuses to give is a problem too: nobody can say that it is whole.
+    """
     damages = list(_damages(directory))
     if damages:
         # A running job may have thinned or deleted it meanwhile: what is damaged is damaged twice.
@@ -147,33 +183,57 @@ def _is_committed(path: Path) -> bool:
     return step_iteration(path.name) is not None and (path / COMMIT).exists()
 
 
-def _damages(directory: Path) -> Iterator[DamagedFileError]:
-    """What is damaged; where the manifest is, nothing below it can be judged."""
+def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError]:
+    """What is damaged or cannot be read; where the manifest is, nothing below it can be judged."""
     try:
         manifest = read_manifest(directory)
         removed = manifest.thinned_files() if is_thinned(directory, manifest) else []
-    except DamagedFileError as error:
+    except (DamagedFileError, UnreadableFileError) as error:
         yield error
         return
     for rank in range(manifest.world_size):
         try:
             record = read_rank_manifest(directory, manifest, rank)
-        except DamagedFileError as error:
+        except (DamagedFileError, UnreadableFileError) as error:
             yield error
             continue
         for name in sorted(record.files.keys() - set(removed)):
             try:
                 check_file(directory / name, record.files[name])
-            except DamagedFileError as error:
+            except (DamagedFileError, UnreadableFileError) as error:
                 yield error
 
 
 def _read(path: Path) -> bytes:
+    return _persistently(read_bytes, path)
+
+
+def _persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
+    """Read a file, again where the file system refuses without saying that the file is gone."""
+    for pause in _PAUSES_SECONDS:
+        try:
+            return read(path)
+        except OSError as error:
+            if error.errno in _DAMAGE:
+                break
+        time.sleep(pause)
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            return file.read()
+        return read(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        if error.errno in _DAMAGE:
+            what = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
+            raise DamagedFileError(path, what) from error
+        raise UnreadableFileError(path, f"cannot be read now: {error.strerror}") from error
+
+
+def _open_tensors(path: Path) -> Any:
+    os.close(open_plain(path))  # the library tells most refusals without their number, and follows links
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _parse(parse: Callable[[bytes], _Record], path: Path, data: bytes) -> _Record:
@@ -181,8 +241,3 @@ def _parse(parse: Callable[[bytes], _Record], path: Path, data: bytes) -> _Recor
         return parse(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(path, f"is refused: {error}") from error
-
-
-def _unreadable(path: Path, error: OSError) -> DamagedFileError:
-    what = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
-    return DamagedFileError(path, what)

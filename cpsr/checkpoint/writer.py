@@ -11,7 +11,7 @@ from typing import Literal
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
-from cpsr.errors import SaveError
+from cpsr.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "SaveOutcome"]
 
@@ -186,13 +186,13 @@ class CheckpointWriter:
         """Old checkpoints go; a failure here costs disk space and takes nothing from the one just committed."""
         try:
             self._store.retain(self._config)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("old checkpoints could not be thinned or deleted: %s", error)
             return f"committed, but old checkpoints could not be thinned or deleted: {error}"
         return ""
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> SaveOutcome:
-        if isinstance(error, OSError | SaveError):
+        if isinstance(error, OSError | CheckpointError):
             reason = str(error)
         else:
             reason = f"unexpected {type(error).__name__}: {error}"

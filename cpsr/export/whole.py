@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
 from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, file_name, rank_manifest_name
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
+from cpsr.checkpoint.verify import (
+    DamagedFileError,
+    UnreadableFileError,
+    check_file,
+    open_tensors,
+    read_manifest,
+    read_rank_manifest,
+)
 from cpsr.codec import decode
 from cpsr.errors import CheckpointError, UnsupportedEngineError
 from cpsr.export.identity import RunIdentity, read_identity
@@ -229,6 +236,9 @@ def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
     for problem in catalogue.problems:
         if problem.iteration == iteration:
             raise DamagedFileError(problem.file, problem.what)
+    for problem in catalogue.unreadable:
+        if iteration is None or problem.iteration == iteration:
+            raise UnreadableFileError(problem.file, problem.what)
     whole = [info.iteration for info in catalogue.checkpoints if info.full]
     wanted = "whole checkpoint" if iteration is None else f"committed checkpoint of iteration {iteration}"
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
@@ -278,12 +288,7 @@ def _check(directory: Path, record: RankManifest, kind: Kind) -> None:
 
 
 def _files(directory: Path, record: RankManifest, kinds: Sequence[Kind]) -> dict[Kind, Any]:
-    try:
-        return {kind: safe_open(directory / file_name(record.rank, kind), framework="pt") for kind in kinds}
-    except (SafetensorError, OSError) as error:
-        raise DamagedFileError(
-            directory / rank_manifest_name(record.rank), f"its files cannot be read: {error}"
-        ) from error
+    return {kind: open_tensors(directory / file_name(record.rank, kind)) for kind in kinds}
 
 
 def _tiles(covered: dict[int, int], total: int) -> bool:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.errors import CheckpointError
 
 __all__ = ["RankCosts", "SaveTimes", "costs_of_ranks"]
 
@@ -99,7 +100,7 @@ def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
             if told is None:
                 return []
             found.append(RankCosts(**told))
-    except (DamagedFileError, OSError, KeyError, TypeError) as error:
+    except (CheckpointError, OSError, KeyError, TypeError) as error:
         logger.warning("the other ranks' costs cannot be read from %s, rank 0's stand for all: %s", directory, error)
         return []
     return found

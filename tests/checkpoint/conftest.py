@@ -1,5 +1,7 @@
 """Shards and stores that the tests of this room share."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint import verify
+from cpsr.checkpoint.files import read_bytes
 from cpsr.checkpoint.partial import weights_of
 from cpsr.checkpoint.snapshot import Part, Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 MakeShard = Callable[..., Shard]
+# A checkpoint's directory, and how often reading there is refused.
+RefuseReading = Callable[[Path, int], None]
 
 
 def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0) -> Shard:
@@ -78,6 +84,25 @@ def save_partial(store: CheckpointStore, iteration: int, part: Part) -> None:
     """One complete partial save of a single-rank store."""
     store.write(partial_snapshot(iteration, part))
     assert store.commit(iteration, 5.0, threading.Event()).committed
+
+
+@pytest.fixture
+def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> RefuseReading:
+    """Makes the next reads of a manifest fail as those of a bad disk do, without the pauses between them."""
+    monkeypatch.setattr(verify, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+
+    def refuse(directory: Path, times: int) -> None:
+        left = [times]
+
+        def refusing(path: Path) -> bytes:
+            if path.parent == directory and left[0]:
+                left[0] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return read_bytes(path)
+
+        monkeypatch.setattr(verify, "read_bytes", refusing)
+
+    return refuse
 
 
 @pytest.fixture

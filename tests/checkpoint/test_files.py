@@ -2,14 +2,17 @@
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
 
 
@@ -66,6 +69,53 @@ def test_an_older_file_is_untouched_by_a_write_that_fails(tmp_path: Path, monkey
         files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_small_file_that_the_disk_confirms_and_loses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    path = tmp_path / "file"
+    files.write_bytes(path, b"old", fsync=True)
+    write = os.write
+
+    def losing(descriptor: int, data: bytes) -> int:
+        write(descriptor, bytes(data)[:kept])
+        return len(data)
+
+    monkeypatch.setattr(os, "write", losing)
+    with pytest.raises(OSError, match="what was read back differs"):
+        files.write_bytes(path, b"new", fsync=True)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda data: b"", "in its size, 0;"),
+        (lambda data: bytes(len(data)), "in its size"),
+        (lambda data: data[: len(data) // 2], "in its size"),
+        (lambda data: b"\xff" * 8 + data[8:], "in its size"),  # a header for which no memory would suffice
+        (lambda data: data[:8] + bytes(20) + data[28:], "lists other tensors"),
+        (lambda data: data.replace(b'"a"', b'"b"'), "lists other tensors"),
+        (lambda data: data.replace(b"F32", b"I32"), "describes a as"),
+        (lambda data: data.replace(b"[3]", b"[4]"), "describes a as"),
+        (lambda data: data.replace(b"[0,12]", b'["",2]'), "describes a as"),
+        (lambda data: data[:-1] + b"x", "what was read back differs"),
+    ],
+)
+def test_tensors_that_read_back_differently_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[bytes], bytes], says: str
+) -> None:
+    def spoiling(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None) -> None:
+        save_file(tensors, path, metadata)
+        path.write_bytes(spoil(path.read_bytes()))
+
+    monkeypatch.setattr(files, "save_file", spoiling)
+    with pytest.raises(SaveError, match=says):
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_hash_is_xxh3_128_of_the_bytes(tmp_path: Path) -> None:

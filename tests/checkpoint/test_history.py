@@ -11,7 +11,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.predictor.protocol import History
 from cpsr.state import OperatorState, ParamSlice, Shard
-from tests.checkpoint.conftest import make_shard, make_snapshot, save
+from tests.checkpoint.conftest import RefuseReading, make_shard, make_snapshot, save
 
 NAME = "layers.2/weight é"
 
@@ -95,3 +95,16 @@ def test_a_rank_that_was_not_there_and_a_wrong_directory_are_said(store: Checkpo
         DiskHistory(tmp_path, 0)
     (store.directory / "step-0000000010" / "COMMIT").write_text("torn")
     assert "COMMIT" in DiskHistory(store.directory, 0).excluded[10]
+
+
+def test_what_cannot_be_read_now_is_left_out_and_said(
+    store: CheckpointStore, refuse_reading: RefuseReading, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    save(store, 20)
+    refuse_reading(store.directory / "step-0000000010", 1_000)
+    history = DiskHistory(store.directory, 0)
+    assert [entry.iteration for entry in history.entries] == [20]
+    assert "cannot be read now: Input/output error" in history.excluded[10]
+    assert "checkpoint 10 is left out" in caplog.text
+    history.close()

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from cpsr.checkpoint.manifest import Manifest, RankManifest, commit_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import UnreadableFileError
+from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
 from cpsr.state import OperatorState, ParamSlice, Shard
-from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
+from tests.checkpoint.conftest import RefuseReading, assert_same_bits, make_shard, make_snapshot, save
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])
 NAMES = st.text(min_size=1, max_size=12) | st.sampled_from(["../../etc", "a/b", "__metadata__", "", "é\n\0"])
@@ -244,6 +246,48 @@ def test_a_checkpoint_whose_commit_record_does_not_hold_is_skipped_and_said_once
     store.catalogue()
     assert caplog.text.count("checkpoint is skipped") == 1
     assert [problem.iteration for problem in store.problems()] == [20]
+
+
+def test_a_read_that_fails_for_a_moment_changes_nothing(store: CheckpointStore, refuse_reading: RefuseReading) -> None:
+    save(store, 10)
+    save(store, 20)
+    for times in (1, 2, 3):
+        refuse_reading(store.directory / "step-0000000020", times)
+        assert store.prepare() == []
+        assert [info.iteration for info in store.catalogue()] == [10, 20]
+        refuse_reading(store.directory / "step-0000000020", times)
+        shard = make_shard()
+        store.load(20, shard)
+        assert_same_bits(shard, make_shard(20))
+
+
+def test_what_cannot_be_read_now_stops_a_restart_and_is_never_set_aside(
+    store: CheckpointStore, refuse_reading: RefuseReading, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    before = sorted(store.directory.rglob("*"))
+    refuse_reading(store.directory / "step-0000000020", 1_000)
+    with pytest.raises(UnreadableFileError, match=r"step-0000000020.*Input/output error.* start again"):
+        store.prepare()
+    with pytest.raises(UnreadableFileError, match="manifest"):
+        store.abandon_after(10, "a test")
+    shard = make_shard(5)
+    with pytest.raises(UnreadableFileError, match="may be whole"):
+        store.load(20, shard)
+    assert_same_bits(shard, make_shard(5))
+    assert sorted(store.directory.rglob("*")) == before
+    # A job that is running goes on with the others, and says so.
+    assert [info.iteration for info in store.catalogue()] == [10, 30]
+    assert "checkpoint is skipped" in caplog.text
+    assert "step-0000000020" in store.remains()
+    assert store.problems() == []
+    assert [problem.iteration for problem in store.verify(20)] == [20]
+    save(store, 40)
+    store.retain(CheckpointConfig(full_checkpoints=2, history_min_checkpoints=2, history_span_iterations=1))
+    assert len(store.abandon_after(20, "a test")) == 2
+    refuse_reading(store.directory / "step-0000000020", 0)
+    assert store.verify(20) == []
 
 
 def test_set_aside_names_do_not_collide(store: CheckpointStore) -> None:

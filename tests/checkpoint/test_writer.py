@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CheckpointConfig
 from tests.checkpoint.conftest import assert_same_bits, make_shard
@@ -226,18 +227,30 @@ def test_a_read_back_that_differs_fails_the_save(tmp_path: Path, monkeypatch: py
     rank.writer.close(5)
 
 
-def test_retention_that_fails_leaves_the_commit_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(30, "Read-only file system"),
+        DamagedFileError(Path("manifest.json"), "is missing"),
+        UnreadableFileError(Path("manifest.json"), "cannot be read now: Input/output error"),
+    ],
+)
+def test_retention_that_fails_leaves_the_commit_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     rank = Rank(tmp_path)
 
     def refusing(config: CheckpointConfig) -> None:
-        raise OSError(30, "Read-only file system")
+        raise error
 
     monkeypatch.setattr(rank.store, "retain", refusing)
     rank.save(10)
     assert rank.writer.close(20)
     (outcome,) = rank.writer.outcomes()
     assert outcome.status == "committed"
-    assert "Read-only file system" in outcome.reason
+    assert str(error) in outcome.reason
+    assert rank.pool.recovery is not None
+    assert rank.pool.recovery.iteration == 10
 
 
 def test_close_cancels_a_commit_that_waits_and_drops_what_is_queued(tmp_path: Path) -> None:

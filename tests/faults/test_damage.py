@@ -1,6 +1,8 @@
 """A damaged checkpoint is named and refused, and the one before it is used; wrong values are never loaded."""
 
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpsr.benchmarks.faults.damage import NEWEST, damage_regions, files_of, regions, step
-from cpsr.benchmarks.faults.job import COMMITTED, RANKS, open_run, same_bits, shard_of, write_run
+from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, RANKS, commit, open_run, same_bits, shard_of, write_run
 from cpsr.benchmarks.faults.oracle import FOREIGN, restart
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.checkpoint.manifest import commit_record
 from cpsr.checkpoint.store import verify_run
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError
@@ -153,3 +156,72 @@ def test_a_thinned_checkpoint_is_no_place_to_restart_whatever_its_marker_says(ru
     marker.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         store.load(COMMITTED[0], shard_of(0, FOREIGN))
+
+
+@pytest.fixture
+def own_run(run_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["rank-00000.params.safetensors", "rank-00000.json", "COMMIT"])
+def test_a_pipe_in_the_place_of_a_file_does_not_hold_up_verifying(own_run: Path, name: str) -> None:
+    path = own_run / "checkpoints" / step(NEWEST) / name
+    path.unlink()
+    os.mkfifo(path)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend(p.file.name for p in verify_run(own_run)), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert found == [path.name]
+
+
+def test_a_directory_in_an_uncommitted_save_does_not_stop_a_restart(own_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("not ours")
+    nested = own_run / "checkpoints" / step(50) / "nested"
+    nested.mkdir(parents=True)
+    (nested / "link").symlink_to(tmp_path / "outside")
+    store = open_run(own_run, 2)[0]
+    assert store.prepare() == []
+    assert [info.iteration for info in store.catalogue()] == list(COMMITTED)
+    assert not nested.parent.exists()
+    assert (tmp_path / "outside" / "file").exists()
+
+
+def test_a_directory_that_cannot_be_removed_stays_and_is_said(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nested = own_run / "checkpoints" / step(50) / "nested"
+    nested.mkdir(parents=True)
+
+    def refusing(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refusing)
+    assert open_run(own_run, 2)[0].prepare() == []
+    assert nested.is_dir()
+    assert "nested stays: it cannot be removed" in caplog.text
+
+
+def test_a_directory_in_what_was_set_aside_does_not_stop_retention(own_run: Path) -> None:
+    stores = open_run(own_run, 2)
+    (own_run / "checkpoints" / step(NEWEST) / "nested").mkdir()
+    aside = stores[0].quarantine(NEWEST, "a test")
+    assert aside is not None
+    for iteration in (50, 60, 70):
+        commit(stores, iteration)
+    stores[0].retain(KEEP_ALL)
+    assert not aside.exists()
+
+
+@pytest.mark.parametrize("created", ["1e300", "NaN", "-1e12", "Infinity"])
+def test_a_manifest_with_an_impossible_time_costs_that_checkpoint_alone(own_run: Path, created: str) -> None:
+    directory = own_run / "checkpoints" / step(NEWEST)
+    head, tail = (directory / "manifest.json").read_bytes().split(b'"created_unix_seconds":')
+    changed = head + b'"created_unix_seconds":' + created.encode() + tail[tail.index(b",") :]
+    (directory / "manifest.json").write_bytes(changed)
+    (directory / "COMMIT").write_bytes(commit_record(changed))
+    store = open_run(own_run, 2)[0]
+    assert [problem.iteration for problem in store.problems()] == [NEWEST]
+    assert [info.iteration for info in store.catalogue()] == list(COMMITTED[:-1])

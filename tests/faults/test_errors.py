@@ -14,7 +14,13 @@ SOME: Parts = {
     "error: EIO from there on": 16,
     "error: EINTR": 9,
     "error: EINTR of a read": 60,
+    "error: EIO of a read": 40,
+    "error: half of a write lost": 3,
+    "error: a write lost": 3,
     "error: fsync does nothing": 6,
+    "restart: EIO": 25,
+    "restart: EMFILE": 10,
+    "restart: EINTR": 30,
 }
 CALLS = {
     "error: ENOSPC": 30,
@@ -24,7 +30,13 @@ CALLS = {
     "error: EIO from there on": 35,
     "error: EINTR": 25,
     "error: EINTR of a read": 100,
+    "error: EIO of a read": 150,
+    "error: half of a write lost": 6,
+    "error: a write lost": 6,
     "error: fsync does nothing": 10,
+    "restart: EIO": 100,
+    "restart: EMFILE": 45,
+    "restart: EINTR": 100,
 }
 ENVIRONMENTS = {
     "error: full disk": 5,

@@ -1,5 +1,6 @@
 """Bad input and faults of one process: what is refused, what is survived, and what is said."""
 
+import errno
 import json
 import logging
 import os
@@ -17,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint import verify
 from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.files import Digest, hash_file
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
@@ -155,6 +158,28 @@ def test_a_damaged_shard_is_skipped_for_an_older_one(
     with JournalReader(tmp_path / "run" / "journal.db") as journal:
         (event,) = [event for event in journal.events() if event.kind == "checkpoint damaged"]
     assert path.name in event.message
+
+
+def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
+    tmp_path: Path, reference: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life(tmp_path / "run", 11, crash=True)
+    before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
+
+    def refusing(path: Path) -> Digest:
+        if path.parent.name == "step-0000000009" and "moments" in path.name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return hash_file(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "_PAUSES_SECONDS", (0.0,))
+        patch.setattr(verify, "hash_file", refusing)
+        with pytest.raises(RecoveryError, match="checkpoint 9 cannot be read now"):
+            life(tmp_path / "run", 20, seed=5)
+    assert sorted((tmp_path / "run" / "checkpoints").rglob("*")) == before, "nothing was changed"
+    recovery, weights = life(tmp_path / "run", 20, seed=6)
+    assert recovery.restored.checkpoint_iteration == 9
+    assert same(weights, reference)
 
 
 def test_all_checkpoints_damaged_is_not_a_new_start(tmp_path: Path) -> None:
