@@ -50,8 +50,8 @@ def test_a_curve_without_noise_is_found_again(curve: tuple[Family, list[float]])
     family, values = curve
     losses = family.value(PLACES, numpy.array(values)) + (0.0 if isinstance(family, Exponential) else 4.0)
     found, covariance = family.fit(PLACES, losses, numpy.ones_like(PLACES))
-    # The curve, not the coefficients: quite different ones can draw nearly the same curve. To 2% of its range, or where it
-    # hardly moves to 1e-4 nats, a hundredth of what any loss scatters by.
+    # The curve, not the coefficients: quite different ones can draw nearly the same curve. To 2% of its range, or where
+    # it hardly moves to 1e-4 nats, a hundredth of what any loss scatters by.
     assert numpy.abs(family.value(PLACES, found) - losses).max() < max(0.02 * numpy.ptp(losses), 1e-4)
     assert numpy.all(numpy.isfinite(covariance))
 
