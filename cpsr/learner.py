@@ -115,10 +115,12 @@ class Learner:
 
     def _run(self, store_directory: Path, rank: int) -> None:
         try:
-            while self._wake.wait() and not self._closing.is_set():
+            while self._wake.wait():
                 with self._lock:
                     self._wake.clear()
                     wanted, generation = self._wanted, self._generation
+                if self._closing.is_set():  # looked at after clearing, or an end in between would be missed
+                    return
                 if wanted is not None:
                     self._take_in(store_directory, rank, *wanted, generation)
         except Exception as error:

@@ -1,5 +1,6 @@
 """Families of falling curves: their values, derivatives, and robust fits to weighted points."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -86,7 +87,7 @@ class Exponential:
         return coefficients, sandwich(_line(iterations), scores, curvatures)
 
 
-class _WithOffset:
+class _WithOffset(ABC):
     """What the two families `offset + scale * shape` share: a grid of shapes to start from, and a robust polish."""
 
     first_iteration: int
@@ -116,18 +117,21 @@ class _WithOffset:
         jacobian = roots[:, None] * self.jacobian(iterations, found.x)
         return numpy.asarray(found.x), sandwich(jacobian, found.fun / numpy.sqrt(misfits), misfits**-1.5)
 
+    @abstractmethod
     def jacobian(self, iterations: Array, coefficients: Array) -> Array:
         """Derivatives of `value` by the coefficients, `(points, 4)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _shape(self, iterations: Array, first: Array | float, second: Array | float) -> Array:
-        raise NotImplementedError
+        """The shape that scale and offset are applied to, by its own two coefficients."""
 
+    @abstractmethod
     def _grid(self) -> tuple[Array, Array]:
-        raise NotImplementedError
+        """Values of the two coefficients of the shape to start from."""
 
+    @abstractmethod
     def _bounds(self) -> tuple[Array, Array]:
-        raise NotImplementedError
+        """Lowest and highest of the four coefficients."""
 
     def _start(self, iterations: Array, losses: Array, weights: Array) -> Array:
         """The best of a grid of shapes, each with its least-squares scale and offset; an offset is not negative."""

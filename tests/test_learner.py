@@ -129,3 +129,21 @@ def test_the_budget_holds(filled: CheckpointStore) -> None:
     _wait_for(predictor, [10, 20, 30])
     assert time.monotonic() - started >= 2.0
     learner.close()
+
+
+def test_an_end_between_two_looks_is_not_missed(filled: CheckpointStore) -> None:
+    class EndsWhenCleared(threading.Event):
+        """Closing comes after the thread has woken, and before it makes ready for the next call."""
+
+        def clear(self) -> None:
+            learner._closing.set()
+            self.set()
+            super().clear()
+
+    learner = Learner(Reader(), 1.0)
+    learner._wake = EndsWhenCleared()
+    learner.start(filled.directory, 0)
+    assert learner._thread is not None
+    learner.notify(20, 0)
+    learner._thread.join(PATIENCE_SECONDS)
+    assert not learner._thread.is_alive()
