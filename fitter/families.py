@@ -20,7 +20,7 @@ HUBER_ITERATIONS = 300
 # Points closer to a line than this, relative to it, have no scale of noise for Huber's estimator to find.
 EXACT_FIT = 1e-9
 # The polish starts next to the optimum; where the coefficients are hardly told apart, more steps change no forecast.
-EVALUATIONS_MAX = 60
+EVALUATIONS_MAX = 120
 # Shape coefficients tried before the polish, and its bounds; times in units of the covered iterations.
 SHIFTS = numpy.geomspace(0.003, 3.0, 8)
 SHIFT_BOUNDS = (1e-3, 10.0)
@@ -28,7 +28,7 @@ EXPONENTS = numpy.geomspace(0.1, 4.0, 8)
 EXPONENT_BOUNDS = (0.02, 10.0)
 TIMESCALES = numpy.geomspace(0.02, 5.0, 8)
 TIMESCALE_BOUNDS = (1e-3, 50.0)
-STRETCHES = numpy.linspace(0.3, 1.5, 8)
+STRETCHES = numpy.linspace(0.3, 1.8, 8)
 STRETCH_BOUNDS = (0.1, 2.0)
 SMALLEST = 1e-12
 
@@ -100,22 +100,33 @@ class _WithOffset(ABC):
     def fit(self, iterations: Array, losses: Array, weights: Array) -> tuple[Array, Array]:
         """Coefficients and their covariance; weights are relative."""
         roots = numpy.sqrt(weights)
-        start, bounds = self._start(iterations, losses, weights), self._bounds()
-        deviations = numpy.abs(roots * (losses - self.value(iterations, start)))
-        scale = max(GAUSSIAN_MAD * float(numpy.median(deviations)), EXACT_FIT * float(numpy.abs(losses).max()))
-        found = optimize.least_squares(
+        coefficients = self._start(iterations, losses, weights)
+        exact = EXACT_FIT * float(numpy.abs(losses).max())
+        # Twice: the start is off by its grid, most where the curve is steep, and measured by the median those points
+        # would count as spikes and never be met.
+        for typical in (numpy.mean, numpy.median):
+            deviations = numpy.abs(roots * (losses - self.value(iterations, coefficients)))
+            scale = max(GAUSSIAN_MAD * float(typical(deviations)), exact)
+            found = self._polished(iterations, losses, roots, coefficients, scale)
+            coefficients = numpy.asarray(found.x)
+        misfits = 1 + (found.fun / scale) ** 2
+        jacobian = roots[:, None] * self.jacobian(iterations, coefficients)
+        return coefficients, sandwich(jacobian, found.fun / numpy.sqrt(misfits), misfits**-1.5)
+
+    def _polished(
+        self, iterations: Array, losses: Array, roots: Array, coefficients: Array, scale: float
+    ) -> optimize.OptimizeResult:
+        """The nearest least sum of deviations, those beyond `scale` at their size and not its square."""
+        return optimize.least_squares(
             lambda coefficients: roots * (self.value(iterations, coefficients) - losses),
-            start,
+            coefficients,
             jac=lambda coefficients: roots[:, None] * self.jacobian(iterations, coefficients),
-            bounds=bounds,
+            bounds=self._bounds(),
             x_scale="jac",
             loss="soft_l1",
             f_scale=scale,
             max_nfev=EVALUATIONS_MAX,
         )
-        misfits = 1 + (found.fun / scale) ** 2
-        jacobian = roots[:, None] * self.jacobian(iterations, found.x)
-        return numpy.asarray(found.x), sandwich(jacobian, found.fun / numpy.sqrt(misfits), misfits**-1.5)
 
     @abstractmethod
     def jacobian(self, iterations: Array, coefficients: Array) -> Array:
