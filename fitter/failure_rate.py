@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import stats
+import scipy  # its parts are loaded at their first use: a restart does not wait for them
 
 __all__ = ["FailureRate"]
 
@@ -69,7 +69,7 @@ class FailureRate:
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, not be {confidence}")
-        low, high = stats.gamma.interval(confidence, self.shape, scale=1 / self.seconds)
+        low, high = scipy.stats.gamma.interval(confidence, self.shape, scale=1 / self.seconds)
         return float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:

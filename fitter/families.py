@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy
+import scipy  # its parts are loaded at their first use: a restart does not wait for them
 from numpy.typing import NDArray
-from scipy import optimize
 
 from cpsr.fitter.covariance import GAUSSIAN_MAD, sandwich
 
@@ -115,9 +115,9 @@ class _WithOffset(ABC):
 
     def _polished(
         self, iterations: Array, losses: Array, roots: Array, coefficients: Array, scale: float
-    ) -> optimize.OptimizeResult:
+    ) -> "scipy.optimize.OptimizeResult":
         """The nearest least sum of deviations, those beyond `scale` at their size and not its square."""
-        return optimize.least_squares(
+        return scipy.optimize.least_squares(
             lambda coefficients: roots * (self.value(iterations, coefficients) - losses),
             coefficients,
             jac=lambda coefficients: roots[:, None] * self.jacobian(iterations, coefficients),

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
+import scipy  # its parts are loaded at their first use: a restart does not wait for them
 from numpy.typing import NDArray
-from scipy import interpolate, optimize, stats
 
 from cpsr.fitter.curve import LossCurve
 
@@ -205,7 +205,7 @@ def _window_points(
     return inside
 
 
-def _spline(curve: LossCurve) -> interpolate.BSpline:
+def _spline(curve: LossCurve) -> "scipy.interpolate.BSpline":
     """Least-squares cubic spline of every chunk at once; linear in the losses, so means of it are splines of means."""
     times = curve.iterations.astype(numpy.float64)
     needed = 2 * (CUBIC + 1)
@@ -215,13 +215,13 @@ def _spline(curve: LossCurve) -> interpolate.BSpline:
     # Knots at quantiles of the points: also where evaluations are uneven every stretch has its share.
     inner = numpy.quantile(times, numpy.linspace(0.0, 1.0, stretches + 1)[1:-1])
     knots = numpy.concatenate([[times[0]] * (CUBIC + 1), inner, [times[-1]] * (CUBIC + 1)])
-    return interpolate.make_lsq_spline(times, curve.losses, knots, k=CUBIC)
+    return scipy.interpolate.make_lsq_spline(times, curve.losses, knots, k=CUBIC)
 
 
 def _refuse_flat(curve: LossCurve, begin: int) -> None:
     if len(curve.iterations) < MIN_WINDOW_POINTS:
         raise ValueError(f"the fault-free curve has {len(curve.iterations)} points in the window from {begin}")
-    fit = stats.linregress(curve.iterations, curve.losses.mean(axis=1))
+    fit = scipy.stats.linregress(curve.iterations, curve.losses.mean(axis=1))
     if not -fit.slope > SLOPE_STANDARD_ERRORS * fit.stderr or fit.slope == 0.0:
         raise ValueError(
             f"the fault-free curve is flat from iteration {begin}: it falls by {-fit.slope:.2e} +- {fit.stderr:.1e} "
@@ -240,9 +240,11 @@ def _refuse_beyond(lag: float, bounds: tuple[float, float], around: LossCurve, m
     )
 
 
-def _best_shift(spline: interpolate.BSpline, chunks: _Array, inside: LossCurve, bounds: tuple[float, float]) -> float:
+def _best_shift(
+    spline: "scipy.interpolate.BSpline", chunks: _Array, inside: LossCurve, bounds: tuple[float, float]
+) -> float:
     target = inside.losses @ chunks
-    mean = interpolate.BSpline(spline.t, spline.c @ chunks, spline.k)
+    mean = scipy.interpolate.BSpline(spline.t, spline.c @ chunks, spline.k)
 
     def misfit(shift: float) -> float:
         return float(numpy.mean((target - mean(inside.iterations - shift)) ** 2))
@@ -251,7 +253,9 @@ def _best_shift(spline: interpolate.BSpline, chunks: _Array, inside: LossCurve, 
     best = int(numpy.argmin([misfit(shift) for shift in grid]))
     near = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, GRID_SHIFTS - 1)])
     return float(
-        optimize.minimize_scalar(misfit, bounds=near, method="bounded", options={"xatol": SHIFT_TOLERANCE_ITERATIONS}).x
+        scipy.optimize.minimize_scalar(
+            misfit, bounds=near, method="bounded", options={"xatol": SHIFT_TOLERANCE_ITERATIONS}
+        ).x
     )
 
 

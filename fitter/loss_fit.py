@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
+import scipy  # its parts are loaded at their first use: a restart does not wait for them
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from cpsr.fitter.families import Array, Exponential, Family, PowerLaw, StretchedExponential
 
@@ -91,7 +91,7 @@ class LossFit:
         places = numpy.asarray(iterations, dtype=numpy.float64)
         jacobian = self._curve.jacobian(places.ravel(), self._values())
         unknown = numpy.einsum("ij,jk,ik->i", jacobian, self.covariance, jacobian)
-        quantile = float(stats.t.ppf((1 + confidence) / 2, self.degrees_of_freedom))
+        quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees_of_freedom))
         ahead = numpy.maximum(places - self.last_iteration, 0.0) / self.held_out_iterations
         variances = numpy.maximum(unknown, 0.0).reshape(places.shape) + self.noise_nats**2
         half = quantile * numpy.sqrt(variances + (self.drift_nats * ahead) ** 2)
@@ -276,7 +276,7 @@ def _noise(residuals: Array, weights: Array, coefficients: int) -> float:
     quantile = sizes[order][min(int(numpy.searchsorted(reached, NOISE_QUANTILE)), len(sizes) - 1)]
     independent = _independent(weights)
     correction = independent / max(independent - coefficients, 1.0)
-    return float(quantile / stats.norm.ppf((1 + NOISE_QUANTILE) / 2) * numpy.sqrt(correction))
+    return float(quantile / scipy.stats.norm.ppf((1 + NOISE_QUANTILE) / 2) * numpy.sqrt(correction))
 
 
 def _independent(weights: Array) -> float:

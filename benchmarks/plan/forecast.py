@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from cpsr.demo.result import validation_curve
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, LagBeyondError, persistent_lag
-from cpsr.journal import CheckpointRow, JournalReader, PlanRow, RecoveryRow
+from cpsr.journal import CheckpointRow, JournalReader, PlanRow, RecoveryRow, StepRow
+from cpsr.planning.stall import StallMeter
 
 __all__ = [
     "Cost",
@@ -24,6 +26,7 @@ __all__ = [
     "Realised",
     "begun_between",
     "each_failure",
+    "extra_seconds",
     "forecast",
     "held_plans",
     "lag_behind",
@@ -219,13 +222,40 @@ def forecast(held: Sequence[Held], first: int, last: int, iteration_seconds: flo
     )
 
 
+def extra_seconds(steps: Sequence[StepRow], checkpoints: Sequence[CheckpointRow]) -> float:
+    """Extra time of the training thread for some checkpoints, as a running job's planner measures it.
+
+    Args:
+        steps: of the whole job, as they were recorded: the pace without a checkpoint is that of those before.
+        checkpoints: whose time it is.
+    """
+    begun = {(row.life, row.iteration): row for row in checkpoints if row.status == "committed"}
+    return sum(_extra_seconds(list(mine), begun) for _, mine in groupby(steps, key=lambda step: step.life))
+
+
+def _extra_seconds(steps: Sequence[StepRow], begun: Mapping[tuple[int, int], CheckpointRow]) -> float:
+    """Of one life; one that ends meanwhile has a checkpoint's time up to there."""
+    meter = StallMeter()
+    writing: CheckpointRow | None = None
+    total = left = 0.0
+    for step in steps:
+        meter.step(step.seconds)
+        left -= step.seconds
+        row = begun.get((step.life, step.iteration))
+        if writing is not None and (left <= 0 or row is not None or step is steps[-1]):
+            total += meter.durable(writing.stall_seconds or 0.0)
+            writing = None
+        if row is not None:
+            meter.begun()
+            writing, left = row, (row.write_seconds or 0.0) + (row.commit_seconds or 0.0)
+    return total + (0.0 if writing is None else meter.durable(writing.stall_seconds or 0.0))
+
+
 def measured(stalls: float, record: JobRecord, behind: Lag | float, iteration_seconds: float) -> Measured:
     """What the failures of a job cost.
 
     Args:
-        stalls: seconds that the training thread lost to checkpoints while it could fail: capturing the small state and
-            starting the copy, and waiting for the copy before the next update. What writing in the background takes
-            from the training's cores is not in it, as it is not in a plan.
+        stalls: seconds that the training thread lost to checkpoints while it could fail; see `extra_seconds`.
         record: of the job.
         behind: its losses' persistent lag; or the bound that it is beyond.
         iteration_seconds: how long an iteration took.
@@ -361,5 +391,5 @@ def _is_measured(plan: PlanRow) -> bool:
 
 
 def _planned_horizon(plan: Held) -> float:
-    """A failure finds a checkpoint that is durable, and is anywhere in the interval behind it."""
-    return float(plan.inputs["persist_iterations"]) + plan.interval_iterations / 2
+    """Of the plan that measured; the interval may be that of an earlier one for some iterations."""
+    return float(plan.expected["horizon_iterations"])

@@ -18,6 +18,8 @@ SECONDS_PER_HOUR = 3600.0
 MTBF_PRIOR_FAILURES = 100.0
 # A job ends well before its learning rate does, so that the loss still falls there, and tells the time.
 SCHEDULE_SHARE = 0.65
+# The run without failures goes on for longer; it too is told to leave, and must not be through before.
+FAULT_FREE_SHARE = 0.9
 PHASE_ITERATIONS = (50, 100)  # at least and at most: the planner plans anew several times in so short a job
 FAULT_FREE_INTERVAL_ITERATIONS = 50  # a run to compare with needs no plan
 
@@ -55,7 +57,7 @@ class Injection:
     @property
     def schedule_iterations(self) -> int:
         """What its learning rate is meant for."""
-        return round(self.iterations / SCHEDULE_SHARE)
+        return round(max(self.iterations / SCHEDULE_SHARE, (self.iterations + self.beyond) / FAULT_FREE_SHARE))
 
 
 def failures_of(injection: Injection, seed: int) -> tuple[Failure, ...]:

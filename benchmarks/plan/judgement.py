@@ -15,6 +15,7 @@ from cpsr.benchmarks.plan.forecast import (
     Realised,
     begun_between,
     each_failure,
+    extra_seconds,
     forecast,
     held_plans,
     lag_behind,
@@ -122,8 +123,9 @@ def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_di
     with JournalReader(run_dir / "journal.db") as reader:
         held = held_plans(reader.plans(), record.lives, record.work)
         checkpoints, recoveries, rehearsals = reader.checkpoints(), reader.recoveries(), reader.rehearsals()
+        steps = reader.recent_steps(2 * record.work)[::-1]  # all of them, in the order of time
     checkpoints = begun_between(checkpoints, record.lives, *span)
-    stalls = sum(row.stall_seconds for row in checkpoints if row.stall_seconds is not None)
+    stalls = extra_seconds(steps, checkpoints)
     failures = list(each_failure(recoveries, held, record, GuardConfig().watch_iterations))
     course = lag_course(run_dir, fault_free, injection.first - COURSE_WINDOW_ITERATIONS)
     exposed = [(plan, min(plan.last, span[1]) - max(plan.first, span[0])) for plan in held]

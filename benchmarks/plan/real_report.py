@@ -16,11 +16,12 @@ from cpsr.benchmarks.plan.forecast import LAG_WINDOW, Cost, Realised
 from cpsr.benchmarks.plan.injection import MTBF_PRIOR_FAILURES, PHASE_ITERATIONS, Injection, Mode
 from cpsr.benchmarks.plan.judgement import JobResult, relative_error
 from cpsr.config import GuardConfig
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 
 __all__ = ["AIM_FRACTION", "draw", "report", "tables"]
 
 AIM_FRACTION = 0.25
-QUIET_ITERATIONS = 100  # without another failure, a recovery's lag can show
+QUIET_ITERATIONS = LEAD_AFTER_ITERATIONS  # without another failure, a recovery's lag can show
 COLOURS = {"stalls": "tab:orange", "lag": "tab:blue"}
 MARKERS = {"exact": "o", "auto": "^"}
 
@@ -139,6 +140,7 @@ def _reasons(results: Sequence[JobResult]) -> Table:
         "measured",
         "of it repeated",
         "interval",
+        "planned mode",
         "restart, s",
     ):
         table.add_column(heading, justify="right")
@@ -158,11 +160,12 @@ def _reasons(results: Sequence[JobResult]) -> Table:
             f"{result.measured.lag_iterations:+.0f}" + ("" if behind is None else f" ± {behind.standard_error:.0f}"),
             str(result.measured.repeated_iterations),
             ", ".join(f"{interval} ({work})" for interval, work in sorted(result.intervals.items())),
+            ", ".join(f"{mode} ({work})" for mode, work in sorted(result.modes.items())),
             f"{statistics.median(result.restart_seconds):.1f}",
         )
     table.caption = (
         "uncommitted: the life before was still watched; lags in iterations: of the recoveries is what each expected, "
-        "knowing its horizon; interval: with the iterations for which it held"
+        "knowing its horizon; interval and mode: with the iterations for which they held"
     )
     return table
 

@@ -13,6 +13,7 @@ from cpsr.config import GuardConfig
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.planner.rivals import Young
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.outcome import Outcome
@@ -218,11 +219,12 @@ def _inputs(workload: Workload, mtbf_seconds: float, lag: LinearLag | None = Non
         recovery=lag,
         predict_seconds=PREDICT_ITERATIONS * workload.iteration_seconds,
         watch_iterations=WATCH_ITERATIONS,
+        lead_after_iterations=LEAD_AFTER_ITERATIONS,
     )
 
 
 def _prediction(workload: Workload, lag: LinearLag) -> Prediction:
-    return Prediction(lag, PREDICT_ITERATIONS * workload.iteration_seconds, WATCH_ITERATIONS)
+    return Prediction(lag, PREDICT_ITERATIONS * workload.iteration_seconds, WATCH_ITERATIONS, LEAD_AFTER_ITERATIONS)
 
 
 def _cpsr(workload: Workload, interval: int, share: float, mtbf_seconds: float) -> float:
@@ -253,6 +255,7 @@ def report(compared: Sequence[Comparison], swept: Sequence[Sweep]) -> dict[str, 
         "rival_fraction": RIVAL_FRACTION,
         "predict_iterations": PREDICT_ITERATIONS,
         "watch_iterations": WATCH_ITERATIONS,
+        "lead_after_iterations": LEAD_AFTER_ITERATIONS,
         "paper_savings": PAPER_SAVINGS,
         "lag_shares": list(LAG_SHARES),
         "lag_points": [asdict(point) for point in LAG_POINTS],

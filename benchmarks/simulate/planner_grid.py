@@ -12,6 +12,7 @@ from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.ranks import optima
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.planner.rivals import PCcheck, rivals
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.run import simulate
@@ -125,6 +126,7 @@ def _inputs(minutes: int, state: str, lag: LinearLag) -> PlannerInputs:
         recovery=lag,
         predict_seconds=PREDICT_SECONDS,
         watch_iterations=WATCH_ITERATIONS,
+        lead_after_iterations=LEAD_AFTER_ITERATIONS,
     )
 
 
@@ -154,7 +156,9 @@ def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> fl
     recovery: Recovery = Rollback()
     if mode == "predict":
         assert truth.recovery is not None
-        recovery = Prediction(truth.recovery, truth.predict_seconds, truth.watch_iterations)
+        recovery = Prediction(
+            truth.recovery, truth.predict_seconds, truth.watch_iterations, truth.lead_after_iterations
+        )
     checkpoints = Checkpoints(interval, truth.stall_seconds, truth.persist_seconds, slots)
     system = System("x", checkpoints, recovery)
 
@@ -214,6 +218,7 @@ def report(found: Sequence[Case]) -> dict[str, Any]:
         "iteration_seconds": ITERATION_SECONDS,
         "predict_seconds": PREDICT_SECONDS,
         "watch_iterations": WATCH_ITERATIONS,
+        "lead_after_iterations": LEAD_AFTER_ITERATIONS,
         "states_stall_persist_seconds": STATES,
         "phases": {name: asdict(lag) for name, lag in PHASES.items()},
         "worst": excesses,

@@ -22,6 +22,7 @@ class Limits:
         interval_max_iterations: the user's maximum.
         predictable_interval_iterations: longest interval from which the state can be predicted, by rehearsals and the
             prior; None where nothing is known against any.
+        predictable_by: what says so, for the plan's explanation.
 
     Raises:
         ValueError: the minimum is less than 1 or exceeds the maximum, or the predictable interval is less than 1.
@@ -30,6 +31,7 @@ class Limits:
     interval_min_iterations: int = 1
     interval_max_iterations: int = ITERATIONS_MAX
     predictable_interval_iterations: int | None = None
+    predictable_by: str = ""
 
     def __post_init__(self) -> None:
         low, high = self.interval_min_iterations, self.interval_max_iterations

@@ -36,6 +36,7 @@ INPUT_FIELDS = (
     "restart_seconds",
     "predict_seconds",
     "watch_iterations",
+    "lead_after_iterations",
 )
 
 
@@ -128,6 +129,7 @@ def _bounds(chosen: Optimum, limits: Limits) -> dict[str, Any]:
         "interval_min_iterations": limits.interval_min_iterations,
         "interval_max_iterations": limits.interval_max_iterations,
         "predictable_interval_iterations": limits.predictable_interval_iterations,
+        "predictable_by": limits.predictable_by,
     }
 
 
@@ -142,6 +144,8 @@ def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
         "recovery_per_second": plain(job.failures_per_second * failure_seconds),
         "restart_per_second": plain(job.failures_per_second * job.restart_seconds),
         "recovery_seconds_per_failure": plain(failure_seconds),
+        "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0, 0])),
+        "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0, 0])),
     }
 
 

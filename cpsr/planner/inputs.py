@@ -86,6 +86,8 @@ class PlannerInputs:
         phase: the paper's curves; None until they could be fitted.
         origins: of the fields above, by name.
         watch_iterations: after a predicted restart, in which no checkpoint is begun.
+        lead_after_iterations: of training after a predicted restart; a recovery that comes out ahead of the run that
+            never failed does so only then, and a failure before costs it the lead.
     """
 
     iteration_seconds: float
@@ -98,3 +100,4 @@ class PlannerInputs:
     phase: PhaseInputs | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
     watch_iterations: int = 0
+    lead_after_iterations: int = 0

@@ -7,6 +7,7 @@ import numpy
 from numpy.typing import NDArray
 
 from cpsr.planner.bounds import Mode
+from cpsr.planner.horizons import Horizons
 from cpsr.planner.inputs import Array, PlannerInputs, RecoveryCost
 
 __all__ = ["Costs", "cheapest", "cost_per_second"]
@@ -28,6 +29,11 @@ class Costs:
     after a predicted one not before the watch is over; those that follow, a period `P = T_c + T_s` apart. Until the
     first is durable a failure finds the checkpoint of an earlier life, farther back.
 
+    A predicted recovery that would come out ahead of the run that never failed has its lead only once so many
+    iterations are trained. A failure that comes earlier, and yet after a checkpoint of that life was durable, goes on
+    from a state without the lead: that recovery cost nothing, or what it was behind. Where none was durable the next
+    recovery takes its place anyway.
+
     Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
 
     Args:
@@ -40,6 +46,7 @@ class Costs:
         self._failures_per_second = _column(rank.failures_per_second for rank in ranks)
         self._predict_seconds = _column(rank.predict_seconds for rank in ranks)
         self._watch_iterations = _column(rank.watch_iterations for rank in ranks)
+        self._lead_after_iterations = _column(rank.lead_after_iterations for rank in ranks)
         persist = _column(rank.persist_seconds for rank in ranks)
         # What is not known, or never ends, is left to the bounds.
         self._persist_seconds = numpy.where(numpy.isfinite(persist), persist, 0.0)
@@ -77,9 +84,9 @@ class Costs:
             life = self._life(intervals, mode)
             if mode == "recompute":
                 return numpy.asarray(life.redone_seconds)
-            # Iterations between two checkpoints, or restarts, that the last step of each life does not finish.
-            whole = life.redone_seconds / self._iteration_seconds - 0.5
-            lags = 0.5 + life.renewed * self._lag_iterations(whole / life.renewed, intervals)
+            horizons = self._horizons(life, mode)
+            mean = self._lag_iterations(horizons, intervals)
+            lags = 0.5 + life.renewed * mean + self._lost_lead(life, horizons, mean, intervals)
             lost = life.failures_per_second * lags * self._iteration_seconds
             before = -life.failures_per_second * self._seconds_before(mode)
             share = -numpy.expm1(before) + numpy.exp(before) * lost
@@ -99,6 +106,38 @@ class Costs:
             recoveries = self._failures_per_second * self.recovery_seconds(intervals, mode)
             return numpy.asarray(self.stall_per_second(intervals, mode) + recoveries)
 
+    def horizon_iterations(self, intervals: Array, mode: Mode) -> Array:
+        """Mean distance of a failure from the checkpoint that it goes back to, in whole iterations.
+
+        Args:
+            intervals: in iterations.
+            mode: how failures are recovered from.
+        """
+        with numpy.errstate(all="ignore"):
+            return self._horizons(self._life(intervals, mode), mode)
+
+    def lost_lead_iterations(self, intervals: Array, mode: Mode) -> Array:
+        """Mean lead for which a failure comes too early after the one before it; 0 where failures are recomputed.
+
+        Args:
+            intervals: in iterations.
+            mode: how failures are recovered from.
+
+        Raises:
+            ValueError: prediction is asked for and a rank has no curve for it.
+        """
+        if mode == "recompute":
+            return numpy.zeros_like(intervals)
+        with numpy.errstate(all="ignore"):
+            life = self._life(intervals, mode)
+            horizons = self._horizons(life, mode)
+            return self._lost_lead(life, horizons, self._lag_iterations(horizons, intervals), intervals)
+
+    def _horizons(self, life: "_Life", mode: Mode) -> Array:
+        """Mean distances; what the last step of each life does not finish is not in them."""
+        whole = life.redone_seconds / self._iteration_seconds - 0.5
+        return numpy.asarray(whole / life.renewed if mode == "predict" else whole)
+
     def _seconds_before(self, mode: Mode) -> Array:
         """Of a recovery, before its life begins."""
         return self._predict_seconds if mode == "predict" else numpy.zeros_like(self._predict_seconds)
@@ -107,14 +146,58 @@ class Costs:
         trained = intervals * self._iteration_seconds
         period = trained + self._stall_seconds
         rate = numpy.maximum(self._failures_per_second, RARE_PER_PERIOD / period)
-        first = trained
-        if mode == "predict":
-            first = numpy.maximum(intervals, self._watch_iterations) * self._iteration_seconds
+        first = self._first_iterations(intervals, mode) * self._iteration_seconds
         # Of a life's 1 / rate seconds: in stalls, and in training of which a durable checkpoint is left.
         stall = -numpy.expm1(-rate * self._stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
         renewed = numpy.exp(-rate * (first + self._stall_seconds + self._persist_seconds))
         kept = renewed * rate * (first + trained / numpy.expm1(rate * period))
         return _Life(rate, stall, (1 - stall - kept) / rate, renewed)
+
+    def _first_iterations(self, intervals: Array, mode: Mode) -> Array:
+        """From a restart to the first checkpoint."""
+        return numpy.maximum(intervals, self._watch_iterations) if mode == "predict" else intervals
+
+    def _lost_lead(self, life: "_Life", horizons: Array, lags: Array, intervals: Array) -> Array:
+        """Mean lead of a life's recovery that its failure comes too early for, in iterations.
+
+        How long a life lasts does not depend on how far the failure before it lay behind its checkpoint: the lead that
+        is lost is the mean over those distances, times the probability that it is. By the line through two lags.
+
+        Args:
+            life: of the intervals.
+            horizons: mean distance of a failure from its checkpoint.
+            lags: there.
+            intervals: in iterations.
+        """
+        lost = self._too_early(life, intervals)
+        some = lost > 0
+        if not some.any():
+            return numpy.zeros_like(lost)
+        slopes = (self._lag_iterations(horizons + intervals, intervals) - lags) / intervals
+
+        def where(figures: Array) -> Array:
+            return numpy.asarray(numpy.broadcast_to(figures, some.shape)[some])
+
+        iteration_seconds = self._iteration_seconds
+        distances = Horizons(
+            where(life.failures_per_second * iteration_seconds),
+            where(intervals),
+            where(self._first_iterations(intervals, "predict")),
+            where(self._stall_seconds / iteration_seconds),
+            where(self._persist_seconds / iteration_seconds),
+        )
+        lost[some] *= _mean_lead(distances, where(horizons), where(lags), where(slopes))
+        return lost
+
+    def _too_early(self, life: "_Life", intervals: Array) -> Array:
+        """Probability that a life has a durable checkpoint of its own, and ends before a lead is had."""
+        first = self._first_iterations(intervals, "predict")
+        after = self._lead_after_iterations
+        stalls = numpy.maximum(numpy.ceil((after - first) / intervals), 0.0)
+        had = after * self._iteration_seconds + stalls * self._stall_seconds
+        durable = first * self._iteration_seconds + self._stall_seconds + self._persist_seconds
+        between = numpy.maximum(had - durable, 0.0)
+        return numpy.asarray(life.renewed * -numpy.expm1(-life.failures_per_second * between))
 
     def _lag_iterations(self, horizons: Array, intervals: Array) -> Array:
         intervals, lags = numpy.broadcast_to(intervals, horizons.shape), numpy.empty(horizons.shape)
@@ -140,6 +223,16 @@ class _Life:
     stall: Array
     redone_seconds: Array
     renewed: Array
+
+
+def _mean_lead(distances: Horizons, horizons: Array, lags: Array, slopes: Array) -> Array:
+    """Mean over the distances of what a line through mean distance and lag says below zero."""
+    even = horizons - lags / slopes  # at this distance a recovery is neither ahead nor behind
+    # Half a step more: the one that was under way is lost, and a horizon is whole iterations.
+    nearer = distances.mean_shortfall(even + 0.5, horizons + 0.5)
+    leads = numpy.where(slopes > 0, slopes * nearer, -slopes * (horizons - even + nearer))
+    # At a slope of 0 the mean is all; and no mean of leads is smaller than the lead of the mean.
+    return numpy.asarray(numpy.fmax(numpy.where(slopes == 0, -lags, leads), numpy.maximum(-lags, 0.0)))
 
 
 def cost_per_second(inputs: PlannerInputs, interval_iterations: Array, mode: Mode) -> Array:

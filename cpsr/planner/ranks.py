@@ -78,6 +78,7 @@ def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
         first,
         **{name: _largest(getattr(rank, name) for rank in ranks) for name in LARGEST_FIELDS},
         watch_iterations=max(rank.watch_iterations for rank in ranks),
+        lead_after_iterations=max(rank.lead_after_iterations for rank in ranks),
         recovery=_mean_recovery(ranks),
         phase=_whole_phase(ranks),
         origins=_origins(ranks),

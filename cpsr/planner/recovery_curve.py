@@ -10,8 +10,13 @@ import numpy
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
-__all__ = ["LagCurve", "LagObservation", "PaperCurve"]
+__all__ = ["LEAD_AFTER_ITERATIONS", "LagCurve", "LagObservation", "PaperCurve"]
 
+# A recovery that comes out ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
+# parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
+# the next failure were expected to move the lag by -30 iterations and moved it by -31 +- 7; those with less were
+# expected at -33, and moved it by +7 +- 6.
+LEAD_AFTER_ITERATIONS = 100
 # Newest measurements that a curve keeps: enough for three coefficients, few enough to follow a run that changes.
 OBSERVATIONS_MAX = 64
 # The scatter of recoveries counts as if so many had been seen with the one that is expected beforehand.

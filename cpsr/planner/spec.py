@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from cpsr.config import GuardConfig, read_model
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
-from cpsr.planner.recovery_curve import LagCurve, PaperCurve
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
 from cpsr.planner.rivals import TOLERANCE_FRACTION, Rival, rivals
 from cpsr.planner.units import ITERATIONS_MAX, SECONDS_PER_HOUR
 
@@ -95,6 +95,11 @@ class RecoverySpec(_Section):
         default=GuardConfig().watch_iterations,
         ge=0,
         description="After a predicted restart, in which no checkpoint is begun; as guard.watch_iterations.",
+    )
+    lead_after_iterations: int = Field(
+        default=LEAD_AFTER_ITERATIONS,
+        ge=0,
+        description="Of training after a predicted restart, before a lag below zero is had; a failure before costs it.",
     )
 
 
@@ -203,6 +208,7 @@ class PlanSpec(_Section):
             restart_seconds=self.failures.restart_seconds,
             predict_seconds=0.0 if self.recovery is None else self.recovery.predict_seconds,
             watch_iterations=0 if self.recovery is None else self.recovery.watch_iterations,
+            lead_after_iterations=0 if self.recovery is None else self.recovery.lead_after_iterations,
             phase=phase,
             origins=dict.fromkeys(names, Origin("configured")),
         )

@@ -6,6 +6,7 @@ from cpsr.config import CPSRConfig
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.plan import Plan
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.planning.curves import Curves, prior_curves
 from cpsr.planning.rank_costs import RankCosts
 from cpsr.planning.recovery_cost import Schedule
@@ -43,6 +44,7 @@ def planner_inputs(
     lags: RecoveryCost | None,
     phases: PhaseDetector,
     watch_iterations: int,
+    second_moments: Origin,
 ) -> PlannerInputs:
     """What is known of one rank.
 
@@ -53,6 +55,7 @@ def planner_inputs(
         lags: what a predicted recovery costs; None where none is possible.
         phases: of the training.
         watch_iterations: after a predicted restart, in which nothing is committed.
+        second_moments: of how many ranks the phases' are.
     """
     iteration = situation.schedule.iteration
     saves = Origin("measured", costs.saves, max(0, iteration - costs.iteration))
@@ -67,10 +70,12 @@ def planner_inputs(
         else Origin("configured"),
         "recovery": Origin("measured", len(curves.lags), fitted) if curves.lags else Origin("prior"),
         "predict_seconds": Origin("measured", curves.predictions, fitted) if curves.predictions else Origin("prior"),
+        "lead_after_iterations": Origin("prior"),
     }
     phase = _phase(costs, curves, phases)
     if phase is not None and curves.loss is not None:
         origins["phase"] = Origin("measured", curves.loss.points, fitted)
+        origins["xi"] = second_moments
     return PlannerInputs(
         situation.iteration_seconds,
         costs.stall_seconds,
@@ -79,6 +84,7 @@ def planner_inputs(
         lags,
         predict_seconds=curves.predict_seconds,
         watch_iterations=watch_iterations,
+        lead_after_iterations=LEAD_AFTER_ITERATIONS,
         phase=phase,
         origins=origins,
     )

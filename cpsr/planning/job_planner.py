@@ -4,6 +4,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from cpsr.errors import JournalError
 from cpsr.fitter.phases import Phase, PhaseDetector
 from cpsr.journal import JournalReader, reported_failures
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.inputs import Origin, PlannerInputs
 from cpsr.planner.plan import Plan, fixed_plan, make_plan
 from cpsr.planner.recovery_curve import LagCurve
 from cpsr.planning.curves import Curves, fit_curves, prior_curves
 from cpsr.planning.inputs import Situation, planner_inputs, unmeasured_inputs
-from cpsr.planning.rank_costs import RankCosts, SaveTimes, costs_of_ranks
-from cpsr.planning.recovery_cost import expected_lags
+from cpsr.planning.predictable import Predictable, predictable
+from cpsr.planning.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
+from cpsr.planning.recovery_cost import INTERVALS_ITERATIONS, expected_lags
 from cpsr.planning.stall import StallMeter
 from cpsr.predictor.line import LinePredictor
 from cpsr.record import Recorder
@@ -41,6 +43,9 @@ class JobPlanner:
     Every rank keeps what its own checkpoints cost, and says so in its part of the next one. Rank 0 reads them there,
     ends the phases, fits the curves at each phase's end, and proposes a plan where it differs enough from the one that
     holds, or a phase has ended. An error in it never reaches training: the last plan holds, and `failure` says why.
+
+    Phases follow the mean second moment of all ranks. Of the newest checkpoint rank 0 knows its own mean only, and
+    takes it times what the mean of all was to its own in the last one that it has read.
 
     Args:
         config: of the run.
@@ -73,6 +78,8 @@ class JobPlanner:
         self._fitted = False
         self._missing: tuple[str, ...] = ()
         self._others: list[RankCosts] = []
+        self._heard_iteration: int | None = None  # when they were read
+        self._share: float | None = None  # second moment of all ranks over this one's; None until they were read
         self._proposal: Plan | None = None
         self._failure: str | None = None
         self._lock = threading.Lock()
@@ -147,6 +154,7 @@ class JobPlanner:
             state: dict[str, Any] = {
                 "costs": self._times.to_tree(),
                 "phases": self._phases.state_dict(),
+                "second_moment_share": self._share,
                 "interval_iterations": plan.interval_iterations,
                 "mode": plan.mode,
             }
@@ -164,6 +172,7 @@ class JobPlanner:
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
                 self._times.restore(state["costs"])
+                self._share = state.get("second_moment_share")
 
     def close(self) -> None:
         """Stop after what is being computed, and join the thread."""
@@ -192,8 +201,11 @@ class JobPlanner:
         """End phases, fit at their ends, and propose."""
         with self._lock:
             situation, saves, self._saves = self._situation, self._saves, []
-            ended = [phase for save in saves for phase in self._observe(save)]
             own = self._times.costs()
+        if situation is not None:
+            self._hear(situation.schedule.iteration, run_dir, world_size)
+        with self._lock:
+            ended = [phase for save in saves for phase in self._observe(save)]
         for phase, number in ended:
             recorder.phase(phase, number)
         if situation is None or own is None:
@@ -201,17 +213,37 @@ class JobPlanner:
         # Once in a life beside the ends of phases: the failure that began it is known now.
         if ended or not self._fitted:
             self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, recorder)
-        if ended or len(self._others) < world_size - 1:
-            self._others = costs_of_ranks(run_dir / "checkpoints", world_size)[1:]
         if self._config.checkpoint.interval_iterations is None:
             self._propose(situation, (own, *self._others), world_size, phase_ended=bool(ended))
+
+    def _hear(self, iteration: int, run_dir: Path, world_size: int) -> None:
+        """Read what all ranks said in the newest checkpoint: at first, and then as often as a phase can end.
+
+        A thousand manifests take 0.15 s and more of this thread, which is too much at every checkpoint.
+        """
+        heard = self._heard_iteration
+        recently = heard is not None and 0 <= iteration - heard < self._phases.min_iterations
+        if world_size == 1 or recently:
+            return
+        told = costs_of_ranks(run_dir / "checkpoints", world_size)
+        if not told:
+            return
+        self._others, self._heard_iteration = told[1:], iteration
+        share = second_moment_share(told)
+        if share is None:
+            return
+        with self._lock:
+            if self._share is None:  # until now phases were of this rank's
+                self._phases.rescale(share)
+            self._share = share
 
     def _observe(self, save: SaveOutcome) -> list[tuple[Phase, int]]:
         """The phase that a checkpoint ends, with its number, if any."""
         if save.iteration < 1:
             return []
         # Where the optimizer keeps no second moments phases end by their length alone.
-        phase = self._phases.observe(save.iteration, save.mean_second_moment or 0.0)
+        moment = (save.mean_second_moment or 0.0) * (1.0 if self._share is None else self._share)
+        phase = self._phases.observe(save.iteration, moment)
         return [] if phase is None else [(phase, self._phases.ended - 1)]
 
     def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, recorder: Recorder) -> bool:
@@ -237,11 +269,11 @@ class JobPlanner:
 
     def _propose(self, situation: Situation, costs: Sequence[RankCosts], world_size: int, phase_ended: bool) -> None:
         planner = self._config.planner
-        lags = self._lags(situation, self._curves)
+        curve, longest = self._lags(situation, self._curves)
         told = len(costs) == world_size  # or an interval for each would leave ranks without one
         plan = make_plan(
-            [self._inputs(situation, one, None if lags is None else lags[0]) for one in costs],
-            self._limits(None if lags is None else lags[1]),
+            [self._inputs(situation, one, curve) for one in costs],
+            self._limits(longest),
             planner.policy,
             self._config.mode,
             planner.intervals if told else "common",
@@ -252,23 +284,32 @@ class JobPlanner:
                 self._proposal = plan
 
     def _inputs(self, situation: Situation, costs: RankCosts, lags: LagCurve | None) -> PlannerInputs:
-        return planner_inputs(situation, costs, self._curves, lags, self._phases, self._config.guard.watch_iterations)
+        watch, iteration = self._config.guard.watch_iterations, situation.schedule.iteration
+        of_all = self._share is not None
+        heard = iteration if self._heard_iteration is None else self._heard_iteration
+        moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - heard))
+        return planner_inputs(situation, costs, self._curves, lags, self._phases, watch, moments)
 
-    def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve, int] | None:
-        """What a predicted recovery is expected to cost, and up to which interval there can be one."""
+    def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve | None, Predictable | None]:
+        """What a predicted recovery is expected to cost, None where there is none, and up to which interval."""
         settings = self._config.predictor
         prior = LinePredictor(settings.window_iterations, settings.gain, settings.base)
         expected = expected_lags(prior, situation.schedule, self._config.checkpoint)
         if self._config.mode == "exact" or expected is None:
-            return None
+            return None, None
         curve, longest = expected
+        found = predictable(longest, curves.lags, INTERVALS_ITERATIONS)
         for observation in curves.lags:
             curve = curve.with_observation(observation)
-        return curve, longest
+        return (None if found.interval_iterations is None else curve), found
 
-    def _limits(self, predictable_iterations: int | None = None) -> Limits:
-        planner = self._config.planner
-        return Limits(planner.interval_min_iterations, planner.interval_max_iterations, predictable_iterations)
+    def _limits(self, longest: Predictable | None = None) -> Limits:
+        limits = Limits(self._config.planner.interval_min_iterations, self._config.planner.interval_max_iterations)
+        if longest is None:
+            return limits
+        return replace(
+            limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
+        )
 
 
 def _import_fitters() -> None:

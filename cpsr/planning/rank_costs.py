@@ -1,8 +1,10 @@
 """What checkpoints cost one rank, as it measured them, and how rank 0 hears of the others'."""
 
 import logging
+import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import CheckpointError
 
-__all__ = ["RankCosts", "SaveTimes", "costs_of_ranks"]
+__all__ = ["RankCosts", "SaveTimes", "costs_of_ranks", "second_moment_share"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,3 +106,20 @@ def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
         logger.warning("the other ranks' costs cannot be read from %s, rank 0's stand for all: %s", directory, error)
         return []
     return found
+
+
+def second_moment_share(ranks: Sequence[RankCosts]) -> float | None:
+    """Mean second moment of all ranks' gradients over that of the first rank's; each counts by its weights.
+
+    Ranks whose optimizer keeps none are left out. None where the first has none, or it is zero or not finite.
+
+    Args:
+        ranks: at least one, of one checkpoint: Adam's bias is then the same in all, and not in their ratio.
+    """
+    known = [(rank.parameters, rank.mean_second_moment) for rank in ranks if rank.mean_second_moment is not None]
+    weights = sum(parameters for parameters, _ in known)
+    own = ranks[0].mean_second_moment
+    if not own or not weights:
+        return None
+    share = sum(parameters * moment for parameters, moment in known) / weights / own
+    return share if 0 < share < math.inf else None

@@ -13,7 +13,7 @@ from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.line import REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
-__all__ = ["Schedule", "expected_lags", "measured_lags"]
+__all__ = ["INTERVALS_ITERATIONS", "Schedule", "expected_lags", "measured_lags"]
 
 # Intervals asked about, in iterations: the prior is smooth between them.
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
@@ -77,31 +77,39 @@ def expected_lags(
 def measured_lags(
     rehearsals: Iterable[RehearsalRow], recoveries: Iterable[RecoveryRow], watch_iterations: int
 ) -> Iterator[LagObservation]:
-    """What this run's rehearsals and recoveries have cost, in the journal's order.
+    """What this run's rehearsals and recoveries have cost, oldest first.
 
     A prediction that was vetoed, also in a rehearsal, cost the horizon, since it is recomputed; one that diverged or
     was rolled back also the iterations that it was watched for.
     """
-    for rehearsal in rehearsals:
-        horizon = rehearsal.failure_iteration - rehearsal.checkpoint_iteration
-        if rehearsal.outcome == "measured" and rehearsal.lag_iterations is not None:
-            error = math.hypot(rehearsal.lag_standard_error_iterations or 0.0, REHEARSAL_DEVIATION_ITERATIONS)
-            yield from _observed(horizon, rehearsal.settings, rehearsal.lag_iterations, error)
-        elif rehearsal.outcome == "diverged":
-            yield from _observed(horizon, rehearsal.settings, horizon + watch_iterations, 0.0)
-        elif rehearsal.outcome == "refused" and rehearsal.guard:  # the guard had looked at a predicted state
-            yield from _observed(horizon, rehearsal.settings, horizon, 0.0)
-    for recovery in recoveries:
-        if recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
-            continue
-        horizon = recovery.failure_iteration - recovery.checkpoint_iteration
-        told = recovery.guard.get("lag")
-        if recovery.outcome == "vetoed":
-            yield from _observed(horizon, recovery.settings, horizon, 0.0)
-        elif recovery.outcome == "rolled_back":
-            yield from _observed(horizon, recovery.settings, horizon + watch_iterations, 0.0)
-        elif told is not None and not recovery.settings.get("own_series_operators"):  # else of no one horizon
-            yield from _observed(horizon, recovery.settings, told["lag_iterations"], told["standard_error_iterations"])
+    found = [(row.created_unix_seconds, _rehearsed(row, watch_iterations)) for row in rehearsals]
+    found += [(row.created_unix_seconds, _recovered(row, watch_iterations)) for row in recoveries]
+    for _, lags in sorted(found, key=lambda one: one[0]):
+        yield from lags
+
+
+def _rehearsed(rehearsal: RehearsalRow, watch_iterations: int) -> Iterator[LagObservation]:
+    horizon = rehearsal.failure_iteration - rehearsal.checkpoint_iteration
+    if rehearsal.outcome == "measured" and rehearsal.lag_iterations is not None:
+        error = math.hypot(rehearsal.lag_standard_error_iterations or 0.0, REHEARSAL_DEVIATION_ITERATIONS)
+        yield from _observed(horizon, rehearsal.settings, rehearsal.lag_iterations, error)
+    elif rehearsal.outcome == "diverged":
+        yield from _observed(horizon, rehearsal.settings, horizon + watch_iterations, 0.0)
+    elif rehearsal.outcome == "refused" and rehearsal.guard:  # the guard had looked at a predicted state
+        yield from _observed(horizon, rehearsal.settings, horizon, 0.0)
+
+
+def _recovered(recovery: RecoveryRow, watch_iterations: int) -> Iterator[LagObservation]:
+    if recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
+        return
+    horizon = recovery.failure_iteration - recovery.checkpoint_iteration
+    told = recovery.guard.get("lag")
+    if recovery.outcome == "vetoed":
+        yield from _observed(horizon, recovery.settings, horizon, 0.0)
+    elif recovery.outcome == "rolled_back":
+        yield from _observed(horizon, recovery.settings, horizon + watch_iterations, 0.0)
+    elif told is not None and not recovery.settings.get("own_series_operators"):  # else of no one horizon
+        yield from _observed(horizon, recovery.settings, told["lag_iterations"], told["standard_error_iterations"])
 
 
 def _expected(

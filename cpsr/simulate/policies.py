@@ -83,4 +83,4 @@ def _own(job: PlannerInputs, system: SystemSpec) -> System:
 def _prediction(job: PlannerInputs) -> Prediction:
     # The description is checked for it.
     assert job.recovery is not None
-    return Prediction(job.recovery, job.predict_seconds, job.watch_iterations)
+    return Prediction(job.recovery, job.predict_seconds, job.watch_iterations, job.lead_after_iterations)

@@ -46,16 +46,16 @@ class _Runs:
         self._began = numpy.zeros(runs)
         self.available = stream.capacity_at(self._began)
         self._replaced = self._restarted = self._resumed = self.available
-        # The training after it: its first iteration, the checkpoint behind it, what of the two is missing for good, and
-        # the iteration after which the next checkpoint is due.
-        self._position, self._durable, self._lag, self._durable_lag = (numpy.zeros(runs) for _ in range(4))
+        # The training after it: its first iteration, the checkpoint behind it, what of the two is missing for good, the
+        # iteration after which a lead is had, and the one after which the next checkpoint is due.
+        self._position, self._durable, self._lag, self._durable_lag, self._lead = (numpy.zeros(runs) for _ in range(5))
         self._due = numpy.full(runs, float(system.checkpoints.interval_iterations))
 
     def fail(self, at: Array, struck: NDArray[numpy.bool_]) -> None:
         """Let the runs that were struck fail at those times, and begin their recovery."""
         job, checkpoints = self._job, self._system.checkpoints
         reached = self._spend(at, struck)
-        durable_lag = numpy.where(reached.durable_iterations > self._durable, self._lag, self._durable_lag)
+        durable_lag = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_lag)
         position, durable = reached.position_iterations, reached.durable_iterations
         interval = checkpoints.interval_iterations
         next_ = self._system.recovery.resume(position, durable, interval, job.iteration_seconds)
@@ -66,14 +66,14 @@ class _Runs:
         restarted = replaced + job.restart_seconds + next_.restart_seconds
         self._keep(struck, _began=at, available=available, _replaced=replaced, _restarted=restarted)
         self._keep(struck, _resumed=restarted + next_.replay_seconds, _position=next_.position_iterations)
-        self._keep(struck, _due=next_.next_checkpoint_iterations)
+        self._keep(struck, _due=next_.next_checkpoint_iterations, _lead=next_.lead_iterations)
         self._keep(struck, _durable=durable, _durable_lag=durable_lag, _lag=durable_lag + next_.lag_iterations)
 
     def end(self) -> Outcome:
         """Run all to the end of the wall time."""
         wall = numpy.full(self._lost.shape, self._job.wall_seconds)
         reached = self._spend(wall, numpy.ones(wall.shape, dtype=bool))
-        missing = self._lag * self._job.iteration_seconds
+        missing = self._had(reached) * self._job.iteration_seconds
         return Outcome(
             system=self._system,
             job=self._job,
@@ -84,6 +84,11 @@ class _Runs:
             waiting_seconds=self._waiting,
             failures=self._failures,
         )
+
+    def _had(self, reached: Reach) -> Array:
+        """What is missing for good after the training since the last failure, which may have been too short to lead."""
+        early = reached.position_iterations < self._lead
+        return numpy.where(early, numpy.maximum(self._lag, self._durable_lag), self._lag)
 
     def _spend(self, until: Array, which: NDArray[numpy.bool_]) -> Reach:
         """Book the time of some runs since their last failure; returns where all would be then."""

@@ -74,6 +74,7 @@ class Resumption:
     Attributes:
         position_iterations: the iteration it goes on from.
         next_checkpoint_iterations: the iteration after which the next checkpoint is due.
+        lead_iterations: the iteration after which a lag below zero is had; a failure before costs it.
         lag_iterations: how much of that is missing for good, beyond what the checkpoint missed already.
         restart_seconds: time for this kind of recovery, on top of the job's own restart.
         replay_seconds: time in which lost iterations are repeated before training goes on.
@@ -81,6 +82,7 @@ class Resumption:
 
     position_iterations: Array
     next_checkpoint_iterations: Array
+    lead_iterations: Array
     lag_iterations: Array
     restart_seconds: Array
     replay_seconds: Array
@@ -100,7 +102,7 @@ class Rollback:
             iteration_seconds: of one iteration.
         """
         none = numpy.zeros_like(position)
-        return Resumption(durable, durable + interval_iterations, none, none, none)
+        return Resumption(durable, durable + interval_iterations, durable, none, none, none)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Replay:
         none = numpy.zeros_like(position)
         # The others wait where they are, and keep to the multiples of the interval.
         due = (numpy.floor(position / interval_iterations) + 1) * interval_iterations
-        return Resumption(position, due, none, none, replay)
+        return Resumption(position, due, position, none, none, replay)
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,20 @@ class Prediction:
         cost: the lag by the distance from the checkpoint.
         seconds: to forecast, predict and inject.
         watch_iterations: after it, in which no checkpoint is begun.
+        lead_after_iterations: after it, before a lag below zero is had.
     """
 
     cost: RecoveryCost
     seconds: float = 0.0
     watch_iterations: int = 0
+    lead_after_iterations: int = 0
 
     def __post_init__(self) -> None:
-        _require_not_negative(seconds=self.seconds, watch_iterations=self.watch_iterations)
+        _require_not_negative(
+            seconds=self.seconds,
+            watch_iterations=self.watch_iterations,
+            lead_after_iterations=self.lead_after_iterations,
+        )
 
     def resume(self, position: Array, durable: Array, interval_iterations: int, iteration_seconds: float) -> Resumption:
         """At the last whole iteration before the failure; see `Rollback.resume` for the arguments."""
@@ -156,7 +164,7 @@ class Prediction:
         seconds = numpy.where(possible, self.seconds, 0.0)
         watched = numpy.where(possible, float(self.watch_iterations), 0.0)
         due = target + numpy.maximum(interval_iterations, watched)
-        return Resumption(target, due, lag, seconds, numpy.zeros_like(position))
+        return Resumption(target, due, target + self.lead_after_iterations, lag, seconds, numpy.zeros_like(position))
 
 
 Recovery = Rollback | Replay | Prediction

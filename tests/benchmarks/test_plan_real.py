@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from cpsr.benchmarks.plan import failing_job as jobs
 from cpsr.benchmarks.plan import real
 from cpsr.benchmarks.plan.failing_job import FailingJob, Failure, JobRecord, Kill, LifeStart, follow
-from cpsr.benchmarks.plan.forecast import begun_between, each_failure, forecast, held_plans, measured, realised
+from cpsr.benchmarks.plan.forecast import (
+    begun_between,
+    each_failure,
+    extra_seconds,
+    forecast,
+    held_plans,
+    measured,
+    realised,
+)
 from cpsr.benchmarks.plan.injection import Injection, failing_job, failures_of, fault_free_job
 from cpsr.benchmarks.plan.judgement import JobResult, judge
 from cpsr.errors import ConfigError, CPSRError
@@ -39,7 +47,11 @@ def plan(life: int, iteration: int, interval: int, measured: bool = True, **othe
         "predict_seconds": 1.0,
         "persist_iterations": 2.0,
     }
-    expected = {"stall_per_second": 0.01 if measured else "nan", "recovery_per_second": 0.1 if measured else 0.0}
+    expected = {
+        "stall_per_second": 0.01 if measured else "nan",
+        "recovery_per_second": 0.1 if measured else 0.0,
+        "horizon_iterations": 2.0 + interval / 2,
+    }
     return PlanRow(
         life=life,
         from_iteration=iteration,
@@ -98,6 +110,17 @@ def test_what_is_repeated_and_what_stays_behind_are_both_lag() -> None:
     assert (found.repeated_iterations, found.behind, found.bound_iterations) == (10, LAG, None)
     beyond = measured(1.5, RECORD, -150.0, 0.25)
     assert (beyond.lag_iterations, beyond.behind, beyond.bound_iterations) == (-140.0, None, -150.0)
+
+
+def test_stalls_are_what_steps_take_longer_until_a_checkpoint_is_durable() -> None:
+    slow = {21: 0.5, 22: 0.25, 41: 0.75}
+    steps = [StepRow(life=0, iteration=i, loss=None, learning_rate=None, seconds=slow.get(i, 0.1)) for i in range(60)]
+    again = [StepRow(life=1, iteration=i, loss=None, learning_rate=None, seconds=9.0) for i in range(40, 50)]
+    rows = [replace(saved(0, at), write_seconds=0.3, commit_seconds=0.3) for at in (20, 40)]
+    # Durable after two steps of 0.5 and 0.25 s, and after one of 0.75 s, at a pace of 0.1 s.
+    assert extra_seconds(steps + again, rows) == pytest.approx(0.4 + 0.15 + 0.65)
+    assert extra_seconds(steps + again, rows[:1]) == pytest.approx(0.55)
+    assert extra_seconds(again, rows) == 0.0
 
 
 def test_checkpoints_are_placed_by_work() -> None:
@@ -170,6 +193,14 @@ def test_failures_that_are_too_close_are_refused() -> None:
         failures_of(Injection(mtbf_iterations=80, apart=90), 0)
 
 
+@pytest.mark.parametrize(("failures", "mtbf_iterations"), [(1, 20), (2, 40), (10, 88), (10, 300)])
+def test_no_job_is_through_before_it_is_told_to_leave(failures: int, mtbf_iterations: int) -> None:
+    injection = Injection(failures=failures, mtbf_iterations=mtbf_iterations)
+    for job in (fault_free_job(injection, 0), failing_job(injection, 0, "auto", 0.5)):
+        assert job.stop_iteration < 0.91 * job.schedule_iterations
+    assert Injection().schedule_iterations == 2000
+
+
 def test_the_job_is_told_its_true_rate() -> None:
     job = failing_job(Injection(), 0, "auto", 0.5)
     assert job.settings["planner"]["mtbf_hours"] == pytest.approx(88 * 0.5 / 3600)
@@ -185,9 +216,11 @@ def write_run(run_dir: Path, behind: int, journal: bool = True) -> None:
             file.write(json.dumps({"iteration": iteration, "losses": [loss + 0.1, loss - 0.1]}) + "\n")
     written = Journal.open(run_dir / "journal.db")
     written.start_life("auto")
-    written.record_steps(
-        [StepRow(life=0, iteration=i, loss=1.0, learning_rate=1e-3, seconds=0.25) for i in range(1, 451)]
-    )
+    lives = [(0, range(1, 101)), (1, range(91, 131)), (2, range(131, 451))]
+    for life, iterations in lives:
+        written.record_steps(
+            [StepRow(life=life, iteration=i, loss=1.0, learning_rate=1e-3, seconds=0.25) for i in iterations]
+        )
     if journal:
         for one in PLANS:
             written.record_plan(one)

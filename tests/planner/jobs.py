@@ -93,4 +93,6 @@ def any_job(draw: st.DrawFn) -> PlannerInputs:
         restart_seconds=draw(ANY),
         predict_seconds=draw(ANY),
         phase=draw(st.none() | any_phase()),
+        watch_iterations=draw(st.integers(0, 10**4)),
+        lead_after_iterations=draw(st.integers(0, 10**4)),
     )

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import lambertw
 
+from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs, cheapest, cost_per_second
 from cpsr.simulate.closed_forms import exact_ettr
 from tests.planner.jobs import USUAL, Scaled, job, lag
@@ -14,6 +15,11 @@ from tests.simulate.known_costs import lost_work_seconds
 
 # Failures so rare that none meets another: costs are those that can be had by hand.
 RARE_HOURS = 1e5
+
+
+def costs_at(inputs: PlannerInputs, interval: int) -> float:
+    """Of predicting."""
+    return float(cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0])
 
 
 def test_recomputing_by_hand() -> None:
@@ -62,6 +68,78 @@ def test_a_longer_watch_costs_more_but_for_the_stalls_that_it_spares(
     ]
     assert costs[1] >= costs[0] - 1e-12
     assert watch >= interval or costs[0] == cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0]
+
+
+LEADS = st.tuples(st.floats(0.02, 1e3), st.integers(1, 500), st.integers(0, 200), st.floats(0.0, 20.0))
+
+
+@given(LEADS, st.integers(0, 10**6), st.floats(0.0, 200.0), st.floats(0.0, 2.0))
+def test_what_is_behind_is_behind_however_soon_the_next_failure_comes(
+    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
+) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(mtbf_hours, recovery=lag(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after)]
+    assert costs[1] == pytest.approx(costs[0], rel=1e-9, abs=1e-12)
+
+
+@given(LEADS, st.floats(1.0, 100.0))
+def test_a_lead_that_is_never_had_is_none(job_: tuple[float, int, int, float], lead: float) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(
+        mtbf_hours, recovery=lag(-lead, 0.0), watch_iterations=watch, stall_seconds=stall, lead_after_iterations=10**12
+    )
+    even = replace(inputs, recovery=lag(0.0, 0.0))
+    assert costs_at(inputs, interval) == pytest.approx(costs_at(even, interval), rel=1e-6, abs=1e-9)
+
+
+@given(LEADS, st.integers(0, 1000), st.floats(-200.0, 50.0), st.floats(-2.0, 2.0))
+def test_the_later_a_lead_is_had_the_more_it_costs_up_to_the_lead(
+    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
+) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(mtbf_hours, recovery=lag(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after, 2 * after + 1)]
+    assert costs[0] <= costs[1] + 1e-9
+    assert costs[1] <= costs[2] + 1e-9
+
+
+def test_a_lost_lead_by_hand() -> None:
+    """A failure every 88 iterations: it comes after the first checkpoint and before 100 iterations in 16% of lives."""
+    mtbf_seconds = 88 * 0.6
+    inputs = replace(
+        job(recovery=lag(-30.0, 0.0), watch_iterations=60, stall_seconds=0.0, persist_seconds=3.0),
+        failures_per_second=1 / mtbf_seconds,
+    )
+    costs = [costs_at(replace(inputs, lead_after_iterations=after), 10) for after in (0, 100)]
+    early = math.exp(-65 / 88) - math.exp(-100 / 88)
+    late = Costs([replace(inputs, lead_after_iterations=100)])
+    assert late.lost_lead_iterations(numpy.array([[10.0]]), "predict").item() == pytest.approx(30 * early)
+    assert late.lost_lead_iterations(numpy.array([[10.0]]), "recompute").item() == 0
+    assert early == pytest.approx(0.157, abs=0.001)
+    assert costs[1] - costs[0] == pytest.approx(early * 30 * 0.6 / mtbf_seconds, rel=1e-9)
+
+
+def test_no_lead_is_lost_where_a_checkpoint_is_durable_later_than_it_is_had() -> None:
+    # Durable after 60 iterations of 0.6 s, a stall of 0.9 s and 30 s more: 111.5 iterations.
+    inputs = job(0.02, recovery=lag(-50.0, 0.5), watch_iterations=60, persist_seconds=30.0)
+    assert costs_at(replace(inputs, lead_after_iterations=109), 60) == costs_at(inputs, 60)
+    assert costs_at(replace(inputs, lead_after_iterations=120), 60) > costs_at(inputs, 60)
+
+
+def test_the_mean_distance_of_failures_is_half_an_interval_and_the_persist_time() -> None:
+    rare = job(RARE_HOURS, stall_seconds=0.0, recovery=lag(0.0, 1.0), watch_iterations=60)
+    (found,) = Costs([rare]).horizon_iterations(numpy.array([[100.0]]), "predict")[0]
+    assert found == pytest.approx(50 + 5 / 0.6 - 0.5, rel=1e-4)
+
+
+def test_the_watch_lengthens_the_way_to_the_checkpoint() -> None:
+    often = replace(job(stall_seconds=0.0, recovery=lag(0.0, 1.0)), failures_per_second=1 / (88 * 0.6))
+    near, far = (
+        Costs([replace(often, watch_iterations=watch)]).horizon_iterations(numpy.array([[10.0]]), "predict")[0, 0]
+        for watch in (0, 60)
+    )
+    assert near < 20 < 40 < far
 
 
 def test_a_job_without_a_curve_cannot_be_predicted() -> None:

@@ -7,7 +7,7 @@ import yaml
 
 from cpsr.errors import ConfigError
 from cpsr.planner import spec
-from cpsr.planner.recovery_curve import LagCurve, PaperCurve
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
 from cpsr.planner.spec import PlanSpec, read_plan_spec
 from tests.planner.jobs import PHASE
 
@@ -37,6 +37,14 @@ def test_sizes_and_bandwidths_become_seconds(tmp_path: Path) -> None:
     assert isinstance(inputs.recovery, LagCurve)
     assert inputs.recovery.coefficients == (-10.0, 0.8, 0.0)
     assert inputs.recovery.source == "the job's description"
+
+
+def test_a_lead_is_had_as_late_as_it_was_measured_where_the_description_does_not_say(tmp_path: Path) -> None:
+    (inputs,) = read(tmp_path, DESCRIPTION).inputs()
+    assert inputs.lead_after_iterations == LEAD_AFTER_ITERATIONS
+    at_once = changed(recovery={**DESCRIPTION["recovery"], "lead_after_iterations": 0})
+    assert read(tmp_path, at_once).inputs()[0].lead_after_iterations == 0
+    assert read(tmp_path, changed(recovery=None)).inputs()[0].lead_after_iterations == 0
 
 
 def test_the_example_in_the_documentation_can_be_read(tmp_path: Path) -> None:

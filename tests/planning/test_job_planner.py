@@ -14,11 +14,12 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.group import Group
-from cpsr.journal import JournalReader
+from cpsr.journal import JournalReader, RehearsalRow
 from cpsr.losses import Step
 from cpsr.planner.plan import Plan
 from cpsr.planning.inputs import Situation
 from cpsr.planning.job_planner import JobPlanner
+from cpsr.planning.predictable import EXPECTED
 from cpsr.planning.rank_costs import RankCosts
 from cpsr.planning.recovery_cost import Schedule
 from cpsr.record import Recorder
@@ -264,15 +265,21 @@ recorder.close("clean")
 PER_RANK = {"intervals": "per_rank", "mtbf_hours": 0.05}
 
 
-def told_costs(run_dir: Path, iteration: int, stalls: Sequence[float], part: Part = "whole") -> None:
+def told_costs(
+    run_dir: Path,
+    iteration: int,
+    stalls: Sequence[float],
+    part: Part = "whole",
+    moments: Sequence[float] = (1.0, 1.0),
+) -> None:
     """A checkpoint in which every rank says what its own cost."""
     stores = [
         CheckpointStore(run_dir, rank, len(stalls), "run", int(part != "whole"), fsync=False)
         for rank in range(len(stalls))
     ]
     stores[0].prepare()
-    for store, stall in reversed(list(zip(stores, stalls, strict=True))):
-        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, 1.0))
+    for store, stall, moment in reversed(list(zip(stores, stalls, moments, strict=True))):
+        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
         scalars = {"planning": {"costs": costs}} if part == "whole" else {}
         store.write(Snapshot(iteration, Shard({}), scalars, part=part))
     assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
@@ -310,3 +317,86 @@ def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
     common = planner_of(configured(tmp_path)).first_plan(told)
     assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
     assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)
+
+
+def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
+    """Rank 0's part of a checkpoint is durable, and the thread has seen it."""
+    planner.note(saved(iteration, moment=moment))
+    planner.consider(situation(iteration + 10, Plan(50, "cpsr", {})))
+    until = time.monotonic() + WAIT_SECONDS
+    while newest(planner)[0] != iteration and time.monotonic() < until:
+        time.sleep(0.01)
+    with planner._lock:  # which is held until all of it is taken in
+        return
+
+
+def newest(planner: JobPlanner) -> tuple[int, float]:
+    """Iteration and second moment that were observed last."""
+    return planner._phases._newest or (0, 0.0)
+
+
+def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 2, recorder)
+    looked(planner, 50, 1.0)
+    assert planner._phases.xi == 1.0, "no rank has said anything yet: rank 0's own"
+    told_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
+    looked(planner, 100, 1.0)
+    assert planner._phases.xi == 2.0, "of both, for the phase that had begun as well"
+    assert planner._phases.ended == 0, "which is no change of the gradients"
+    told_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
+    looked(planner, 150, 1.04)
+    assert newest(planner)[1] == pytest.approx(2.08), "rank 0's own, times what all were to it"
+    told_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
+    looked(planner, 200, 1.0)
+    assert planner._phases.ended == 1, "rank 1's gradients have changed, rank 0's have not"
+    told = planner.state_dict(Plan(50, "cpsr", {}))
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        (phase,) = reader.phases()
+    assert (phase.xi, phase.ended_by) == (2.0, "change")
+    assert phase.last_xi == pytest.approx(2.2)
+    after = planner_of(configured(tmp_path))
+    after.load_state_dict(told)
+    after.start(tmp_path, 2, recorder)
+    looked(after, 220, 1.0)
+    assert newest(after)[1] == pytest.approx(2.2), "and not scaled once more"
+    after.close()
+
+
+def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path, mode="predict", planner={"mtbf_hours": 10.0}))
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(2000, stall_seconds=1.0))
+    planner.consider(situation(2010, planner.first_plan({})))
+    before = proposed(planner)
+    assert before is not None
+    bounds = before.explanation["bounds"]
+    assert (before.mode, bounds["maximum_iterations"], bounds["maximum_by"]) == ("predict", 200, "predictor")
+    assert bounds["predictable_by"] == EXPECTED
+    assert before.interval_iterations > 75
+    context = {"context": {"interval_iterations": 90.0}}
+    for number in range(4):
+        recorder.rehearsal(
+            RehearsalRow(
+                id=str(number),
+                life=0,
+                iteration=2100 + number,
+                failure_iteration=2090,
+                checkpoint_iteration=2040,
+                outcome="refused",
+                settings=context,
+                guard={"loss": {"accepted": False}},
+            )
+        )
+    planner.note(saved(2210, moment=1.2))  # a phase has ended
+    planner.consider(situation(2220, before))
+    after = proposed(planner)
+    planner.close()
+    assert after is not None
+    bounds = after.explanation["bounds"]
+    assert bounds["predictable_interval_iterations"] == 75
+    assert bounds["predictable_by"].startswith("4 measured recoveries (weights: 0.0 of use, 4.0 of none)")
+    assert (after.mode, bounds["maximum_by"]) == ("predict", "predictor")
+    assert after.interval_iterations <= 75

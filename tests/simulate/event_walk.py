@@ -10,7 +10,8 @@ class Walk:
     """One run of a job that predicts after failures, or recomputes where it has no `lag`; detection takes no time.
 
     A recovery is struck by failures as training is, and then begins again. The next checkpoint is begun when the
-    interval has passed since the restart and the watch is over, and each is durable some time after its stall.
+    interval has passed since the restart and the watch is over, and each is durable some time after its stall. A lag
+    below zero is had so many iterations after a predicted restart; a failure before leaves none.
     """
 
     iteration_seconds: float
@@ -21,16 +22,19 @@ class Walk:
     lag: Callable[[float], float] | None = None
     predict_seconds: float = 0.0
     watch_iterations: int = 0
+    lead_after_iterations: int = 0
 
     def cost(self, wall_seconds: float, seed: int) -> float:
         """Share of the wall time that is not useful."""
         draw = random.Random(seed)
-        clock = position = lag = 0.0
+        clock = position = lag = begun = 0.0
         checkpoint, checkpoint_lag = 0.0, 0.0
         due = float(self.interval_iterations)
         while clock < wall_seconds:
             failure = clock + draw.expovariate(1 / self.mtbf_seconds)
             position, durable = self._train(clock, position, due, min(failure, wall_seconds))
+            if position - begun < self.lead_after_iterations:
+                lag = max(lag, checkpoint_lag)
             if durable is not None:
                 checkpoint, checkpoint_lag = durable, lag
             if failure >= wall_seconds:
@@ -38,6 +42,7 @@ class Walk:
             clock, position, due, lag = failure, checkpoint, checkpoint + self.interval_iterations, checkpoint_lag
             if self.lag is not None and checkpoint > 0:
                 position, due, lag, clock = self._predict(draw, failure, checkpoint, checkpoint_lag)
+            begun = position
         return 1 - (position - lag) * self.iteration_seconds / wall_seconds
 
     def _train(self, clock: float, position: float, due: float, until: float) -> tuple[float, float | None]:

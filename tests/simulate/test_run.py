@@ -174,36 +174,50 @@ def test_predicted_lag_is_the_curve_s_mean() -> None:
 
 
 WATCHED = [
-    # MTBF, interval, stall and persist time, slope and lead of the lag, watch.
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 0, id="no watch"),
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 60, id="a watch of two intervals"),
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5, 4.0), 60, id="a lead"),
-    pytest.param(600.0, 60, 20.0, 150.0, LinearLag(0.7), 200, id="a watch as long as the time between failures"),
-    pytest.param(3600.0, 60, 3.0, 40.0, LinearLag(0.3), 100, id="rarer failures"),
-    pytest.param(600.0, 100, 20.0, 150.0, None, 0, id="recomputing"),
+    # MTBF, interval, stall and persist time, slope and lead of the lag, watch, iterations until a lead is had.
+    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 0, 0, id="no watch"),
+    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 60, 0, id="a watch of two intervals"),
+    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5, 4.0), 60, 0, id="a lead"),
+    pytest.param(600.0, 60, 20.0, 150.0, LinearLag(0.7), 200, 0, id="a watch as long as the time between failures"),
+    pytest.param(3600.0, 60, 3.0, 40.0, LinearLag(0.3), 100, 0, id="rarer failures"),
+    pytest.param(600.0, 100, 20.0, 150.0, None, 0, 0, id="recomputing"),
+    pytest.param(300.0, 10, 0.3, 5.0, LinearLag(1.0, 50.0), 60, 100, id="a lead that most failures come too early for"),
+    pytest.param(600.0, 30, 9.0, 60.0, LinearLag(1.0, 75.0), 0, 100, id="with stalls before it is had, and no watch"),
+    pytest.param(600.0, 20, 1.0, 5.0, LinearLag(-0.5), 60, 100, id="a lead that grows with what was lost"),
+    pytest.param(600.0, 28, 3.0, 40.0, LinearLag(0.0, 9.0), 60, 150, id="a lead at any distance"),
+    pytest.param(300.0, 25, 20.0, 70.0, LinearLag(0.5, 90.0), 60, 300, id="a lead that many chained failures reach"),
 ]
 
 
-@pytest.mark.parametrize(("mtbf", "interval", "stall", "persist", "lag", "watch"), WATCHED)
-def test_planner_simulation_and_a_walk_through_every_event_agree_on_the_watch(
-    mtbf: float, interval: int, stall: float, persist: float, lag: LinearLag | None, watch: int
+@pytest.mark.parametrize(("mtbf", "interval", "stall", "persist", "lag", "watch", "lead_after"), WATCHED)
+def test_planner_simulation_and_a_walk_through_every_event_agree_on_watch_and_lead(
+    mtbf: float, interval: int, stall: float, persist: float, lag: LinearLag | None, watch: int, lead_after: int
 ) -> None:
-    wall = 150 * mtbf
-    recovery = Rollback() if lag is None else Prediction(lag, 5.0, watch)
+    wall = 500 * mtbf
+    recovery = Rollback() if lag is None else Prediction(lag, 5.0, watch, lead_after)
     system = System("under test", Checkpoints(interval, stall, persist), recovery)
-    simulated = simulate(Job(3.0, wall), system, poisson(mtbf), 400)
+    simulated = simulate(Job(3.0, wall), system, poisson(mtbf), 200)
     mean, error = simulated.mean_and_error(simulated.cost_fraction)
-    inputs = PlannerInputs(3.0, stall, persist, 1 / mtbf, lag, predict_seconds=5.0, watch_iterations=watch)
+    inputs = PlannerInputs(
+        3.0,
+        stall,
+        persist,
+        1 / mtbf,
+        lag,
+        predict_seconds=5.0,
+        watch_iterations=watch,
+        lead_after_iterations=lead_after,
+    )
     expected = cost_per_second(inputs, numpy.array([float(interval)]), "recompute" if lag is None else "predict")[0]
-    # At its ends a run is cut off: an interval, or a watch, of it at most; a lead is not had at horizon 0.
+    # At its ends a run is cut off: an interval, a watch or a lead of it at most; a lead is not had at horizon 0.
     assert expected == pytest.approx(mean, rel=0.005, abs=STANDARD_ERRORS * error)
 
     def lag_of(horizon: float) -> float:
         assert lag is not None
         return lag.slope * horizon - (lag.lead_iterations if horizon > 0 else 0.0)
 
-    walk = Walk(3.0, interval, stall, persist, mtbf, None if lag is None else lag_of, 5.0, watch)
-    walked = numpy.array([walk.cost(wall, seed) for seed in range(200)])
+    walk = Walk(3.0, interval, stall, persist, mtbf, None if lag is None else lag_of, 5.0, watch, lead_after)
+    walked = numpy.array([walk.cost(wall, seed) for seed in range(60)])
     walk_error = walked.std(ddof=1) / numpy.sqrt(walked.size)
     assert walked.mean() == pytest.approx(mean, abs=STANDARD_ERRORS * float(numpy.hypot(error, walk_error)))
 
