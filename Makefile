@@ -48,7 +48,7 @@ bench-recovery: $(STAMP)
 	$(BIN)/cpsr bench recovery --quick
 
 bench-predictor: $(STAMP)
-	$(BIN)/cpsr bench predictor --methods line,vitp
+	$(BIN)/cpsr bench predictor --methods default,line,vitp
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -12,7 +12,9 @@ import torch
 
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
 from cpsr.benchmarks.predictor_cost.memory import MemoryPeak, Resident
+from cpsr.benchmarks.predictor_cost.reads import CountedHistory
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.config import PredictorConfig
 from cpsr.errors import CPSRError
 from cpsr.predictor.baselines import BASELINES
 from cpsr.predictor.displacement import measure
@@ -28,6 +30,17 @@ __all__ = ["METHODS", "MethodSamples", "Repeat", "measure_method"]
 METHODS: dict[str, Callable[..., StatePredictor]] = {
     **BASELINES,
     "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0, "checkpoint"),
+    # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
+    # checkpoint, which it need not read again to find them finite.
+    "default": partial(
+        VITPPredictor,
+        **{
+            **PredictorConfig().settings(),
+            "window_iterations": SPAN_ITERATIONS,
+            "gain": 2.0,
+            "base": "checkpoint",
+        },
+    ),
     # In its own direction from the start, as it is after some training.
     "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, "checkpoint", direction="vitp"),
     "vitp-elementwise": ElementwisePredictor,
@@ -64,6 +77,7 @@ class MethodSamples:
     Attributes:
         method: its name.
         used_bytes: of the checkpoints that its forecast rests on.
+        forecast_checkpoints: how many of them deciding reads; forming the weights then reads all of them.
         open_seconds: opening the history, every file's hash included.
         learn_seconds: taking in the newest checkpoint.
         slice_seconds: the longest of its slices.
@@ -75,6 +89,7 @@ class MethodSamples:
 
     method: str
     used_bytes: int
+    forecast_checkpoints: float
     open_seconds: float
     learn_seconds: float
     slice_seconds: float
@@ -100,11 +115,14 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
         first_seconds, forecast = _timed(lambda: _predicted(predictor, history, target))
         entries = _used_entries(history, forecast)
         turns = [_repeat(predictor, history, target, forecast, entries) for _ in range(repeats)]
-    values = len(entries) * sum(history.numel(operator) for operator in history.operators)
+    parameters = sum(history.numel(operator) for operator in history.operators)
+    counted = CountedHistory(history)
+    predictor.forecast(counted, target)
     history.close()
     return MethodSamples(
         method,
-        used_bytes=values * BYTES_PER_VALUE,
+        used_bytes=len(entries) * parameters * BYTES_PER_VALUE,
+        forecast_checkpoints=counted.values / parameters,
         open_seconds=open_seconds,
         learn_seconds=sum(slices),
         slice_seconds=max(slices, default=0.0),

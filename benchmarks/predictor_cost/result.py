@@ -23,6 +23,7 @@ class MethodResult:
         method: its name.
         peak_bytes: of its own memory above the level before; the page cache is not in it.
         mapped_bytes: of the history's files in the page cache at the same time.
+        forecast_checkpoints: how many checkpoints deciding reads, before forming the weights reads all in use.
         rate: bytes of history per second of forecast and prediction together.
         rate_of_reading: the same of reading them once.
         ratio: the one over the other, medians of paired turns.
@@ -40,6 +41,7 @@ class MethodResult:
     method: str
     peak_bytes: int
     mapped_bytes: int
+    forecast_checkpoints: float
     rate: Estimate
     rate_of_reading: Estimate
     ratio: Estimate
@@ -80,6 +82,7 @@ def summarise(samples: MethodSamples, training_seconds: Sequence[float]) -> Meth
         method=samples.method,
         peak_bytes=samples.peak.anonymous_bytes,
         mapped_bytes=samples.peak.file_bytes,
+        forecast_checkpoints=samples.forecast_checkpoints,
         rate=median_interval([samples.used_bytes / seconds for seconds in both]),
         rate_of_reading=median_interval([samples.used_bytes / seconds for seconds in read]),
         ratio=median_ratio_interval(read, both),

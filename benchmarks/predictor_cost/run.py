@@ -11,10 +11,10 @@ from rich.table import Table
 
 from cpsr.benchmarks.machine import busy_warning, describe_machine
 from cpsr.benchmarks.output import interval_text, progress_bar, save, verdict, warnings_only
+from cpsr.benchmarks.own_process import in_own_process
 from cpsr.benchmarks.predictor_cost.history import SIZES, SyntheticHistory
 from cpsr.benchmarks.predictor_cost.measure import METHODS, MethodSamples, measure_method
 from cpsr.benchmarks.predictor_cost.plot import draw
-from cpsr.benchmarks.predictor_cost.process import in_own_process
 from cpsr.benchmarks.predictor_cost.result import MEGABYTE, MethodResult, summarise
 from cpsr.benchmarks.predictor_cost.training import training_seconds
 from cpsr.demo.model import GPTConfig
@@ -31,7 +31,7 @@ MAJOR_FAULTS_MAX = 10
 def main(
     parameters: str = "350M",
     checkpoints: int = 8,
-    methods: str = "line",
+    methods: str = "default",
     repeats: int = 7,
     tokens: int = 256,
     cache: Path = CACHE,
@@ -158,6 +158,7 @@ def _table(results: list[MethodResult], title: str) -> Table:
 _ROWS: dict[str, Callable[[MethodResult], str]] = {
     "peak of own memory, MB": lambda result: f"{result.peak_bytes / MEGABYTE:.1f}",
     "history mapped meanwhile, MB": lambda result: f"{result.mapped_bytes / MEGABYTE:.0f}",
+    "checkpoints read to decide": lambda result: f"{result.forecast_checkpoints:.2f}",
     "forecast and prediction, GB/s": lambda result: interval_text(result.rate, 1 / GIGABYTE),
     "reading once, GB/s": lambda result: interval_text(result.rate_of_reading, 1 / GIGABYTE),
     "rate over reading once": lambda result: interval_text(result.ratio),

@@ -3,13 +3,16 @@
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from cpsr.benchmarks.stall.job import Job
@@ -18,15 +21,24 @@ from cpsr.errors import CPSRError
 from cpsr.planner.plan import fixed_plan
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "TorchSave"]
+__all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "State", "TorchSave", "empty_state", "save_name"]
 
 NEVER_ITERATIONS = 2**30  # longer than any measurement
+TORCH_FILE = "state.pt"
+
+State = dict[str, torch.Tensor]
 
 
 class Method(Protocol):
-    """One way to save; everything is called on the training thread."""
+    """One way to save; everything is called on the training thread.
+
+    Attributes:
+        name: as in the tables.
+        checkpoints: where its checkpoints lie, relative to the directory that it was given.
+    """
 
     name: str
+    checkpoints: str
 
     def arm(self) -> None:
         """Outside the timed step, before it: a checkpoint belongs at its end."""
@@ -35,7 +47,7 @@ class Method(Protocol):
         """Inside the timed step, after the update."""
 
     def durable_unix_seconds(self) -> float | None:
-        """When the checkpoint was on the disk; None while it is not.
+        """When the checkpoint was on the disk; None while it is not. Asked for the first time after the next step.
 
         Raises:
             CPSRError: it failed or was skipped.
@@ -43,6 +55,17 @@ class Method(Protocol):
 
     def clean(self) -> None:
         """Remove the checkpoint."""
+
+    def restore(self, job: Job, directory: Path) -> State | None:
+        """What a new process gets back, by the files alone; also called after the method was closed.
+
+        Args:
+            job: of the same size, freshly made.
+            directory: a copy of the one that was saved to.
+
+        Returns:
+            The state of the newest checkpoint that the method accepts; None where it returns nothing.
+        """
 
 
 class Cpsr:
@@ -53,6 +76,14 @@ class Cpsr:
     """
 
     name = "cpsr"
+    checkpoints = "run/checkpoints"
+
+    @classmethod
+    @contextmanager
+    def open(cls, job: Job, directory: Path) -> Iterator["Cpsr"]:
+        """CPSR around the job, with its run directory in `directory`."""
+        with CPSRRecovery(job.adapter, _configuration(directory)) as recovery:
+            yield cls(recovery)
 
     def __init__(self, recovery: CPSRRecovery) -> None:
         self._recovery = recovery
@@ -82,6 +113,22 @@ class Cpsr:
     def clean(self) -> None:
         """Old checkpoints are removed by the writer."""
 
+    def restore(self, job: Job, directory: Path) -> State | None:
+        """The state after a restart in exact mode; None where it starts from scratch."""
+        with CPSRRecovery(job.adapter, _configuration(directory), mode="exact") as recovery:
+            return job.state if recovery.restored.checkpoint_iteration is not None else None
+
+
+def _configuration(directory: Path) -> dict[str, Any]:
+    return {
+        "run_dir": directory / "run",
+        "checkpoint": {
+            "interval_iterations": NEVER_ITERATIONS,
+            "final": False,
+            "history_span_iterations": 0,  # as many as a real run would keep would only fill the disk
+        },
+    }
+
 
 class Dcp:
     """`torch.distributed.checkpoint.async_save`, with a fresh directory for every checkpoint.
@@ -91,6 +138,8 @@ class Dcp:
         directory: holds the checkpoints.
         reuse_staging: keep the host buffers between saves, instead of the default's new ones for each.
     """
+
+    checkpoints = "."
 
     def __init__(self, job: Job, directory: Path, *, reuse_staging: bool) -> None:
         self.name = "dcp, reused buffers" if reuse_staging else "dcp async_save"
@@ -129,9 +178,15 @@ class Dcp:
         """Remove the directory."""
         shutil.rmtree(self._path)
 
+    def restore(self, job: Job, directory: Path) -> State | None:
+        """The newest directory, read into tensors of the same shapes."""
+        state = empty_state(job)
+        load(state, checkpoint_id=directory / save_name(self._saves), no_dist=True)
+        return state
+
     @property
     def _path(self) -> Path:
-        return self._directory / f"save-{self._saves}"
+        return self._directory / save_name(self._saves)
 
     def _note_durable(self, future: Future[Any]) -> None:
         self._durable = time.time()
@@ -141,10 +196,11 @@ class TorchSave:
     """`torch.save` and fsync on the training thread."""
 
     name = "torch.save + fsync"
+    checkpoints = "."
 
     def __init__(self, job: Job, directory: Path) -> None:
         self._job = job
-        self._path = directory / "state.pt"
+        self._path = directory / TORCH_FILE
         self._durable: float | None = None
 
     def arm(self) -> None:
@@ -166,6 +222,11 @@ class TorchSave:
         """Remove the file."""
         self._path.unlink()
 
+    def restore(self, job: Job, directory: Path) -> State | None:
+        """The file, read without pickled code."""
+        state: State = torch.load(directory / TORCH_FILE, weights_only=True)
+        return state
+
 
 class Memcpy:
     """The unit: every tensor of the state copied once, into memory that was touched before, with nothing beside it."""
@@ -180,3 +241,13 @@ class Memcpy:
         for target, source in self._pairs:
             target.copy_(source)
         return time.perf_counter() - started
+
+
+def save_name(number: int) -> str:
+    """Directory of one checkpoint, for methods that want a new one each time."""
+    return f"save-{number}"
+
+
+def empty_state(job: Job) -> State:
+    """Zeros for every tensor of the state, for methods that read into what is there."""
+    return {name: torch.zeros_like(tensor) for name, tensor in job.state.items()}

@@ -16,7 +16,9 @@ JITTER = 0.16  # half the height over which a method's samples are spread
 
 def draw(results: list[SizeResult], machine: dict[str, Any]) -> Figure:
     """Every sample, its median and interval, in memcpys of the same bytes; one panel a size."""
-    figure = Figure(figsize=(11, 1.2 + 2.8 * len(results)), layout="constrained")
+    figure = Figure(
+        figsize=(11, 1.2 + sum(1.0 + 0.45 * len(result.methods) for result in results)), layout="constrained"
+    )
     for axes, result in zip(figure.subplots(len(results), 1, squeeze=False)[:, 0], results, strict=True):
         _panel(axes, result)
     figure.suptitle(

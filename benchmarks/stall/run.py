@@ -2,87 +2,109 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cpsr.benchmarks.machine import busy_warning, describe_machine
-from cpsr.benchmarks.output import interval_text, progress_bar, save, verdict, warnings_only, work_directory
+from cpsr.benchmarks.output import progress_bar, save, warnings_only, work_directory
 from cpsr.benchmarks.stall.job import SIZES, Job, Size
 from cpsr.benchmarks.stall.measure import SizeSamples, measure_size
-from cpsr.benchmarks.stall.methods import NEVER_ITERATIONS, Cpsr, Dcp, Method, TorchSave
+from cpsr.benchmarks.stall.methods import Cpsr
 from cpsr.benchmarks.stall.plot import draw
-from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult, summarise
-from cpsr.recovery import CPSRRecovery
+from cpsr.benchmarks.stall.report import show
+from cpsr.benchmarks.stall.result import SizeResult, summarise
+from cpsr.benchmarks.stall.rivals import warnings_of_rivals_only
+from cpsr.benchmarks.stall.roster import ROSTER, Entry, installed
+from cpsr.benchmarks.stall.trial import Trial, try_method
+from cpsr.errors import CPSRError
 
 __all__ = ["main"]
 
-METHODS = 4
-MILLISECONDS = 1000.0
-
 
 def main(
-    json_path: Path | None = None, pairs: int = 30, workdir: Path | None = None, sizes: Sequence[Size] = SIZES
+    json_path: Path | None = None,
+    pairs: int = 30,
+    workdir: Path | None = None,
+    sizes: Sequence[Size] = SIZES,
+    roster: Sequence[Entry] = ROSTER,
 ) -> None:
-    """Measure, print the table, and write the JSON file with its plot.
+    """Measure, print the tables, and write the JSON file with its plot.
 
     Args:
         json_path: where the figures go; the plot is put beside it.
         pairs: checkpoints per method and size.
         workdir: on the file system to be measured; by default the one for temporary files.
-        sizes: the training jobs.
+        sizes: the training jobs; damage is done at the first.
+        roster: the methods; those whose packages are not installed are left out, which is said.
 
     Raises:
-        CPSRError: a save failed or was skipped; nothing is reported then.
+        CPSRError: a save failed or was skipped while it was timed, or CPSR itself could not be run; nothing is
+            reported then.
     """
     console = Console()
+    warnings_of_rivals_only()
+    left_out = [entry.name for entry in roster if not installed(entry)]
+    entries = [entry for entry in roster if installed(entry)]
     with work_directory(workdir) as directory, warnings_only(console), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on a single process is meant here
+        warnings.filterwarnings("ignore", "The pynvml package is deprecated")  # comes with DLRover
         machine = describe_machine(directory)
+        machine["versions"] |= {entry.modules[0]: version(entry.modules[0]) for entry in entries if entry.modules}
         if warning := busy_warning(machine):
             console.print(f"[yellow]{warning}[/yellow]")
         with progress_bar(console) as progress:
-            task = progress.add_task("checkpoints", total=len(sizes) * METHODS * (pairs + 1))
-            measured = [_measure(size, pairs, directory, lambda: progress.advance(task)) for size in sizes]
-    results = [summarise(size.name, samples) for size, samples in zip(sizes, measured, strict=True)]
-    _show(console, results, machine, pairs)
+            task = progress.add_task("damage, memory, checkpoints", total=len(entries) * (1 + len(sizes) * (pairs + 1)))
+            trials = _try_all(entries, sizes, directory, lambda: progress.advance(task))
+            if (error := trials[Cpsr.name].error) is not None:
+                raise CPSRError(error)
+            usable = [entry for entry in entries if trials[entry.name].error is None]
+            progress.update(task, total=len(entries) + len(usable) * len(sizes) * (pairs + 1))
+            measured = [_measure(size, usable, pairs, directory, lambda: progress.advance(task)) for size in sizes]
+    results = [summarise(size.name, samples, trials) for size, samples in zip(sizes, measured, strict=True)]
+    show(console, results, list(trials.values()), left_out, machine, pairs)
     if json_path is not None:
-        figure = draw(results, machine)
-        plot = save(json_path, _report(results, measured, machine, pairs, sizes), figure)
+        report = _report(results, measured, trials, left_out, machine, pairs, sizes)
+        plot = save(json_path, report, draw(results, machine))
         console.print(f"figures: {json_path}   plot: {plot}")
 
 
-def _measure(size: Size, pairs: int, parent: Path, on_block: Callable[[], None]) -> SizeSamples:
+def _try_all(
+    entries: Sequence[Entry], sizes: Sequence[Size], directory: Path, on_trial: Callable[[], None]
+) -> dict[str, Trial]:
+    trials = {}
+    for entry in entries:
+        trials[entry.name] = try_method(entry, sizes, directory)
+        on_trial()
+    return trials
+
+
+def _measure(
+    size: Size, entries: Sequence[Entry], pairs: int, parent: Path, on_block: Callable[[], None]
+) -> SizeSamples:
     job = Job(size)
     directory = parent / size.name.replace(" ", "-")
-    directory.mkdir()
-    with CPSRRecovery(job.adapter, _configuration(directory / "run")) as recovery:
-        methods: list[Method] = [
-            Cpsr(recovery),
-            Dcp(job, directory, reuse_staging=False),
-            Dcp(job, directory, reuse_staging=True),
-            TorchSave(job, directory),
-        ]
-        assert len(methods) == METHODS
+    with ExitStack() as opened:
+        methods = []
+        for number, entry in reversed(list(enumerate(entries))):  # CPSR last: its signal handlers go first
+            home = directory / f"method-{number}"
+            home.mkdir(parents=True)
+            methods.append(opened.enter_context(entry.open(job, home)))
         return measure_size(job, methods, pairs, on_block)
 
 
-def _configuration(run_dir: Path) -> dict[str, Any]:
-    return {
-        "run_dir": run_dir,
-        "checkpoint": {
-            "interval_iterations": NEVER_ITERATIONS,
-            "final": False,
-            "history_span_iterations": 0,  # as many as a real run would keep would only fill the disk
-        },
-    }
-
-
 def _report(
-    results: list[SizeResult], measured: list[SizeSamples], machine: dict[str, Any], pairs: int, sizes: Sequence[Size]
+    results: list[SizeResult],
+    measured: list[SizeSamples],
+    trials: dict[str, Trial],
+    left_out: list[str],
+    machine: dict[str, Any],
+    pairs: int,
+    sizes: Sequence[Size],
 ) -> dict[str, Any]:
     return {
         "benchmark": "stall",
@@ -90,42 +112,7 @@ def _report(
         "pairs": pairs,
         "jobs": [asdict(size) for size in sizes],
         "results": [result.to_json() for result in results],
+        "trials": [asdict(trial) | {"verifies": trial.verifies} for trial in trials.values()],
+        "left_out": left_out,
         "samples": {result.size: asdict(samples) for result, samples in zip(results, measured, strict=True)},
     }
-
-
-def _show(console: Console, results: list[SizeResult], machine: dict[str, Any], pairs: int) -> None:
-    for result in results:
-        console.print(_table(result))
-    console.print(
-        "Stall: extra time of the training thread over the checkpoint's step and the next one, against the pairs of "
-        "steps before and after it; until durable: the same over all steps that began before it was durable. Medians "
-        f"of {pairs} with 95% bootstrap intervals."
-    )
-    console.print(f"{machine['cpu_model']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}")
-    for result in results:
-        for aim, met in result.aims().items():
-            console.print(f"{verdict(met)}  {aim}")
-        if result.unsettled:
-            console.print(f"      {result.size}: the interval holds {RATIO_AIM}, so that this median settles nothing")
-
-
-def _table(result: SizeResult) -> Table:
-    title = (
-        f"{result.size} of training state ({result.state_bytes:,} bytes); step {result.step_seconds * 1000:.0f} ms; "
-        f"memcpy {interval_text(result.memcpy, MILLISECONDS, 1)} ms"
-    )
-    table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("method", min_width=19)
-    for heading in ("stall,\nmemcpys", "stall,\nms", "until durable,\nms", "durable after,\nms"):
-        table.add_column(heading, justify="right")
-    for method in result.methods:
-        table.add_row(
-            method.name,
-            interval_text(method.ratio, separator="\n"),
-            interval_text(method.stall, MILLISECONDS, 1, "\n"),
-            interval_text(method.until_durable, MILLISECONDS, 0, "\n"),
-            interval_text(method.durable_seconds, MILLISECONDS, 0, "\n"),
-            style="bold" if method.name == "cpsr" else None,
-        )
-    return table

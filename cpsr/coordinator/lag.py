@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
+import scipy  # its parts are loaded at their first use: a restart does not wait for them
 from numpy.typing import NDArray
-from scipy import stats
 
 from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS
 
@@ -124,7 +124,7 @@ def measure_unpaired(
     if not (numpy.isfinite(values).all() and numpy.isfinite(losses).all()):
         return None
     place, there = numpy.log(times), float(numpy.log(later).mean())
-    fit = stats.linregress(place, values)
+    fit = scipy.stats.linregress(place, values)
     residuals = values - (fit.intercept + fit.slope * place)
     course_error = float(fit.stderr) * _inflation(residuals)
     at = float(later.mean())
@@ -149,7 +149,7 @@ def _descent(iterations: Sequence[int], losses: Sequence[float], at: float) -> t
     if len(values) < SLOPE_LOSSES_MIN:
         return 0.0, math.inf
     times = numpy.log(recent)
-    fit = stats.linregress(times, values)
+    fit = scipy.stats.linregress(times, values)
     residuals = values - (fit.intercept + fit.slope * times)
     return -float(fit.slope) / at, float(fit.stderr) * _inflation(residuals) / at
 

@@ -1,4 +1,4 @@
-"""The training job of the demo: one rank of a DeepSpeed run, started by torchrun.
+"""The training job of the demo: one rank of a DeepSpeed run, started by torchrun through `worker`.
 
 Everything CPSR needs is the `with` line and the loader; the loop is the user's.
 """
@@ -7,7 +7,6 @@ import argparse
 import json
 import math
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.notes import EVALUATED, JOB, OPENED, STEPPED, Notes
 from cpsr.recovery import CPSRRecovery
 
 BATCH = 4  # windows per rank and step
@@ -29,9 +29,14 @@ FINE_ITERATIONS = 5  # and near it
 FINE_SPAN_ITERATIONS = 200
 
 
-def main() -> None:
-    """Train `--iterations` steps in `--run-dir`, resuming whatever is there."""
+def main(notes: Notes | None = None) -> None:
+    """Train `--iterations` steps in `--run-dir`, resuming whatever is there.
+
+    Args:
+        notes: of what came before; those of a life that was recovered are written into the run directory.
+    """
     arguments = _parse()
+    notes = Notes() if notes is None else notes
     engine = _engine(arguments.iterations, arguments.seed)
     train, held_out = read_corpus()
     windows = Windows(train, GPTConfig().context)
@@ -39,26 +44,25 @@ def main() -> None:
         windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=arguments.seed), drop_last=True
     )
     chunks = _validation_chunks(held_out)
+    notes.add(JOB)
 
     with CPSRRecovery(engine, arguments.run_dir / "cpsr.yaml") as recovery:
+        notes.add(OPENED)
         (arguments.run_dir / f"pid-{engine.global_rank}").write_text(str(os.getpid()))
         if recovery.restored.predicted:
             _validate(engine, chunks, recovery.iteration, arguments.run_dir)
+        notes.add(EVALUATED)
         for batch in recovery.resume(loader, repeat=True):
             engine.backward(engine(batch))
             engine.step()
-            _note_first_step(recovery, arguments.run_dir)
+            if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
+                notes.add(STEPPED)
+                notes.write(arguments.run_dir, engine.global_rank)
             if _is_due(recovery.iteration, arguments.failure_iteration):
                 _validate(engine, chunks, recovery.iteration, arguments.run_dir)
             if recovery.iteration >= arguments.iterations:
                 break
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit, and torchrun start once more
-
-
-def _note_first_step(recovery: CPSRRecovery, run_dir: Path) -> None:
-    path = run_dir / "resumed.json"
-    if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
-        path.write_text(json.dumps({"first_step_unix_seconds": time.time()}))
 
 
 def _parse() -> argparse.Namespace:
@@ -120,7 +124,3 @@ def _validate(engine: Any, chunks: list[torch.Tensor], iteration: int, run_dir: 
     if engine.global_rank == 0:
         with (run_dir / "validation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, "losses": losses.tolist()}) + "\n")
-
-
-if __name__ == "__main__":
-    main()

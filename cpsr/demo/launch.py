@@ -91,7 +91,7 @@ def iterations_reached(run_dir: Path) -> int:
 def _command(run_dir: Path, iterations: int, failure_iteration: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     torchrun += [f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
-    job = ["-m", "cpsr.demo.job", f"--run-dir={run_dir}", f"--iterations={iterations}"]
+    job = ["-m", "cpsr.demo.worker", f"--run-dir={run_dir}", f"--iterations={iterations}"]
     return [*torchrun, *job, f"--failure-iteration={failure_iteration}"]
 
 

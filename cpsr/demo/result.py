@@ -12,7 +12,9 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.demo.launch import Kill
+from cpsr.demo.launch import RANKS, Kill
+from cpsr.demo.notes import read_notes
+from cpsr.demo.timeline import Restart, restart
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
@@ -32,7 +34,7 @@ class DemoResult:
         recovery: how it came back, from its journal.
         lag: persistent lag of the recovered run behind the paired fault-free one.
         transient: the loss gap at injection and how long it lasted.
-        restart_seconds: from the kill to the first finished step of the new processes.
+        restart: from the kill to the first finished step of the new processes.
         stalls_seconds: training thread blocked by each checkpoint of the killed run.
         checkpoints: iterations of its committed checkpoints.
         fault_free, recovered: validation losses of the two runs.
@@ -44,7 +46,7 @@ class DemoResult:
     recovery: RecoveryRow
     lag: Lag
     transient: Transient
-    restart_seconds: float
+    restart: Restart
     stalls_seconds: list[float]
     checkpoints: list[int]
     fault_free: LossCurve
@@ -65,7 +67,11 @@ class DemoResult:
             ("killed", f"rank {self.kill.rank}, SIGKILL from outside"),
             ("failure step f", str(self.failure_iteration)),
             ("last checkpoint c", str(self.checkpoint_iteration)),
-            ("restored", f"iteration {recovery.restored_iteration} on every rank, {recovery.sources[0].source}"),
+            (
+                "restored",
+                f"iteration {recovery.restored_iteration}; "
+                + ", ".join(f"rank {source.rank}: {source.source}" for source in recovery.sources),
+            ),
             ("how", recovery.reason),
             ("outcome of the watch", recovery.outcome),
             ("recomputing would cost", f"{self.lost_iterations} iterations"),
@@ -76,8 +82,15 @@ class DemoResult:
                 f"{self.transient.gap_nats:+.4f} nats at injection, "
                 + ("not gone within the run" if gone is None else f"gone after {gone} iterations"),
             ),
-            ("load, predict, inject", " + ".join(f"{1000 * part:.0f}" for part in self._parts()) + " ms"),
-            ("from the kill to the first new step", f"{self.restart_seconds:.1f} s (processes start anew)"),
+            (
+                "from the kill to the first new step",
+                f"{self.restart.seconds:.1f} s, of which CPSR's own {self.restart.ours_seconds:.2f} s (*)",
+            ),
+            *((f"- {part.name}", f"{part.seconds:.2f} s" + " (*)" * part.ours) for part in self.restart.parts),
+            (
+                "aims of that",
+                ", ".join(f"{aim}: {'met' if met else 'missed'}" for aim, met in self.restart.aims.items()),
+            ),
             (
                 "stall per checkpoint",
                 f"{statistics.median(stalls):.1f} ms median, {stalls[-1]:.1f} ms at most, of {len(stalls)}",
@@ -94,13 +107,12 @@ class DemoResult:
             "lost_iterations": self.lost_iterations,
             "lag": dataclasses.asdict(self.lag),
             "transient": dataclasses.asdict(self.transient),
-            "restart_seconds": self.restart_seconds,
+            "restart_seconds": self.restart.seconds,
+            "restart_ours_seconds": self.restart.ours_seconds,
+            "restart_parts": [dataclasses.asdict(part) for part in self.restart.parts],
+            "aims": self.restart.aims,
             "stalls_seconds": self.stalls_seconds,
         }
-
-    def _parts(self) -> tuple[float, float, float]:
-        recovery = self.recovery
-        return recovery.load_seconds or 0.0, recovery.predict_seconds or 0.0, recovery.inject_seconds or 0.0
 
 
 def failure_iteration(killed: Path) -> int:
@@ -123,7 +135,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
     reference, recovered = validation_curve(fault_free), validation_curve(killed)
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
-    first_step = json.loads((killed / "resumed.json").read_text())["first_step_unix_seconds"]
+        failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
     return DemoResult(
         kill=kill,
         failure_iteration=f,
@@ -131,7 +143,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
         recovery=recovery,
         lag=persistent_lag(recovered, reference, f),
         transient=transient(recovered.between(f, numpy.inf), reference, f),
-        restart_seconds=first_step - kill.time,
+        restart=restart(kill.time, failed.ended_unix_seconds, read_notes(killed, RANKS), recovery),
         stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
         checkpoints=[row.iteration for row in committed],
         fault_free=reference,

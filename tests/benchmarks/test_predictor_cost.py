@@ -1,16 +1,14 @@
 """The arithmetic of prediction's cost, the memory that is sampled, and that a tiny run leaves everything behind."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from cpsr.benchmarks.predictor_cost.history import SIZES, SyntheticHistory, operator_shapes
-from cpsr.benchmarks.predictor_cost.measure import MethodSamples, Repeat
+from cpsr.benchmarks.predictor_cost.measure import MethodSamples, Repeat, measure_method
 from cpsr.benchmarks.predictor_cost.memory import MemoryPeak, Resident
-from cpsr.benchmarks.predictor_cost.process import in_own_process
 from cpsr.benchmarks.predictor_cost.result import MethodResult, summarise
 from cpsr.benchmarks.predictor_cost.run import main
 from cpsr.checkpoint.history import DiskHistory
@@ -26,7 +24,7 @@ def turn(*, read: float = 1.0, copy: float = 2.0, forecast: float = 1.0, predict
 
 
 def result(*turns: Repeat, peak_bytes: int = 10, training_seconds: float = 1.0) -> MethodResult:
-    samples = MethodSamples("line", 100, 0.5, 0.25, 0.125, 0.1, 3.0, Resident(peak_bytes, 7), list(turns))
+    samples = MethodSamples("line", 100, 8.0, 0.5, 0.25, 0.125, 0.1, 3.0, Resident(peak_bytes, 7), list(turns))
     return summarise(samples, [training_seconds] * 5)
 
 
@@ -114,16 +112,21 @@ def test_the_history_is_a_runs_own_and_what_is_there_is_kept(tmp_path: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.parametrize(("method", "checkpoints"), [("default", 1.0), ("line", 4.0)])
+def test_what_was_learned_from_is_not_read_to_decide(tmp_path: Path, method: str, checkpoints: float) -> None:
+    history = SyntheticHistory(tmp_path / "h", TINY, checkpoints=4)
+    history.write(lambda: None)
+    samples = measure_method(method, history, repeats=1)
+    assert samples.forecast_checkpoints == checkpoints
+    assert samples.used_bytes == 4 * 4 * history.parameters
+    assert (samples.learn_seconds > 0) == (method == "default")
+
+
 def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path) -> None:
     history = SyntheticHistory(tmp_path / "h", SIZES["350M"], checkpoints=10_000)  # 14 terabytes
     with pytest.raises(CPSRError, match="are free; name another --cache"):
         history.write(lambda: None)
     assert not list((tmp_path / "h" / "checkpoints").iterdir())
-
-
-def test_a_process_that_is_ended_from_outside_is_said() -> None:
-    with pytest.raises(CPSRError, match="_exit was ended from outside, perhaps for lack of memory"):
-        in_own_process(os._exit, 9)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One piece of the measurement in a process of its own, whose memory nothing else has touched."""
+"""One piece of a measurement in a process of its own, whose memory nothing else has touched."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -27,6 +27,6 @@ def in_own_process(
             return pool.submit(work, *arguments, **keywords).result()
         except BrokenProcessPool as error:
             raise CPSRError(
-                f"the process of {work.__name__} was ended from outside, perhaps for lack of memory: choose a smaller "
-                "--parameters, or fewer --tokens"
+                f"the process of {work.__name__} was ended from outside, perhaps for lack of memory: choose something "
+                "smaller"
             ) from error
