@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, serve, inspect, verify, export, plan, simulate, bench.
+"""The `cpsr` command: demo, serve, inspect, verify, fetch, export, plan, simulate, bench.
 
 Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
@@ -124,8 +124,22 @@ def inspect(
 
 
 @app.command()
-def verify(directory: RunDirectory) -> None:
+def verify(
+    location: Annotated[str, typer.Argument(metavar="DIR|URL", help="Run directory, or the URL of a target.")],
+) -> None:
     """Check every committed file of a run; exit status 1 and a line per file where one is damaged."""
+    if "://" in location:
+        from cpsr.target.command import run_verify
+
+        damages = run_verify(location)
+        for damage in damages:
+            typer.echo(damage)
+        if damages:
+            typer.echo(f"{len(damages)} damaged files; recovery takes another copy", err=True)
+            raise typer.Exit(1)
+        typer.echo("every committed copy is whole")
+        return
+    directory = Path(location)
     if not any((directory / name).exists() for name in RUN_FILES):
         raise RunMismatchError(
             f"{directory} is no run directory: it holds none of {', '.join(RUN_FILES)}; name the one that the "
@@ -141,6 +155,29 @@ def verify(directory: RunDirectory) -> None:
         typer.echo(f"{directory}: {len(problems)} damaged files; recovery skips their checkpoints", err=True)
         raise typer.Exit(1)
     typer.echo(f"{directory}: every committed checkpoint is whole")
+
+
+@app.command()
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="What the run has as checkpoint.target.")],
+    directory: RunDirectory,
+    iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole copy.")] = None,
+) -> None:
+    """Bring a copy at a target into a run directory in which no job runs; a job does it by itself when it starts."""
+    from cpsr.target.command import run_fetch
+
+    for line in run_fetch(url, directory, iteration):
+        typer.echo(line)
+
+
+@app.command()
+def release(directory: RunDirectory) -> None:
+    """Free this machine's memory of what a failed job left there for its restart, where it will not be restarted."""
+    from cpsr.checkpoint.memory import remove_held
+    from cpsr.rundir import run_id
+
+    freed = remove_held(run_id(directory))
+    typer.echo(f"{directory}: {freed / 1e6:.1f} MB of host memory are free again; its checkpoints are untouched")
 
 
 @app.command()
@@ -191,7 +228,7 @@ def stall(
     pairs: Annotated[int, typer.Option(min=1, help="Checkpoints per method and size.")] = 30,
     workdir: Workdir = None,
 ) -> None:
-    """Extra time of the training thread per checkpoint, beside torch DCP, torch.save and a memcpy."""
+    """What a checkpoint costs the training thread and what survives damage, beside other packages' checkpoints."""
     from cpsr.benchmarks.stall.run import main as run_stall
 
     run_stall(json_path=json_path, pairs=pairs, workdir=workdir)
@@ -203,6 +240,7 @@ def bench_plan(
     real: Annotated[bool, typer.Option("--real", help="What failing jobs cost, beside their plans, instead.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="With --real: trainings, of about 10 minutes each.")] = 3,
     mtbf_iterations: Annotated[int, typer.Option(min=20, help="With --real: between failures, on average.")] = 88,
+    failures: Annotated[int, typer.Option(min=1, help="With --real: in each job; the aim is for 10.")] = 10,
     cache: Annotated[Path | None, typer.Option(help="With --real: keeps the jobs; runs/bench-plan-real.")] = None,
 ) -> None:
     """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs foretell their cost."""
@@ -211,7 +249,8 @@ def bench_plan(
         from cpsr.benchmarks.plan.real import CACHE
         from cpsr.benchmarks.plan.real import main as run_real
 
-        run_real(json_path, seeds, CACHE if cache is None else cache, Injection(mtbf_iterations=mtbf_iterations))
+        injection = Injection(failures=failures, mtbf_iterations=mtbf_iterations)
+        run_real(json_path, seeds, CACHE if cache is None else cache, injection)
         return
     from cpsr.benchmarks.plan.run import main as run_plan_benchmark
 
@@ -297,7 +336,7 @@ def prior(
 def predictor(
     parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
     checkpoints: Annotated[int, typer.Option(min=3, help="In the history; 4 bytes a parameter each.")] = 8,
-    methods: Annotated[str, typer.Option(help="Names, comma-separated.")] = "line",
+    methods: Annotated[str, typer.Option(help="Names, comma-separated.")] = "default",
     repeats: Annotated[int, typer.Option(min=1, help="Turns of reading and predicting, per method.")] = 7,
     tokens: Annotated[int, typer.Option(min=1, help="A training batch is one sequence of this length.")] = 256,
     cache: Annotated[Path | None, typer.Option(help="Holds the history; by default runs/bench-predictor.")] = None,
@@ -314,14 +353,15 @@ def predictor(
 @bench.command()
 def faults(
     every: Annotated[int, typer.Option(min=1, help="Only every so many faults of each scenario.")] = 1,
-    only: Annotated[str, typer.Option(help="Parts, comma-separated; by default all.")] = "",
+    only: Annotated[str, typer.Option(help="Parts, comma-separated; by default all. `live` is real jobs.")] = "",
+    seed: Annotated[int, typer.Option(help="With which scenarios of real jobs are drawn.")] = 0,
     json_path: JsonPath = None,
     workdir: Workdir = None,
 ) -> None:
-    """Kill, refuse and damage the checkpoint store at every point, and restart after each."""
+    """Kill, refuse and damage the checkpoint store at every point, then real jobs by signals; restart after each."""
     from cpsr.benchmarks.faults.run import main as run_faults
 
-    run_faults(json_path, every, only, workdir)
+    run_faults(json_path, every, only, workdir, seed)
 
 
 @bench.command("simulate")

@@ -21,6 +21,8 @@ __all__ = [
     "FitterConfig",
     "GuardConfig",
     "JournalConfig",
+    "LivenessConfig",
+    "PeersConfig",
     "PlannerConfig",
     "PlannerPolicy",
     "PredictorConfig",
@@ -53,6 +55,11 @@ class CheckpointConfig(_Section):
     exit_grace_seconds: float = Field(
         default=10.0, ge=0, description="How long an exit after an error waits for a save that is under way."
     )
+    shared_memory: bool = Field(
+        default=True,
+        description="Host buffers lie in /dev/shm and outlive the process: a restart on the same machine finds the "
+        "newest snapshots there, and what ranks leave when the group breaks.",
+    )
     history_span_iterations: int = Field(
         default=400, ge=0, description="Weights of checkpoints this far back are kept for the predictor."
     )
@@ -64,6 +71,18 @@ class CheckpointConfig(_Section):
     )
     disk_limit_bytes: int | None = Field(
         default=None, ge=1, description="Cap on all checkpoints of the run together; null is what the disk holds."
+    )
+    target: str | None = Field(
+        default=None,
+        min_length=1,
+        description="An fsspec URL (s3://bucket/run, file:///mnt/x/run) to which committed checkpoints are copied in "
+        "the background, and from which they are fetched where the run directory has none; null copies nothing.",
+    )
+    target_every_checkpoints: int = Field(
+        default=1, ge=1, description="A copy is due once so many checkpoints were committed since the last one."
+    )
+    target_keep_checkpoints: int = Field(
+        default=2, ge=1, description="Newest copies that stay at the target; older ones go after the next is committed."
     )
 
 
@@ -181,6 +200,49 @@ class RehearsalConfig(_Section):
     )
 
 
+class LivenessConfig(_Section):
+    """When ranks that no longer answer are given up, and the job leaves so that its launcher restarts it."""
+
+    heartbeat_timeout_seconds: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="A rank that is not heard for so long (stopped, its machine gone) makes all leave; null is off. It "
+        "beats in a thread of its own, whatever its training does.",
+    )
+    step_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="All leave when no rank's training has moved for so long (a forward, a loss, an update) although "
+        "all beat; null is off. Longer than anything between two steps: evaluations, checkpoints of your own.",
+    )
+    sigterm_grace_seconds: float = Field(
+        default=3.0,
+        gt=0,
+        description="After SIGTERM the state is dumped to host memory where no step ends for so long; launchers kill "
+        "after 30 seconds.",
+    )
+
+
+class PeersConfig(_Section):
+    """How snapshots are replicated to the host memory of other nodes."""
+
+    replicas: int = Field(default=2, ge=0, description="Other nodes that hold each rank's newest snapshots; 0 is off.")
+    # Large enough that what is done for each in Python is lost beside the network, and small beside any state.
+    chunk_bytes: int = Field(
+        default=4 << 20, ge=1 << 12, description="Sent at a time; every sender and receiver has a buffer of this size."
+    )
+    rate_limit_bytes_per_second: int | None = Field(
+        default=None,
+        ge=1,
+        description="What each rank sends to all its holders together; null is what the network does.",
+    )
+    timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="A rank that takes or sends nothing for so long, in the middle of a state, is given up.",
+    )
+
+
 class JournalConfig(_Section):
     """What the run's journal records, and how often it is written."""
 
@@ -210,6 +272,8 @@ class CPSRConfig(_Section):
     predictor: PredictorConfig = PredictorConfig()
     guard: GuardConfig = GuardConfig()
     rehearsal: RehearsalConfig = RehearsalConfig()
+    liveness: LivenessConfig = LivenessConfig()
+    peers: PeersConfig = PeersConfig()
     journal: JournalConfig = JournalConfig()
 
     @classmethod

@@ -11,6 +11,7 @@
     │   ├── CheckpointCorruptError   a committed file is torn, missing or altered
     │   └── SaveError                a save failed or was skipped; training goes on
     ├── RecoveryError            no source of state can be restored
+    ├── TargetError              the target of copies cannot be read or written now
     └── JournalError             the journal cannot be read or has a newer schema
         └── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
 
@@ -28,6 +29,7 @@ __all__ = [
     "ResourceError",
     "RunMismatchError",
     "SaveError",
+    "TargetError",
     "UnsupportedEngineError",
 ]
 
@@ -66,6 +68,10 @@ class SaveError(CheckpointError):
 
 class RecoveryError(CPSRError):
     """The run has committed state but none of it could be restored; the message lists what was tried."""
+
+
+class TargetError(CPSRError):
+    """The target of checkpoint copies cannot be read or written now; the run directory is not affected."""
 
 
 class JournalError(CPSRError):

@@ -85,20 +85,24 @@ class StatePrediction:
         self,
         scalars: Scalars,
         failure_iteration: int,
-        only_if_cheaper: bool,
+        recomputed_iterations: int | None,
         forecaster: Forecaster | None = None,
         *,
         partial: bool = True,
+        left: Callable[[], bool] | None = None,
     ) -> Prediction:
         """Predict the state at the failure, write it into the engine and judge it.
 
         Args:
             scalars: the checkpoint's small state.
             failure_iteration: f.
-            only_if_cheaper: refuse where the expected lag is not below recomputing.
+            recomputed_iterations: refuse where the expected lag is not below these, which going on exactly would have
+                to recompute; None predicts whatever it costs.
             forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
             partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
                 operators are then predicted from their own newest weights, while moments are the checkpoint's.
+            left: puts what is left of this rank's exact state at the failure into the engine, and says whether that is
+                all of it, so that nothing is predicted here; a collective.
 
         Returns:
             Where it is not accepted, the engine's counters and perhaps its weights have been changed.
@@ -117,14 +121,15 @@ class StatePrediction:
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = (forecaster or self._predictor.forecast)(history, target)
-            refusal = _refusal(forecast, ahead, only_if_cheaper)
+            refusal = _refusal(forecast, recomputed_iterations)
             if not self._group.all(refusal is None):
                 return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
                 return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
             decided = time.perf_counter() - started
-            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided)
+            lost = left is None or not left()
+            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
         finally:
             history.close()
 
@@ -137,14 +142,17 @@ class StatePrediction:
         loss_checkpoint: float | None,
         guard: dict[str, Any],
         predict_seconds: float,
+        *,
+        lost: bool,
     ) -> Prediction:
-        """Write the state, shorter and shorter until the guard accepts it."""
+        """Write the state, where this rank's is lost, shorter and shorter until the guard accepts it."""
         inject_seconds = 0.0
         guard["tried"] = []
         for length in LENGTHS:
             started = time.perf_counter()
             tried = of_length(forecast, length)
-            self._write(history, tried)
+            if lost:
+                self._write(history, tried)
             written = time.perf_counter()
             self._adapter.push_down()
             accepted, reason = self._judge(scalars, loss_checkpoint, guard)
@@ -217,10 +225,13 @@ class StatePrediction:
         return decision.accepted, decision.reason
 
 
-def _refusal(forecast: Forecast, ahead: int, only_if_cheaper: bool) -> str | None:
+def _refusal(forecast: Forecast, recomputed_iterations: int | None) -> str | None:
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
-    if only_if_cheaper and forecast.expected_lag_iterations >= ahead:
+    if recomputed_iterations is not None and forecast.expected_lag_iterations >= recomputed_iterations:
         expected = forecast.expected_lag_iterations
-        return f"recomputing {ahead} iterations is not dearer than the {expected:.0f} expected of a prediction"
+        return (
+            f"recomputing {recomputed_iterations} iterations is not dearer than the {expected:.0f} expected of a "
+            "prediction"
+        )
     return None

@@ -91,9 +91,9 @@ class Probes:
         logger.warning("the guard's loss veto is off: %s; give loss_fn together with probe_batches to turn it on", why)
 
     def _loss(self, probe: dict[str, Any]) -> float:
-        if self._loss_fn is None:
-            return float(self._adapter.evaluate(tuple(probe["args"]), probe["kwargs"]))
         with self._adapter.evaluation():
+            if self._loss_fn is None:
+                return float(self._adapter.evaluate(tuple(probe["args"]), probe["kwargs"]))
             return float(self._loss_fn(probe["batch"]))
 
     def _as_probe(self, batch: Any) -> dict[str, Any]:

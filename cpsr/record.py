@@ -62,13 +62,14 @@ class Recorder:
         run_dir: the run's directory.
         group: the ranks; opening is a collective.
         mode: the configured recovery mode.
+        after_life: newest life known from elsewhere; this one's number is larger.
 
     Raises:
         JournalError: the journal cannot be used; every rank raises it.
     """
 
-    def __init__(self, run_dir: Path, group: Group, mode: str) -> None:
-        self._rank, self._ranks = group.rank, group.size
+    def __init__(self, run_dir: Path, group: Group, mode: str, after_life: int = -1) -> None:
+        self._rank = group.rank
         self._directory = run_dir / "events"
         self._journal: Journal | None = None
         self._events: EventFile | None = None
@@ -76,7 +77,7 @@ class Recorder:
         if group.rank == 0:
             try:
                 self._journal = _open_journal(run_dir / "journal.db")
-                life = self._journal.start_life(mode)
+                life = self._journal.start_life(mode, after_life)
             except JournalError as error:
                 refusal = str(error)
         else:
@@ -177,7 +178,7 @@ class Recorder:
             mode: the configured mode.
             watching: whether the predicted state is being watched.
         """
-        if self._journal is None or restored.checkpoint_iteration is None:
+        if self._journal is None or restored.method == "scratch":
             return None
         if restored.failure_iteration is not None:
             self._journal.record_failure(
@@ -212,12 +213,8 @@ class Recorder:
                 guard=restored.guard,
                 outcome="vetoed" if vetoed else "watching" if watching else "kept",
                 sources=tuple(
-                    Source(
-                        rank=rank,
-                        source="predicted from disk history" if restored.predicted else "disk",
-                        iteration=restored.checkpoint_iteration,
-                    )
-                    for rank in range(self._ranks)
+                    Source(rank=source.rank, source=source.tier, iteration=source.iteration)
+                    for source in restored.sources
                 ),
             )
         )

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from cpsr.checkpoint.progress import ProgressCounter
+from cpsr.checkpoint.memory import SharedMemory, remove_held
+from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -24,13 +25,17 @@ from cpsr.config import CPSRConfig
 from cpsr.coordinator.lag import SLOPE_LOSSES_MAX
 from cpsr.coordinator.recovered import RecoveredLag
 from cpsr.coordinator.schedule import Rehearsals
+from cpsr.departure import Departure
 from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
 from cpsr.group import Group, Votes
+from cpsr.ladder import Ladder
 from cpsr.learner import Learner
+from cpsr.liveness import Liveness
 from cpsr.loader import ResumableLoader
 from cpsr.losses import LossRecorder, Step
+from cpsr.peers.replicator import Replicator
 from cpsr.planner.plan import Plan
 from cpsr.planning.inputs import Situation
 from cpsr.planning.job_planner import JobPlanner
@@ -45,6 +50,7 @@ from cpsr.rundir import RunDirectory, open_run
 from cpsr.saver import Saver, disk_bytes
 from cpsr.scalars import Scalars
 from cpsr.state import Shard
+from cpsr.target.target import CheckpointTarget
 from cpsr.terminal import log_to_terminal
 
 __all__ = ["CPSRRecovery"]
@@ -93,7 +99,10 @@ class CPSRRecovery:
     _run: RunDirectory
     _recorder: Recorder
     _store: CheckpointStore
+    _target: CheckpointTarget
     _pool: SnapshotPool
+    _departure: Departure
+    _liveness: Liveness
     _restorer: Restorer
     _progress: ProgressCounter
     _writer: CheckpointWriter
@@ -217,9 +226,17 @@ class CPSRRecovery:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._opened:
+            if kind not in (None, _Leave):
+                self._abandon(error)
             if kind is None:
-                self._votes.finish()
-                self._group.barrier()  # every rank is at its end; a dead one raises here and not in the last save
+                try:
+                    self._votes.finish()
+                    self._group.barrier()  # every rank is at its end; a dead one raises here and not in the last save
+                except BaseException as failure:
+                    self._abandon(failure)
+                    raise
+                self._departure.leave_in_order()
+                self._liveness.finish()
                 self._save_last()
                 self._ending = "clean"
             elif kind is _Leave:
@@ -229,20 +246,32 @@ class CPSRRecovery:
                 reason = "the life ended before the watch"
                 self._end_watch("kept", {"status": "unfinished", "iteration": self.iteration, "reason": reason})
 
+    def _abandon(self, error: BaseException | None) -> None:
+        """The group is broken: keep the state of the last step boundary, and watch the others no longer."""
+        self._departure.dump(f"the training loop was left with {type(error).__name__}")
+        self._liveness.close(ended=False)
+
     # What the adapter calls, on the training thread
 
     def before_update(self) -> None:
         """The optimizer is about to change the state that a snapshot may still be copying."""
+        self._liveness.sign()
         self._learning_rate = self._adapter.learning_rate()
         self._saver.finish()
 
+    def state_changes(self) -> None:
+        """From here to the end of the step the state is of no iteration."""
+        self._departure.begin_update()
+
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins."""
+        self._liveness.sign()
         self._probes.on_forward(args, kwargs)
         self._rehearsals.on_forward(args, kwargs)
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's loss."""
+        self._liveness.sign()
         self._losses.add(loss)
         self._rehearsals.on_loss(loss)
 
@@ -253,13 +282,17 @@ class CPSRRecovery:
         if applied:
             self._state.count_update(self._learning_rate)
         self._progress.publish(iteration, self._state.position.batches)
+        self._pool.mark_boundary()
+        self._departure.end_update(iteration)
+        self._liveness.step(iteration)
         self._iteration_seconds.append(seconds)
         self._planner.step(seconds)
         self._note(self._losses.end_iteration(Step(iteration, self._learning_rate, seconds, applied)))
         self._saver.surface()
         self._learn()
-        if self._watch is not None and self._diverges(iteration):
-            return
+        with self._liveness.busy():
+            if self._watch is not None and self._diverges(iteration):
+                return
         # While a predicted state is watched it is not committed: it may yet be given up, and the checkpoint it came
         # from must stay the newest.
         if self._watch is None and self._saver.is_due(iteration):
@@ -269,13 +302,17 @@ class CPSRRecovery:
             self._planner.consider(self._situation(iteration))  # a failure has changed the rate
         if self._recovered is not None and iteration >= self._recovered.due_iteration:
             self._tell_lag(self._recovered, iteration)
-        if self._rehearsals.after_step(iteration, applied, seconds, self._capture):
-            self._stepped = time.perf_counter()
+        self._departure.begin_update()  # a rehearsal tries another state out
+        with self._liveness.busy():
+            if self._rehearsals.after_step(iteration, applied, seconds, self._capture):
+                self._stepped = time.perf_counter()
+        self._departure.end_update(iteration)
         if iteration % self.config.stop_check_iterations == 0:
             self._vote(iteration)
 
     def before_external_load(self) -> None:
         """The user's own load_checkpoint is about to overwrite what a snapshot may still be copying."""
+        self._departure.begin_update()
         self._saver.finish()
 
     def after_external_load(self, iteration: int) -> None:
@@ -290,8 +327,10 @@ class CPSRRecovery:
         self._losses.restart([])
         batches = self._state.position.batches
         self._progress.reset(iteration, batches)
+        self._departure.end_update(iteration)
         self._saver.restart(iteration, None)
-        saved = self._saver.save_now(iteration, self._capture)
+        with self._liveness.busy():
+            saved = self._saver.save_now(iteration, self._capture)
         told = (
             "is committed" if saved else "could not be committed: a failure before the next checkpoint goes behind it"
         )
@@ -313,11 +352,14 @@ class CPSRRecovery:
         self._exchange.open(group)
         opened.callback(self._close_group)
         shard = adapter.shard()
+        self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
+        self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
-        check_host_memory(SnapshotPool.required_bytes(shard), run.local_ranks)
+        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks))
         # What an earlier life left is part of what is needed, not in its way.
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
-        self._recorder = Recorder(config.run_dir, group, config.mode)
+        last_life: int = group.broadcast(newest_life(config.run_dir))
+        self._recorder = Recorder(config.run_dir, group, config.mode, last_life)
         opened.callback(self._close_record)
         store = self._store = CheckpointStore(
             config.run_dir, group.rank, group.size, run.run_id, self._recorder.life, fsync=config.checkpoint.fsync
@@ -325,9 +367,35 @@ class CPSRRecovery:
         if group.rank == 0:
             store.prepare()
         group.barrier()
-        pool = self._pool = SnapshotPool(shard)
-        opened.callback(pool.close)
-        self._restorer = Restorer(adapter, group, store, pool, self._predictor, self._probes, config)
+        pool = self._pool = self._host_buffers(shard)
+        opened.callback(self._close_pool)
+        self._replicator = self._replication(shard)
+        if self._replicator is not None:
+            opened.callback(self._close_replicator)
+            pool.on_sealed = self._replicator.offer
+        ladder = Ladder(run.run_id, group, shard, last_life, config.peers)
+        self._restorer = Restorer(
+            adapter, group, store, pool, ladder, self._predictor, self._probes, config, self._target
+        )
+        self._departure = Departure(
+            self._dump,
+            self._recorder.event,
+            config.liveness.sigterm_grace_seconds,
+            lambda: self._liveness.obstacle(),
+            self._recorder.flush,
+        )
+        opened.callback(self._departure.close)
+        self._liveness = Liveness(
+            config.run_dir,
+            self._recorder.life,
+            group.rank,
+            group.size,
+            config.liveness,
+            self._departure.leave,
+            self._recorder.event,
+        )
+        opened.callback(lambda: self._liveness.close(ended=self._ending != "error"))
+        self._liveness.start()
         self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
         opened.callback(self._progress.close)
         opened.callback(self._learner.close)
@@ -341,10 +409,42 @@ class CPSRRecovery:
         )
         opened.callback(self._planner.close)
         self._begin()
+        pool.mark_boundary()
+        opened.callback(self._close_target)
         opened.callback(self._close_writer)
         adapter.attach(self)
         opened.callback(adapter.detach)
         self._handle_sigterm(handlers)
+
+    def _host_buffers(self, shard: Shard) -> SnapshotPool:
+        memory = None
+        if self.config.checkpoint.shared_memory:
+            memory = SharedMemory(self._run.run_id, self._group.rank, self._recorder.life)
+        pool = SnapshotPool(shard, memory=memory)
+        if pool.shared_memory_problem is not None:
+            self._recorder.event(
+                "no shared memory",
+                f"snapshots do not outlive the process, since /dev/shm cannot hold {pool.required_bytes(shard)} bytes "
+                f"for this rank ({pool.shared_memory_problem}): a restart begins from the disk. Enlarge it (docker: "
+                "--shm-size), or set checkpoint.shared_memory to false",
+                level=logging.WARNING,
+            )
+        return pool
+
+    def _replication(self, shard: Shard) -> Replicator | None:
+        """Replicas on other machines, where every rank's snapshots lie in shared memory; a collective."""
+        config = self.config
+        shared = config.checkpoint.shared_memory and self._pool.shared_memory_problem is None
+        if not self._group.all(shared and config.peers.replicas > 0):
+            return None
+        memory = SharedMemory(self._run.run_id, self._group.rank, self._recorder.life)
+        ranks = self._adapter.data_parallel_ranks
+        tell = self._recorder.event
+        return Replicator(self._run.run_id, memory, self._group, ranks, shard, config.peers, tell, small_suffices=False)
+
+    def _close_replicator(self) -> None:
+        assert self._replicator is not None
+        self._replicator.close(remove=self._ending != "error", together=self._ending != "error")
 
     def _possible(self, config: CPSRConfig, shard: Shard) -> CPSRConfig:
         """The configuration, with one interval for all ranks where their own would make copies of weights differ."""
@@ -371,11 +471,19 @@ class CPSRRecovery:
         self._store.abandon_after(iteration, f"the run goes on from iteration {iteration}")
         group.barrier()  # nobody resets its counter before all have read where the run failed
         self._progress.reset(iteration, self._state.position.batches)
+        self._pool.forget_after(iteration)
+        if group.rank == 0:
+            mark_life(config.run_dir, self._recorder.life)
+        if group.rank == self._run.local_ranks[0]:
+            # Of ranks that have moved elsewhere.
+            remove_held(self._run.run_id, keep_ranks=self._run.local_ranks, replicas=False)
+        if self._replicator is not None:
+            self._replicator.remove_stale()
         self._watch = start_watch(restored, config.guard, group, self._losses)
         if self._watch is not None:
             self._pool.pin()  # the checkpoint stays in memory until the watch is over
         self._recovery_id = self._recorder.restored(restored, self._run.ended, config.mode, self._watch is not None)
-        if restored.predicted:
+        if restored.predicted and not restored.partly_predicted:
             before = self._recorder.losses_before(iteration, SLOPE_LOSSES_MAX)
             self._recovered = RecoveredLag(before, iteration)
         self._announce()
@@ -386,6 +494,7 @@ class CPSRRecovery:
             self._adapter, self._pool, self._writer, self._store, self._recorder, group, self._planner, config, restored
         )
         self._learner.start(self._store.directory, group.rank)
+        self._target.start(self._store)
         self._planner.start(config.run_dir, group.size, self._recorder)
         self._rehearsals = Rehearsals(
             self._adapter,
@@ -433,6 +542,19 @@ class CPSRRecovery:
         )
         self._saver.surface()
 
+    def _close_pool(self) -> None:
+        self._pool.close(remove=self._ending != "error")  # after a failure the next life looks there first
+
+    def _close_target(self) -> None:
+        """After the writer, so that the last checkpoint is copied; not after an error, when a restart is waiting."""
+        self._target.notify(self._saver.saved_iteration)
+        self._target.close(0.0 if self._ending == "error" else self.config.checkpoint.save_timeout_seconds)
+        self._tell_of_target()
+
+    def _tell_of_target(self) -> None:
+        for said in self._target.said():
+            self._recorder.event(*said)
+
     def _close_record(self) -> None:
         self._recorder.steps(self._losses.flush(wait=True))
         self._recorder.close(self._ending)
@@ -455,6 +577,13 @@ class CPSRRecovery:
             self._stop = True
 
         handlers.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, on_sigterm))
+        self._departure.hear_sigterm()
+
+    def _dump(self, iteration: int) -> None:
+        """This rank is about to leave a broken group: its state outlives it."""
+        if self._watch is not None:
+            raise SaveError("a predicted state is being watched, and could not be given up any more")
+        self._pool.dump(self._adapter.shard(), iteration)
 
     # At a step boundary
 
@@ -462,6 +591,8 @@ class CPSRRecovery:
         """Tell the learner of the newest checkpoint, and everybody when it or the planner has given up."""
         if self._saver.saved_iteration is not None:
             self._learner.notify(self._saver.saved_iteration, self._state.history_start)
+        self._target.notify(self._saver.saved_iteration)
+        self._tell_of_target()
         failure = self._learner.failure()
         if failure is not None:
             self._recorder.event("learning ended", failure, level=logging.ERROR)
@@ -492,6 +623,8 @@ class CPSRRecovery:
         if rehearsed:
             self._rehearsals.prepare(rehearsed, iteration)
         if leave:
+            self._departure.leave_in_order()
+            self._liveness.finish()
             saved = self._saver.save_now(iteration, self._capture)
             told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
             self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
@@ -553,6 +686,7 @@ class CPSRRecovery:
 
     def _roll_back(self) -> None:
         """Give up the predicted state: exactly back to the checkpoint, and recompute."""
+        self._departure.begin_update()
         self._saver.discard()
         with self._learner.held():
             restored = self._restored = self._restorer.roll_back(self._restored)
@@ -560,6 +694,7 @@ class CPSRRecovery:
         self._forget_after(iteration, "the predicted state diverged")
         self._state.take(restored)
         self._progress.reset(iteration, self._state.position.batches)
+        self._departure.end_update(iteration)
         self._saver.restart(iteration, iteration)
         self._recorder.event("rolled back", restored.reason, iteration, logging.WARNING)
 
@@ -587,6 +722,9 @@ class CPSRRecovery:
                 f"now ({reason}); nothing was set aside: restart the job when the disk answers"
             )
         self._store.attempt += 1  # the same iterations may be saved again
+        self._pool.forget_after(iteration)
+        if self._replicator is not None:
+            self._replicator.forget_after(iteration)
         self._recovered = None
         self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)

@@ -13,15 +13,18 @@ from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.tiers import Decision, Source, Tier
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.group import Group
+from cpsr.ladder import Ladder, told
 from cpsr.prediction import Forecaster, StatePrediction
 from cpsr.predictor.protocol import Forecast, StatePredictor
 from cpsr.probes import Probes
 from cpsr.scalars import DataPosition, Scalars
+from cpsr.target.target import CheckpointTarget
 
 __all__ = ["Restored", "Restorer"]
 
@@ -36,13 +39,15 @@ class Restored:
     """How a life of the run began.
 
     Attributes:
-        method: `scratch`, `exact` or the predictor's name.
+        method: `scratch`, `exact`, `departure` (every tensor as the ranks left it when the group broke, the small
+            state stepped ahead from the checkpoint's), or the predictor's name.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.
         reason: one sentence for people.
         scalars: the checkpoint's exact small state.
         data: where the data continues.
+        sources: where each rank's state comes from, by rank; empty from scratch.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the predicted state, where there was one.
         cumulative_learning_rate: the predictor's time at the restored iteration.
@@ -56,6 +61,7 @@ class Restored:
     reason: str
     scalars: Scalars | None = None
     data: DataPosition = field(default_factory=DataPosition)
+    sources: tuple[Source, ...] = ()
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     cumulative_learning_rate: float = 0.0
@@ -66,7 +72,12 @@ class Restored:
     @property
     def predicted(self) -> bool:
         """Whether the state was predicted and kept."""
-        return self.method not in ("scratch", "exact")
+        return self.method not in ("scratch", "exact", "departure")
+
+    @property
+    def partly_predicted(self) -> bool:
+        """Whether some ranks' state was predicted and that of others was left when the group broke."""
+        return self.predicted and any(source.tier == "departure" for source in self.sources)
 
 
 class Restorer:
@@ -77,9 +88,11 @@ class Restorer:
         group: the ranks.
         store: the run's checkpoints.
         pool: the host buffers; the restored checkpoint stays in its recovery buffer.
+        ladder: what is left of the state outside the checkpoints.
         predictor: predicts the state at the failure.
         probes: what the guard's veto evaluates.
         config: the run's configuration.
+        target: where copies of checkpoints may come from.
     """
 
     def __init__(
@@ -88,14 +101,18 @@ class Restorer:
         group: Group,
         store: CheckpointStore,
         pool: SnapshotPool,
+        ladder: Ladder,
         predictor: StatePredictor,
         probes: Probes,
         config: CPSRConfig,
+        target: CheckpointTarget,
     ) -> None:
+        self._target = target
         self._adapter = adapter
         self._group = group
         self._store = store
         self._pool = pool
+        self._ladder = ladder
         self._predictor = predictor
         self._config = config
         self._prediction = StatePrediction(adapter, group, store, predictor, probes, config.guard)
@@ -113,35 +130,132 @@ class Restorer:
         """
         started = time.perf_counter()
         snapshot = self._load_newest()
-        if snapshot is None:
+        c = None if snapshot is None else snapshot.iteration
+        progress = read_progress(self._config.run_dir, self._group.size)
+        f = self._failure_iteration(progress, c or 0)
+        found = self._ladder.decide(c, f)
+        if found.exact_iteration is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
+        if snapshot is None or mode == "exact" or f is None or found.exact_iteration >= f:
+            return self._exactly(found, snapshot, f, started, mode)
+        at_checkpoint = self._at(snapshot, snapshot, f, started)
+        restored = self._near_the_failure(at_checkpoint, snapshot, found, progress, f, mode)
+        if restored.method != "exact" or found.exact_iteration == c:
+            return restored
+        exact = self._exactly(found, snapshot, f, started, mode)
+        return replace(exact, reason=f"{exact.reason}; {restored.reason}", forecast=restored.forecast)
+
+    def _exactly(
+        self, found: Decision, checkpoint: Snapshot | None, f: int | None, started: float, mode: str
+    ) -> Restored:
+        """The newest state that every rank has whole: the checkpoint's, or one that is still in memory."""
+        held = self._load_from_memory(found) if found.exact[0].tier == "memory" else None
+        if held is None and checkpoint is None:
+            return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
+        taken = held or checkpoint
+        assert taken is not None
+        sources = found.exact if held is not None else self._all_from("disk", taken.iteration)
+        restored = self._at(taken, checkpoint, f, started)
+        return replace(restored, sources=sources, reason=_why_exact(mode, taken.iteration, f, in_memory=bool(held)))
+
+    def _at(self, snapshot: Snapshot, checkpoint: Snapshot | None, f: int | None, started: float) -> Restored:
+        """Put a whole state into the engine; `checkpoint` is the newest one that is on the disk."""
         loaded = time.perf_counter()
         scalars = Scalars.from_tree(snapshot.scalars)
         self.inject(snapshot)
         self._take_over(scalars.learned)
-        progress = read_progress(self._config.run_dir, self._group.size)
-        f = self._failure_iteration(progress, snapshot.iteration)
-        exact = Restored(
+        return Restored(
             method="exact",
             restored_iteration=snapshot.iteration,
-            checkpoint_iteration=snapshot.iteration,
+            checkpoint_iteration=None if checkpoint is None else checkpoint.iteration,
             failure_iteration=f,
-            reason=_why_exact(mode, snapshot.iteration, f),
+            reason="",
             scalars=scalars,
             data=scalars.data,
+            sources=self._all_from("disk", snapshot.iteration),
             cumulative_learning_rate=scalars.cumulative_learning_rate,
             load_seconds=loaded - started,
             inject_seconds=time.perf_counter() - loaded,
         )
-        if mode == "exact" or f is None:
-            return exact
+
+    def _near_the_failure(
+        self,
+        exact: Restored,
+        snapshot: Snapshot,
+        found: Decision,
+        progress: Progress | None,
+        f: int,
+        mode: str,
+    ) -> Restored:
+        """From the checkpoint to the failure: by what the ranks left, by prediction of what they did not leave."""
+        assert exact.scalars is not None
+        target = found.departed_iteration or f
+        data = self._data_at(progress, exact.scalars, target)
+        if found.complete:
+            departed = self._as_left(exact, snapshot, found, data)
+            if departed is not None:
+                return departed
+            found, target = replace(found, departed=()), f
+        # Rank 0's word: the others do not know what was planned. It weighs what this one failure cannot: the watch, in
+        # which nothing is committed, and leads that the next failure cuts short.
+        planned = self._group.broadcast(exact.scalars.planning.get("mode"))
+        if mode == "auto" and planned == "recompute":
+            lost = f - (found.exact_iteration or 0)
+            return replace(
+                exact, reason=f"the plan finds recomputing cheaper than predicting; {lost} iterations are recomputed"
+            )
         failed = self._failed_before(snapshot.iteration)
         if failed is not None:
             return replace(exact, reason=f"exact, since predicting from this checkpoint failed before ({failed})")
         try:
-            return self._predict(exact, snapshot, self._data_at(progress, scalars, f), f, mode)
+            return self._predict(exact, snapshot, data, target, mode, found=found)
         except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is whole and the run must come back
             return self._without_prediction(exact, snapshot, error)
+
+    def _as_left(self, exact: Restored, snapshot: Snapshot, found: Decision, data: DataPosition) -> Restored | None:
+        """Every rank's tensors as it left them; None where one cannot be read after all."""
+        started = time.perf_counter()
+        assert found.departed_iteration is not None
+        rates = self._adapter.skip_ahead(found.departed_iteration - snapshot.iteration)
+        try:
+            self._ladder.bring(found.departed)
+            self._ladder.load(found.departed[self._group.rank], self._adapter.shard())
+        except CheckpointError as error:
+            logger.warning("what the ranks left cannot be used: %s", error)
+            self.inject(snapshot)
+            return None
+        self._adapter.push_down()
+        return replace(
+            exact,
+            method="departure",
+            restored_iteration=found.departed_iteration,
+            reason=f"every rank's state was left at iteration {found.departed_iteration} when the group broke; "
+            f"random states and registered objects are those of checkpoint {snapshot.iteration}",
+            data=data,
+            sources=found.departed,
+            cumulative_learning_rate=exact.cumulative_learning_rate + sum(rates),
+            inject_seconds=exact.inject_seconds + time.perf_counter() - started,
+        )
+
+    def _load_from_memory(self, found: Decision) -> Snapshot | None:
+        """The newest state in memory, in the recovery buffer; None where a rank cannot read it after all."""
+        source = found.exact[self._group.rank]
+        snapshot = self._pool.acquire(source.iteration, spare=source.iteration)
+        if snapshot is None:
+            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        try:
+            self._ladder.bring(found.exact)
+            snapshot.scalars = self._ladder.load(source, snapshot.shard)
+        except CheckpointError as error:
+            logger.warning("the state in memory cannot be used, the checkpoint is: %s", error)
+            self._pool.release(snapshot)
+            return None
+        self._pool.keep(snapshot)
+        self._pool.seal(snapshot)  # of this life from now on, should it end before its first snapshot
+        return snapshot
+
+    def _all_from(self, tier: Tier, iteration: int) -> tuple[Source, ...]:
+        return tuple(Source(rank, tier, iteration) for rank in range(self._group.size))
 
     def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
         """Restore what a failure would have been restored to, by prediction, as `restore` does it.
@@ -255,9 +369,19 @@ class Restorer:
         forecaster: Forecaster | None = None,
         *,
         partial: bool = True,
+        found: Decision | None = None,
     ) -> Restored:
         assert exact.scalars is not None
-        prediction = self._prediction.attempt(exact.scalars, f, mode == "auto", forecaster, partial=partial)
+        alternative = snapshot.iteration if found is None else found.exact_iteration or 0
+        departed = () if found is None else found.departed
+        prediction = self._prediction.attempt(
+            exact.scalars,
+            f,
+            f - alternative if mode == "auto" else None,
+            forecaster,
+            partial=partial,
+            left=(lambda: self._take_what_is_left(departed)) if departed else None,
+        )
         tried = replace(
             exact,
             forecast=prediction.forecast,
@@ -267,16 +391,27 @@ class Restorer:
         )
         if not prediction.accepted:
             self.inject(snapshot)
-            lost = f - snapshot.iteration
-            return replace(tried, reason=f"{prediction.reason}; {lost} iterations are recomputed from the checkpoint")
+            where = "the checkpoint" if alternative == snapshot.iteration else "the state in memory"
+            return replace(
+                tried, reason=f"{prediction.reason}; {f - alternative} iterations are recomputed from {where}"
+            )
+        sources = departed or self._all_from("predicted", f)
         return replace(
             tried,
             method=prediction.forecast.method,
             restored_iteration=f,
-            reason=prediction.reason,
+            reason=f"{told(sources)}; {prediction.reason}" if departed else prediction.reason,
             data=data,
+            sources=sources,
             cumulative_learning_rate=prediction.target.time,
         )
+
+    def _take_what_is_left(self, departed: tuple[Source, ...]) -> bool:
+        """Put what this rank left when the group broke into the engine; False where nothing of it was left."""
+        source = departed[self._group.rank]
+        self._ladder.bring(departed)
+        self._ladder.load(source, self._adapter.shard())
+        return source.entry is not None
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly."""
@@ -293,8 +428,7 @@ class Restorer:
 
         None where the run has never committed one.
         """
-        committed = self._group.broadcast([info.iteration for info in self._store.catalogue() if info.full])
-        for iteration in reversed(committed):
+        while (iteration := self._newest_usable()) is not None:
             snapshot = self._pool.acquire(iteration)
             if snapshot is None:
                 raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
@@ -314,6 +448,16 @@ class Restorer:
                 "use another run_dir to start anew"
             )
         return None
+
+    def _newest_usable(self) -> int | None:
+        """The newest checkpoint that was not passed over, fetched first where the target has a newer one."""
+        fetched = self._target.fetch(self._store, self._damaged)
+        if fetched is not None:
+            self._damaged.pop(fetched, None)
+        full = [info.iteration for info in self._store.catalogue() if info.full]
+        usable = [iteration for iteration in full if iteration not in self._damaged]
+        newest: int | None = self._group.broadcast(max(usable, default=None))
+        return newest
 
     @property
     def damaged(self) -> list[str]:
@@ -369,8 +513,8 @@ class Restorer:
         return scalars.data.advanced(max(batches - scalars.data.batches, 0))
 
 
-def _why_exact(mode: str, checkpoint_iteration: int, failure_iteration: int | None) -> str:
-    if failure_iteration is None:
-        return f"exactly at checkpoint {checkpoint_iteration}; nothing is lost"
-    lost = failure_iteration - checkpoint_iteration
-    return f"mode {mode}: {lost} iterations are recomputed from checkpoint {checkpoint_iteration}"
+def _why_exact(mode: str, iteration: int, failure_iteration: int | None, *, in_memory: bool) -> str:
+    where = f"the state of iteration {iteration} in memory" if in_memory else f"checkpoint {iteration}"
+    if failure_iteration is None or failure_iteration <= iteration:
+        return f"exactly at {where}; nothing is lost"
+    return f"mode {mode}: {failure_iteration - iteration} iterations are recomputed from {where}"

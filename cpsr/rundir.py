@@ -12,7 +12,7 @@ from cpsr.checkpoint.files import write_bytes
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
 from cpsr.group import Group
 
-__all__ = ["RunDirectory", "open_run"]
+__all__ = ["RunDirectory", "open_run", "run_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,13 @@ class RunDirectory:
     Attributes:
         path: the directory.
         run_id: drawn once, when the directory was first used.
-        local_ranks: ranks of this job on this host.
+        local_ranks: the ranks of this job on this host.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
     """
 
     path: Path
     run_id: str
-    local_ranks: int
+    local_ranks: tuple[int, ...]
     ended: dict[str, Any] | None
 
     def checkpoint_bytes(self) -> int:
@@ -75,7 +75,23 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
     if "unusable" in opened:
         raise ConfigError(opened["unusable"])
     _check_shared(path, group, opened["run_id"])
-    return RunDirectory(path, opened["run_id"], hosts.count(socket.gethostname()), opened["ended"])
+    return RunDirectory(path, opened["run_id"], _local(hosts), opened["ended"])
+
+
+def run_id(path: Path) -> str:
+    """The identity that a run directory was given when it was first used.
+
+    Raises:
+        RunMismatchError: it is no run directory.
+    """
+    known = _read_json(path / IDENTITY)
+    if known is None:
+        raise RunMismatchError(f"{path} is no run directory: it holds no {IDENTITY}")
+    return str(known["run_id"])
+
+
+def _local(hosts: list[str]) -> tuple[int, ...]:
+    return tuple(rank for rank, host in enumerate(hosts) if host == socket.gethostname())
 
 
 def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:

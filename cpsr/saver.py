@@ -219,7 +219,8 @@ def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
     """What this rank's checkpoints will take: full ones, the one being written, and the weights of the history."""
     checkpoint = config.checkpoint
     rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
-    full = (checkpoint.full_checkpoints + 1 + rehearsed) * shard.state_bytes
+    copied = int(checkpoint.target is not None)  # stays whole while it is read
+    full = (checkpoint.full_checkpoints + 1 + rehearsed + copied) * shard.state_bytes
     # Where the planner chooses, the interval is not known yet; what it will need is then said by the disk itself.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
     entries = max(checkpoint.history_min_checkpoints, checkpoint.history_span_iterations // interval + 1)

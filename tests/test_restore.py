@@ -1,5 +1,8 @@
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import pytest
 import torch
 
 from cpsr import CPSRRecovery
@@ -38,3 +41,37 @@ def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: 
             recovery._pool.release(into)
         assert known == [0, 1]
         assert len(predictor.state_dict()["outcomes"]) == 2, "the run's own knowledge is back"
+
+
+@pytest.mark.parametrize(("mode", "asked"), [("auto", False), ("predict", True)])
+def test_a_plan_that_recomputes_is_followed_where_the_choice_is_left_to_it(
+    tmp_path: Path, mode: Literal["auto", "predict"], asked: bool
+) -> None:
+    checkpoint = {"interval_iterations": 10, "fsync": False, "shared_memory": False}
+    config = {"run_dir": str(tmp_path), "checkpoint": checkpoint, "mode": mode}
+
+    def life(iterations: int) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+            recovery._saver.plan = replace(recovery.plan, mode="recompute")
+            for batch in recovery.resume(torch.randn(100, 8, 4)):
+                loss = (model(batch) - batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                assert recovery._saver.settle(10.0)
+                if recovery.iteration == iterations:
+                    raise RuntimeError("the end of this life")
+
+    with pytest.raises(RuntimeError, match="the end of this life"):
+        life(45)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 4)
+    with CPSRRecovery(TorchAdapter(model, torch.optim.AdamW(model.parameters())), config) as recovery:
+        restored = recovery.restored
+    assert (restored.forecast is not None) is asked
+    assert ("plan finds recomputing cheaper" in restored.reason) is not asked
+    if not asked:
+        assert (restored.method, restored.restored_iteration) == ("exact", 40)

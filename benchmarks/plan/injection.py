@@ -102,7 +102,8 @@ def failing_job(injection: Injection, seed: int, mode: Mode, iteration_seconds: 
     """
     shortest, longest = PHASE_ITERATIONS
     settings: dict[str, Any] = {
-        "checkpoint": {"interval_iterations": None},
+        # As where the machine is lost: what outlives a process in memory makes failures cheaper than is planned for.
+        "checkpoint": {"interval_iterations": None, "shared_memory": False},
         "planner": {
             "mtbf_hours": injection.mtbf_iterations * iteration_seconds / SECONDS_PER_HOUR,
             "mtbf_prior_failures": MTBF_PRIOR_FAILURES,

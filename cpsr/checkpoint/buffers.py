@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cpsr.checkpoint.memory import MemoryFile
 from cpsr.errors import SaveError
 from cpsr.state import OperatorState, ParamSlice, Shard
 
@@ -43,13 +44,23 @@ class Span:
 
 
 class HostBuffer:
-    """Touched (so that no page fault is left for the training thread) and, for a GPU, pinned memory for one shard."""
+    """Touched (so that no page fault is left for the training thread) and, for a GPU, pinned memory for one shard.
 
-    def __init__(self, template: Shard, *, pinned: bool) -> None:
+    Args:
+        template: names, shapes and dtypes.
+        pinned: for copies from a GPU.
+        memory: shared memory of `layout_bytes` to lie in; by default the process's own.
+    """
+
+    def __init__(self, template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> None:
         self._template = _template_of(template)
         self._others = list(template.others)
-        self.offsets, size = _layout(template)
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        self.memory = memory
+        self.offsets = _layout(template)
+        if memory is None:
+            self._bytes = torch.empty(layout_bytes(template), dtype=torch.uint8, pin_memory=pinned).zero_()
+        else:
+            self._bytes = _pinned(memory.bytes) if pinned else memory.bytes
         self._views = {
             key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
             for key, tensor in template.tensors()
@@ -98,6 +109,14 @@ class HostBuffer:
         return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
+def _pinned(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, known to the device's driver, which then copies to it without a buffer of its own."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise SaveError(f"{memory.numel()} bytes of shared memory could not be pinned (CUDA error {int(status)})")
+    return memory
+
+
 def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
     """What a shard of views must repeat of its template: global shape, offset and moments by operator."""
     return {
@@ -107,8 +126,8 @@ def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[st
 
 
 def layout_bytes(template: Shard) -> int:
-    """Host memory of one buffer."""
-    return _layout(template)[1]
+    """Host memory of one buffer: enough wherever the tensors lie, so that it is the same in every process."""
+    return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in template.tensors())
 
 
 def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) -> list[Span]:
@@ -137,20 +156,24 @@ def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) 
     return spans
 
 
-def _layout(template: Shard) -> tuple[dict[str, int], int]:
-    """Byte offset of every tensor, in the order of the source's memory, and the bytes of all."""
+def _layout(template: Shard) -> dict[str, int]:
+    """Byte offset of every tensor, in the order of the source's memory."""
     ordered = sorted(template.tensors(), key=lambda item: (item[1].untyped_storage().data_ptr(), item[1].data_ptr()))
     offsets: dict[str, int] = {}
     size = 0
     last: tuple[int, torch.dtype] | None = None  # where the tensor before ends in the source
     for key, tensor in ordered:
         if last != (tensor.data_ptr(), tensor.dtype):
-            size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            size = _aligned(size)
         offsets[key] = size
         tensor_bytes = tensor.numel() * tensor.element_size()
         size += tensor_bytes
         last = (tensor.data_ptr() + tensor_bytes, tensor.dtype)
-    return offsets, size
+    return offsets
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _require_same(key: str, expected: torch.Tensor, found: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ being `iteration % 2`. The first word is 0 while a slot holds nothing, also for 
 so whatever the process was doing when it died, at least the iteration before can be read.
 """
 
+import logging
 import mmap
 import os
 import struct
@@ -12,15 +13,48 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Progress", "ProgressCounter", "RankProgress", "progress_path", "read_progress"]
+from cpsr.checkpoint.files import write_bytes
+
+__all__ = [
+    "Progress",
+    "ProgressCounter",
+    "RankProgress",
+    "mark_life",
+    "newest_life",
+    "progress_path",
+    "read_progress",
+]
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = struct.Struct("<4Q")
 _EMPTY = 0
+LIFE = "life"
 
 
 def progress_path(run_dir: Path, rank: int) -> Path:
     """Where a rank's counter lies."""
     return run_dir / "progress" / f"rank-{rank:05d}"
+
+
+def mark_life(run_dir: Path, life: int) -> None:
+    """Say which life the counters are of: states that an earlier one left in memory lead nowhere any more (rank 0)."""
+    path = run_dir / "progress" / LIFE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, str(life).encode("ascii"), fsync=False)
+
+
+def newest_life(run_dir: Path) -> int:
+    """The newest life that came to train, -1 where none is known.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        content = (run_dir / "progress" / LIFE).read_bytes()
+    except FileNotFoundError:
+        return -1
+    return int(content) if content.isdigit() else -1
 
 
 class ProgressCounter:
@@ -39,6 +73,7 @@ class ProgressCounter:
         if sys.byteorder != "little":
             raise OSError("the progress counter needs a little-endian machine")
         path.parent.mkdir(parents=True, exist_ok=True)
+        _renew(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             os.ftruncate(descriptor, _LAYOUT.size)
@@ -66,6 +101,16 @@ class ProgressCounter:
         self._words.release()
         self._bytes.release()
         self._map.close()
+
+
+def _renew(path: Path) -> None:
+    """Give the counter a file of its own: a process of an earlier life that was stopped, and goes on, has it mapped."""
+    if not path.exists():
+        return
+    try:
+        write_bytes(path, path.read_bytes(), fsync=False)
+    except OSError as error:  # a full disk: the file that is there does as well
+        logger.warning("%s cannot be written anew (%s) and is used as it is", path, error)
 
 
 @dataclass(frozen=True)

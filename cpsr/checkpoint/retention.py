@@ -35,6 +35,7 @@ def plan_retention(
     thinned_bytes: dict[int, int],
     other_bytes: int = 0,
     held: int | None = None,
+    copied: int | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
 
@@ -44,6 +45,7 @@ def plan_retention(
         thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
         held: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
+        copied: a checkpoint that stays whole, because it is being copied elsewhere.
     """
     if not checkpoints:
         return RetentionPlan([], [])
@@ -54,7 +56,7 @@ def plan_retention(
     recent = {info.iteration for info in until_newest if not counted or info.iteration >= counted[0]}
     whole = {info.iteration for info in checkpoints if info.full}
     keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
-        iteration for iteration in whole if iteration == held
+        iteration for iteration in whole if iteration in (held, copied)
     }
     kept = [
         info
@@ -75,7 +77,14 @@ def plan_retention(
     )
 
 
-def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool, held: int | None = None) -> RetentionPlan:
+def retain(
+    checkpoints: Path,
+    config: CheckpointConfig,
+    *,
+    fsync: bool,
+    held: int | None = None,
+    copied: int | None = None,
+) -> RetentionPlan:
     """Apply the rules to a run's directory, after a commit; also removes what earlier passes left half done.
 
     Args:
@@ -83,6 +92,7 @@ def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool, held: in
         config: spans, counts and the cap on the disk.
         fsync: force what changes to the disk.
         held: see `plan_retention`.
+        copied: see `plan_retention`.
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
@@ -95,7 +105,7 @@ def retain(checkpoints: Path, config: CheckpointConfig, *, fsync: bool, held: in
     newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
     remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
     remaining = {info.iteration: read_manifest(info.directory).history_bytes() for info in catalogue.checkpoints}
-    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides), held)
+    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides), held, copied)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
         _thin(directories[iteration], fsync=fsync)

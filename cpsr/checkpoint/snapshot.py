@@ -1,16 +1,20 @@
 """Device to host: the training state is copied into a preallocated buffer while the next forward runs."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 import torch
 
+from cpsr.checkpoint.boundary import BoundaryBuffers
 from cpsr.checkpoint.buffers import HostBuffer, Span, layout_bytes, plan_spans
+from cpsr.checkpoint.memory import Kind, SharedMemory
 from cpsr.checkpoint.partial import weights_of
 from cpsr.codec import decode, encode
 from cpsr.errors import SaveError
@@ -22,6 +26,8 @@ __all__ = ["Part", "Snapshot", "SnapshotPool"]
 Part = Literal["whole", "weights", "carried"]
 
 _Source = tuple[int, int, torch.dtype]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -53,15 +59,31 @@ class SnapshotPool:
     Args:
         template: the shard whose keys, shapes and dtypes every snapshot has.
         buffers: number of host buffers; with three of them one slow write skips no checkpoint yet.
+        memory: where they lie in shared memory: whole snapshots then outlive the process, until their buffers are
+            taken for newer ones.
+
+    Attributes:
+        shared_memory_problem: why they do not lie there after all; None where they do, or were not to.
     """
 
-    def __init__(self, template: Shard, buffers: int = 3) -> None:
+    def __init__(self, template: Shard, buffers: int = 3, memory: SharedMemory | None = None) -> None:
         self._device = next((tensor.device for _, tensor in template.tensors() if tensor.is_cuda), None)
-        self._buffers = [HostBuffer(template, pinned=self._device is not None) for _ in range(buffers)]
+        self._memory = memory
+        self.shared_memory_problem: str | None = None
+        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self._buffers = self._made(template, buffers)
         self._stream: torch.cuda.Stream | None = None
+        self._boundary: torch.cuda.Event | None = None
+        self._boundary_buffers = BoundaryBuffers(template.others)
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
+            self._boundary = _event()
         self._held: dict[int, Snapshot] = {}  # index of a buffer that is in use -> its snapshot
+        self._sealing: set[int] = set()  # buffers that are being hashed; their snapshots may be released meanwhile
+        self._sealed: dict[int, int] = {}  # index of a buffer -> iteration of the whole state in it
+        for index, buffer in enumerate(self._buffers):
+            if buffer.memory is not None and buffer.memory.iteration >= 0:
+                self._sealed[index] = buffer.memory.iteration
         self._placeholder = Shard({})  # the views of a snapshot are made by the thread that copies it
         self._lock = threading.Lock()
         self._running: tuple[Snapshot, Future[float] | _DeviceCopy] | None = None
@@ -134,12 +156,82 @@ class SnapshotPool:
         except Exception as error:
             self._free(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
+        self.seal(snapshot)
         snapshot.stall_seconds += time.perf_counter() - started
         return snapshot
 
-    def acquire(self, iteration: int) -> Snapshot | None:
-        """An empty snapshot to load a checkpoint into, None when every buffer is in use."""
-        held = self._take(iteration)
+    def seal(self, snapshot: Snapshot, kind: Kind = "snapshot") -> "Future[None] | None":
+        """Let a whole snapshot outlive the process, from when the returned future is done; None without shared memory.
+
+        Its tensors and scalars must not change any more.
+        """
+        with self._lock:
+            index = self._index(snapshot)
+            if self._buffers[index].memory is None or snapshot.part != "whole":
+                return None
+            self._sealing.add(index)
+        return self._worker.submit(self._seal, index, snapshot, kind)
+
+    def mark_boundary(self) -> None:
+        """A step is complete: keeps what `dump` needs and the next forward changes. On the training thread."""
+        self._boundary_buffers.keep()
+        if self._boundary is not None:
+            self._boundary.record()
+
+    def dump(self, shard: Shard, iteration: int) -> None:
+        """Copy the state into shared memory at once, since this rank is about to leave; from any thread.
+
+        The training thread stands still, or is held back from the next update. A buffer in use by the recovery is
+        taken where no other is free: that state is on the disk.
+
+        Args:
+            shard: the engine's views at a step boundary.
+            iteration: of the last complete step.
+
+        Raises:
+            SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known.
+        """
+        if self._memory is None or self.shared_memory_problem is not None:
+            raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
+        running = self._running
+        if running is not None and running[0].iteration == iteration:
+            self.finish()
+        self._worker.submit(lambda: None).result()  # behind what is being sealed
+        if iteration in self._sealed.values():
+            return
+        held = self._take(iteration) or self._take_recovery(iteration)
+        if held is None:
+            raise SaveError("every host buffer is in use")
+        buffer, snapshot = held
+        try:
+            buffer.copy_others(Shard({}, self._boundary_buffers.at_boundary(shard.others)))
+            if self._stream is None:
+                self._complete(buffer, snapshot, shard, _copy)
+            else:
+                copy = _DeviceCopy(self._stream, shard, self._boundary)
+                self._complete(buffer, snapshot, shard, copy.enqueue)
+                copy.result()
+            sealed = self.seal(snapshot, "departure")
+            assert sealed is not None
+            sealed.result()
+        finally:
+            self._free(snapshot)
+
+    def forget_after(self, iteration: int) -> None:
+        """Snapshots of later iterations count no more: the run has gone back behind them."""
+        with self._lock:
+            later = [index for index, sealed in self._sealed.items() if sealed > iteration]
+        for index in later:
+            self._unseal(index)
+
+    def acquire(self, iteration: int, spare: int | None = None) -> Snapshot | None:
+        """An empty snapshot to load a state into, None when every buffer is in use.
+
+        Args:
+            iteration: of that state.
+            spare: a state in shared memory whose buffer is taken last: the one that is to be loaded.
+        """
+        held = self._take(iteration, spare)
         if held is None:
             return None
         held[1].shard = held[0].shard_at(iteration)
@@ -183,17 +275,68 @@ class SnapshotPool:
                 raise ValueError("unpin() without pin()")
             self._pins -= 1
 
-    def close(self) -> None:
-        """Wait for a running copy and end the worker thread."""
-        self._worker.shutdown(wait=True)
+    def close(self, *, remove: bool = True) -> None:
+        """Wait for a running copy and end the worker thread.
 
-    def _take(self, iteration: int) -> tuple[HostBuffer, Snapshot] | None:
+        Args:
+            remove: nothing stays in shared memory; else it stays for the next life.
+        """
+        self._worker.shutdown(wait=True)
+        for buffer in self._buffers:
+            if buffer.memory is not None:
+                buffer.memory.close(remove=remove)
+
+    def _made(self, template: Shard, count: int) -> list[HostBuffer]:
+        """The buffers; in the process's own memory where there is too little that is shared."""
+        pinned = self._device is not None
+        if self._memory is not None:
+            try:
+                files = self._memory.files(count, layout_bytes(template))
+                return [HostBuffer(template, pinned=pinned, memory=file) for file in files]
+            except OSError as error:
+                self.shared_memory_problem = str(error)
+        return [HostBuffer(template, pinned=pinned) for _ in range(count)]
+
+    def _take(self, iteration: int, spare: int | None = None) -> tuple[HostBuffer, Snapshot] | None:
+        """A free buffer: one that holds nothing, or else the oldest state, so that the newest stay the longest."""
         with self._lock:
-            for index, buffer in enumerate(self._buffers):
-                if index not in self._held:
-                    self._held[index] = Snapshot(iteration, self._placeholder)
-                    return buffer, self._held[index]
-        return None
+            free = [i for i in range(len(self._buffers)) if i not in self._held and i not in self._sealing]
+            if not free:
+                return None
+            index = min(free, key=lambda i: (self._sealed.get(i, -1) == spare, self._sealed.get(i, -1)))
+            self._held[index] = Snapshot(iteration, self._placeholder)
+        self._unseal(index)
+        return self._buffers[index], self._held[index]
+
+    def _take_recovery(self, iteration: int) -> tuple[HostBuffer, Snapshot] | None:
+        with self._lock:
+            if self._recovery is None or self._pins:
+                return None
+            index, self._recovery = self._index(self._recovery), None
+            self._held[index] = Snapshot(iteration, self._placeholder)
+        self._unseal(index)
+        return self._buffers[index], self._held[index]
+
+    def _seal(self, index: int, snapshot: Snapshot, kind: Kind) -> None:
+        memory, shared = self._buffers[index].memory, self._memory
+        assert memory is not None
+        assert shared is not None
+        try:
+            memory.seal(shared.rank, shared.life, kind, snapshot.shard, snapshot.iteration, snapshot.scalars)
+            self._sealed[index] = snapshot.iteration
+            if kind == "snapshot" and self.on_sealed is not None:
+                self.on_sealed(memory.path, snapshot)
+        except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
+            logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
+        finally:
+            with self._lock:
+                self._sealing.discard(index)
+
+    def _unseal(self, index: int) -> None:
+        memory = self._buffers[index].memory
+        if memory is not None:
+            memory.unseal()
+        self._sealed.pop(index, None)
 
     def _free(self, snapshot: Snapshot) -> None:
         with self._lock:
@@ -248,16 +391,26 @@ def _copy(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class _DeviceCopy:
-    """Copies on a stream of their own, after everything that the current stream was given so far."""
+    """Copies on a stream of their own, after everything that the current stream was given so far.
 
-    def __init__(self, stream: torch.cuda.Stream, shard: Shard) -> None:
+    Args:
+        stream: for the copies.
+        shard: the sources.
+        after: what to wait for instead of the current stream, which may never come to its end.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, shard: Shard, after: torch.cuda.Event | None = None) -> None:
         self._stream = stream
+        self._after = after
         self._shard = shard  # keeps the sources alive until the copy is through
         self._start = _event()
         self._end = _event()
 
     def enqueue(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self._after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        else:
+            self._stream.wait_event(self._after)
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._start.record(self._stream)
             for target, source in pairs:

@@ -80,6 +80,7 @@ class CheckpointStore:
     Attributes:
         directory: `<run_dir>/checkpoints`.
         held_iteration: a checkpoint that `retain` leaves whole, with the history that led to it; None: none.
+        copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         attempt: to be increased on every rank when the job rolls back within its life and will pass the same
             iterations again (with the writers drained), so that shards of the two passes never form one checkpoint.
     """
@@ -90,6 +91,7 @@ class CheckpointStore:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
         self.held_iteration: int | None = None
+        self.copied_iteration: int | None = None
         self._rank = rank
         self._world_size = world_size
         self._run_id = run_id
@@ -102,6 +104,11 @@ class CheckpointStore:
     def rank(self) -> int:
         """This process."""
         return self._rank
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run."""
+        return self._run_id
 
     def prepare(self) -> list[Problem]:
         """Clean up after the lives before; by rank 0 alone, before any rank writes.
@@ -279,7 +286,8 @@ class CheckpointStore:
             OSError: the file system refused; what is still there is valid.
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
-        return retention.retain(self.directory, config, fsync=self._fsync, held=self.held_iteration)
+        held, copied = self.held_iteration, self.copied_iteration
+        return retention.retain(self.directory, config, fsync=self._fsync, held=held, copied=copied)
 
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
         """Write this rank's part, its manifest last; returns the bytes that were new."""

@@ -19,6 +19,9 @@ class StepObserver(Protocol):
     def before_update(self) -> None:
         """The optimizer is about to change the state (also called when it will then skip an overflow)."""
 
+    def state_changes(self) -> None:
+        """Now it changes: what ranks exchange before an update is through. May come again within one update."""
+
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete and every counter of the engine is settled.
 
@@ -46,6 +49,10 @@ class EngineAdapter(Protocol):
     rank: int
     world_size: int
     device: torch.device
+
+    @property
+    def data_parallel_ranks(self) -> list[int]:
+        """Ranks among which the batch is split, this one included: they train the same parameters."""
 
     @property
     def iteration(self) -> int:

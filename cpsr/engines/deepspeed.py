@@ -71,6 +71,11 @@ class DeepSpeedAdapter:
         self._loop = DeepSpeedLoop(engine, self._pipeline)
 
     @property
+    def data_parallel_ranks(self) -> list[int]:
+        """Of the engine's data-parallel group; of its stage, in a pipeline."""
+        return torch.distributed.get_process_group_ranks(self._engine.data_parallel_group)
+
+    @property
     def iteration(self) -> int:
         """Optimizer steps so far, skipped ones included: the engine's `global_steps`."""
         return int(self._engine.global_steps)

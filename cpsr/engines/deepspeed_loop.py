@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from cpsr.engines.adapter import StepObserver
+from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.evaluation import loss_of
 from cpsr.engines.hooks import Hooks
 
@@ -18,6 +19,9 @@ class _Unobserved:
     """The observer of what is not the user's training: it takes no notice."""
 
     def before_update(self) -> None:
+        pass
+
+    def state_changes(self) -> None:
         pass
 
     def after_step(self, iteration: int, applied: bool) -> None:
@@ -40,7 +44,8 @@ class DeepSpeedLoop:
     """The hooks on one engine instance.
 
     Order within a step: `on_forward` and `on_loss` per micro-batch, `before_update` inside `engine.step` (or
-    `train_batch`), `after_step` when that call is about to return and every counter is settled.
+    `train_batch`), `state_changes` when the gradients' norm is known and torch's optimizer begins, `after_step` when
+    that call is about to return and every counter is settled.
 
     Args:
         engine: a `DeepSpeedEngine` or `PipelineEngine`.
@@ -88,6 +93,7 @@ class DeepSpeedLoop:
         self._observer = observer
         engine, hooks = self._engine, self._hooks
         hooks.wrap(engine, "_take_model_step", self._around_update)
+        hooks.add(torch_optimizer(engine).register_step_pre_hook(self._before_optimizer_step))
         hooks.wrap(engine, "load_checkpoint", self._around_load)
         if self._pipeline:
             hooks.wrap(engine, "train_batch", self._around_train_batch)
@@ -111,6 +117,9 @@ class DeepSpeedLoop:
     def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._watching().before_update()
         return original(*args, **kwargs)
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self._watching().state_changes()
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._engine.global_steps

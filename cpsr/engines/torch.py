@@ -77,6 +77,11 @@ class TorchAdapter:
         self._loop = TorchLoop(module, optimizer, scheduler, grad_scaler)
 
     @property
+    def data_parallel_ranks(self) -> list[int]:
+        """All of them."""
+        return list(range(self.world_size))
+
+    @property
     def iteration(self) -> int:
         """Optimizer steps so far; with a gradient scaler the skipped ones count too."""
         return self._loop.iteration

@@ -89,6 +89,7 @@ class TorchLoop:
         if not self._update_begun:
             self._update_begun = True
             self._watching().before_update()
+            self._watching().state_changes()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):

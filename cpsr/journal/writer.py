@@ -116,12 +116,17 @@ class Journal:
                 raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
             raise
 
-    def start_life(self, mode: str) -> int:
+    def start_life(self, mode: str, after: int = -1) -> int:
         """Begin a life of the run and return its number, counted from 0; waits until its row is written.
+
+        Args:
+            mode: the configured recovery mode.
+            after: newest life known from elsewhere: a number is never given twice, also where the journal was lost.
 
         Where the file cannot be written the number is still right and the row is tried again like any other.
         """
-        life, self._next_life = self._next_life, self._next_life + 1
+        life = max(self._next_life, after + 1)
+        self._next_life = life + 1
         self._life = life
         self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
         self.flush(START_SECONDS)

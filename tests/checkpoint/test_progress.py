@@ -83,6 +83,23 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, content: bytes | None, says
     assert read_progress(tmp_path, 2) is None
 
 
+def test_what_an_earlier_process_goes_on_to_publish_is_lost(tmp_path: Path) -> None:
+    earlier = ProgressCounter(progress_path(tmp_path, 0))
+    earlier.publish(7, 8)
+    later = ProgressCounter(progress_path(tmp_path, 0))
+    earlier.publish(8, 9)  # it was stopped, and is continued
+    progress = read_progress(tmp_path, 1)
+    assert progress is not None
+    assert progress.iteration == 7
+    later.publish(5, 6)
+    earlier.publish(9, 10)
+    progress = read_progress(tmp_path, 1)
+    assert progress is not None
+    assert progress.ranks[0].slots == {5: 6}
+    earlier.close()
+    later.close()
+
+
 def test_killed_while_publishing(tmp_path: Path) -> None:
     for attempt in range(5):
         path = progress_path(tmp_path, attempt)

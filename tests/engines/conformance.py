@@ -90,6 +90,11 @@ class Recorder:
         self.losses: list[torch.Tensor] = []
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.at_step_end: Callable[[int], None] = lambda iteration: None
+        self.at_change: Callable[[], None] = lambda: None
+
+    def state_changes(self) -> None:
+        assert self.events[-1][0] == "before_update"
+        self.at_change()
 
     def before_update(self) -> None:
         self.events.append(("before_update",))
@@ -113,6 +118,29 @@ class Recorder:
 
     def steps(self) -> list[tuple[int, bool]]:
         return [(event[1], event[2]) for event in self.events if event[0] == "after_step"]
+
+
+class Boundaries:
+    """Watches that the state is, until `state_changes`, what it was at the end of the step before."""
+
+    def __init__(self, adapter: EngineAdapter, recorder: Recorder) -> None:
+        self._adapter = adapter
+        self.changes = 0
+        self._state: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._end(adapter.iteration)
+        recorder.at_change = self._change
+        recorder.at_step_end = self._end
+
+    def _change(self) -> None:
+        self.changes += bool(self._state)  # more than once in a step where there are several parameter groups
+        for key, now, before in self._state:
+            assert torch.equal(as_bytes(now), as_bytes(before)), key
+        self._state = []
+
+    def _end(self, iteration: int) -> None:
+        """Views and copies of all but the buffers, which a forward changes."""
+        tensors = self._adapter.shard().tensors()
+        self._state = [(key, view, view.detach().clone()) for key, view in tensors if not key.startswith("other/")]
 
 
 class Job(Protocol):
@@ -207,12 +235,14 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     recorder.losses.clear()
     recorder.events.clear()
     rates = []
+    boundaries = Boundaries(job.adapter, recorder)
     for step in range(BEFORE, BEFORE + AFTER):
         rates.append(job.adapter.learning_rate())
         job.train_step(step)
         if step - BEFORE + 1 == skip:
             scalars_after_skip = job.adapter.scalars()
     expected = final_state(job, recorder)
+    assert boundaries.changes >= sum(applied for _, applied in recorder.steps())
     description = job.adapter.describe()
     job.adapter.detach()
 

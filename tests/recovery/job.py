@@ -77,7 +77,13 @@ class Job:
         config: dict[str, Any] = {
             "run_dir": str(self.run_dir),
             "mode": mode,
-            "checkpoint": {"interval_iterations": INTERVAL, "exit_grace_seconds": 2.0, "fsync": False},
+            # What a killed life left in memory would hide what its disk holds: tests of that ask for it.
+            "checkpoint": {
+                "interval_iterations": INTERVAL,
+                "exit_grace_seconds": 2.0,
+                "fsync": False,
+                "shared_memory": False,
+            },
             "predictor": {"window_iterations": 100},
         }
         for name, value in (settings or {}).items():
@@ -117,6 +123,11 @@ def _rank(options: dict[str, Any], rank: int, ranks: int) -> None:
     with options["result"].with_suffix(f".{rank}.log").open("w") as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
+    if "nodes" in options:
+        node = options.pop("nodes")[rank]
+        memory = options["result"].parent / "memory" / node
+        memory.mkdir(parents=True, exist_ok=True)
+        os.environ.update(CPSR_NODE=node, CPSR_SHARED_MEMORY=str(memory))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     # Imports DeepSpeed, which the tests' own process does without.
     worker = importlib.import_module(options.pop("worker", "tests.recovery.worker"))

@@ -65,7 +65,9 @@ def loader() -> "DataLoader[Any]":
 
 
 def config(run_dir: Path, **settings: Any) -> dict[str, Any]:
-    checkpoint = {"interval_iterations": INTERVAL, "fsync": False} | settings.pop("checkpoint", {})
+    # What a crashed life left in memory would hide what its disk holds.
+    own = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False}
+    checkpoint = own | settings.pop("checkpoint", {})
     return {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint} | settings
 
 

@@ -21,11 +21,13 @@ from safetensors.torch import save_file
 
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
+from cpsr.checkpoint.memory import held_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.codec import encode
 from cpsr.planner.plan import Plan
+from cpsr.rundir import IDENTITY
 from tests.coordinator.faults import FAULTS
 from tests.recovery.engines import BATCH, SEED, Regression, configuration, dataset, initialize, loader, pipeline
 
@@ -42,6 +44,7 @@ class Options:
         iterations: end of the run.
         fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
         committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
+        held: an iteration that shared memory must hold of every rank before, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         stages: pipeline stages, 0 is no pipeline.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
@@ -62,6 +65,7 @@ class Options:
     iterations: int
     fault: str = ""
     committed: Path | None = None
+    held: int | None = None
     zero: int = 1
     precision: str = "fp32"
     micro_batches: int = 1
@@ -91,8 +95,10 @@ def main(options: Options, rank: int, ranks: int) -> None:
             weights = {name: one.parameter.values for name, one in recovery._adapter.shard().operators.items()}
             save_file(weights, options.result.with_suffix(f".{rank}.safetensors"))
         started = {"iteration": recovery.iteration, "method": restored.method, "reason": restored.reason}
+        state_at_start = state_digest(recovery)
         dealt = loop(recovery, engine, batches, options, faults)
-        result = {"started": started, "batches": dealt} | final_state(recovery, engine)
+        result = {"started": started, "state_at_start": state_at_start, "batches": dealt}
+        result |= final_state(recovery, engine)
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
@@ -203,13 +209,17 @@ def keep_pace(recovery: CPSRRecovery) -> None:
         recovery._writer.drain(SAVE_SECONDS)
 
 
-def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
+def state_digest(recovery: CPSRRecovery) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(recovery._adapter.shard().tensors()):
         digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
     return {
         "iteration": recovery.iteration,
-        "state": digest.hexdigest(),
+        "state": state_digest(recovery),
         "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
         "other_rng": [random.random(), numpy.random.random()],
         "counters": encode(recovery._adapter.scalars())[0],
@@ -221,9 +231,9 @@ def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
 class Faults:
     """What happens to this rank, and when.
 
-    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
-    `sigterm` (before a step). Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
-    `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
+    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
+    `sigterm` and `stop` (before a step). Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there),
+    and `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
 
     In a rehearsal: `rehearsal-` and a name in `tests.coordinator.faults`, with the number of the call in place of the
     iteration.
@@ -234,6 +244,8 @@ class Faults:
         self._phase = phase if victim in (str(rank), "all") else ""
         self._at = int(at)
         self._committed = options.committed
+        self._held = options.held
+        self._run_dir = Path(options.config["run_dir"])
         if self._phase:
             self._arm()
 
@@ -244,12 +256,21 @@ class Faults:
             self._die()
         if self._phase in ("sigterm", "sigterm-twice"):
             os.kill(os.getpid(), signal.SIGTERM)
+        if self._phase == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def _die(self) -> None:
         deadline = time.monotonic() + 30
         while self._committed is not None and not self._committed.exists() and time.monotonic() < deadline:
             time.sleep(0.005)
+        while self._held is not None and not self._holds(self._held) and time.monotonic() < deadline:
+            time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _holds(self, iteration: int) -> bool:
+        run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
+        held = [state.rank for state in held_states(run_id) if state.iteration == iteration]
+        return len(held) == torch.distributed.get_world_size()
 
     def _arm(self) -> None:
         at, step = self._at, f"step-{self._at:010d}"

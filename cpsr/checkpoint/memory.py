@@ -1,0 +1,386 @@
+"""Host buffers in shared memory: what they hold outlives the process that filled them, not the machine.
+
+A file of `/dev/shm` for each buffer, readable by its user alone::
+
+    cpsr-<run_id>-rank-00000-0
+        one page: magic, sequence, sizes and xxh3-128 of what follows
+        the tensors, in the layout of the buffer
+        what they are: owner, iteration, life, layout, and the scalars
+
+The sequence is odd while the buffer is being filled. A state counts where it is even and the hash holds, so that one
+that is half written, or was written by a process that died on the way, is never taken for whole.
+"""
+
+import json
+import logging
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from cpsr.checkpoint.loading import dtype_name
+from cpsr.codec import decode, encode
+from cpsr.errors import CheckpointError
+from cpsr.state import Shard
+
+__all__ = [
+    "SHARED_MEMORY",
+    "HeldState",
+    "MemoryFile",
+    "SharedMemory",
+    "held_state",
+    "held_states",
+    "load_held",
+    "remove_held",
+    "verify_held",
+]
+
+logger = logging.getLogger(__name__)
+
+# Another directory than the machine's lets one machine stand for several.
+SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
+PAGE_BYTES = 4096
+_MAGIC = b"CPSRMEM1"
+_HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_AT = 8
+_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
+
+Kind = Literal["snapshot", "departure", "small"]
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """A whole state in shared memory, as its file describes it.
+
+    Attributes:
+        path: its file.
+        rank: the rank whose state it is.
+        iteration: iteration at which it was taken.
+        life: life of the run that took it.
+        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group.
+    """
+
+    path: Path
+    rank: int
+    iteration: int
+    life: int
+    kind: Kind
+
+
+class MemoryFile:
+    """One buffer in shared memory; whoever fills it unseals it first and seals it at the end.
+
+    Args:
+        path: its file; one of the same size is taken over with what it holds.
+        tensor_bytes: size of the buffer.
+
+    Raises:
+        OSError: shared memory is not there, or is too small.
+    """
+
+    def __init__(self, path: Path, tensor_bytes: int) -> None:
+        self.path = path
+        size = PAGE_BYTES + tensor_bytes
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        try:
+            os.fchmod(self._descriptor, 0o600)
+            if not _is_of_size(self._descriptor, tensor_bytes):
+                os.ftruncate(self._descriptor, 0)
+            # Takes the memory now: a page that is not there when it is written to would end the process (SIGBUS).
+            os.posix_fallocate(self._descriptor, 0, size)
+            shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
+            self._map = mmap.mmap(self._descriptor, size, flags=shared)
+        except OSError:
+            os.close(self._descriptor)
+            path.unlink(missing_ok=True)  # it holds nothing: one that is of the right size has its memory already
+            raise
+        self._tensor_bytes = tensor_bytes
+        # Of the whole mapping: a buffer of no bytes is none to torch.
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = whole[PAGE_BYTES:]
+        self._sequence = whole[_SEQUENCE_AT : _SEQUENCE_AT + 8].view(torch.int64).numpy()
+
+    @property
+    def iteration(self) -> int:
+        """Of the state that is held, -1 where there is none."""
+        held = _describe(self.path)
+        return -1 if held is None else held[0].iteration
+
+    def unseal(self) -> None:
+        """What is held counts no longer, from now on until `seal`."""
+        self._sequence[0] |= 1
+
+    def seal(self, rank: int, life: int, kind: Kind, shard: Shard, iteration: int, scalars: Any) -> None:
+        """What was written is whole.
+
+        Args:
+            rank: the owner of the state.
+            life: life of the run.
+            kind: see `HeldState`.
+            shard: views into this buffer.
+            iteration: iteration of the state.
+            scalars: plain data (see `cpsr.codec.encode`).
+
+        Raises:
+            OSError: shared memory is full; the buffer stays unsealed.
+        """
+        self.unseal()
+        tree, tensors = encode(scalars, "scalars")
+        start = self.bytes.data_ptr()
+        description = json.dumps(
+            {
+                "rank": rank,
+                "iteration": iteration,
+                "life": life,
+                "kind": kind,
+                "layout": {
+                    key: [values.data_ptr() - start, dtype_name(values.dtype), list(values.shape)]
+                    for key, values in shard.tensors()
+                },
+                "operators": {
+                    name: [list(operator.parameter.global_shape), operator.parameter.offset, operator.iteration]
+                    for name, operator in shard.operators.items()
+                },
+                "scalars": tree,
+            }
+        ).encode("utf-8")
+        saved = safetensors.torch.save(tensors)
+        end = PAGE_BYTES + self._tensor_bytes
+        os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
+        os.pwrite(self._descriptor, description + saved, end)
+        sequence = (int(self._sequence[0]) | 1) + 1
+        digest = _digest(self._map, self._tensor_bytes, description, saved)
+        header = _HEADER.pack(_MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
+        self._map[: len(header)] = header
+        self._sequence[0] = sequence
+
+    def close(self, *, remove: bool) -> None:
+        """Let the file go; its memory stays mapped while tensors of it are in use.
+
+        Args:
+            remove: also remove the file; else what is held stays for the next process.
+        """
+        if remove:
+            self.path.unlink(missing_ok=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SharedMemory:
+    """The files of one rank's buffers.
+
+    Args:
+        run_id: identity of the run.
+        rank: owner of the buffers.
+        life: of the run, stamped on what is sealed.
+        directory: where shared memory is mounted.
+    """
+
+    def __init__(self, run_id: str, rank: int, life: int, directory: Path = SHARED_MEMORY) -> None:
+        self.rank = rank
+        self.life = life
+        self._run_id = run_id
+        self._directory = directory
+
+    def files(self, count: int, tensor_bytes: int) -> list[MemoryFile]:
+        """So many buffers, taken over from an earlier process where they fit.
+
+        Raises:
+            OSError: shared memory is not there or too small; none was made.
+        """
+        made: list[MemoryFile] = []
+        try:
+            for slot in range(count):
+                made.append(MemoryFile(self.path(str(slot)), tensor_bytes))
+        except OSError:
+            for file in made:
+                file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
+            raise
+        return made
+
+    def path(self, slot: str) -> Path:
+        """Where a buffer lies."""
+        return self._directory / f"cpsr-{self._run_id}-rank-{self.rank:05d}-{slot}"
+
+
+def held_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[HeldState]:
+    """The states of a run that this machine's shared memory holds, as their files say; not verified."""
+    held = (_describe(path) for path in _files_of(run_id, directory))
+    return sorted((found[0] for found in held if found is not None), key=lambda state: (state.rank, state.iteration))
+
+
+def held_state(path: Path) -> HeldState | None:
+    """The state that a file holds, as it says; None where it holds none that is whole. Not verified."""
+    found = _describe(path)
+    return None if found is None else found[0]
+
+
+def load_held(state: HeldState, into: Shard) -> Any:
+    """Copy a state into the views of `into` and return its scalars.
+
+    Raises:
+        CheckpointError: it is not whole any more, or is of another model or split; `into` is as it was.
+    """
+    with _Reading(state) as reading:
+        pairs = [(target, reading.tensor(key, target)) for key, target in into.tensors()]
+        reading.require_operators(into)
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+        return reading.scalars()
+
+
+def verify_held(state: HeldState) -> str | None:
+    """What is wrong with a state; None where every byte of it is as it was sealed."""
+    try:
+        with _Reading(state):
+            return None
+    except CheckpointError as error:
+        return str(error)
+
+
+def remove_held(
+    run_id: str, directory: Path = SHARED_MEMORY, *, keep_ranks: Iterable[int] = (), replicas: bool = True
+) -> int:
+    """Remove a run's states from this machine's shared memory.
+
+    Args:
+        run_id: identity of the run.
+        directory: where shared memory is mounted.
+        keep_ranks: ranks whose buffers stay.
+        replicas: also remove what this machine holds for ranks of others.
+
+    Returns:
+        The bytes that were freed.
+    """
+    kept, freed = set(keep_ranks), 0
+    for path in _files_of(run_id, directory):
+        matched = _NAME.fullmatch(path.name)
+        if matched is None or int(matched["rank"]) in kept or not (replicas or matched["slot"].isdigit()):
+            continue
+        try:
+            size = path.lstat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            continue  # another rank removes the same
+        freed += size
+    return freed
+
+
+class _Reading:
+    """A state's file, mapped and verified; tensors are views of it while it is open."""
+
+    def __init__(self, state: HeldState) -> None:
+        self._state = state
+        found = _describe(state.path)
+        if found is None or found[0] != state:
+            raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
+        self._description, digest, (tensor_bytes, description_bytes, scalar_bytes) = found[1:]
+        data = _mapped(state.path)
+        self._bytes = torch.frombuffer(data, dtype=torch.uint8)
+        end = PAGE_BYTES + tensor_bytes
+        description = data[end : end + description_bytes]
+        self._saved = data[end + description_bytes : end + description_bytes + scalar_bytes]
+        if _digest(data, tensor_bytes, description, self._saved) != digest:
+            raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
+
+    def __enter__(self) -> "_Reading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._bytes
+
+    def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of that key, of the shape and type of `like`."""
+        offset, dtype, shape = self._description["layout"].get(key, (0, "nothing", []))
+        if (dtype, tuple(shape)) != (dtype_name(like.dtype), tuple(like.shape)):
+            raise CheckpointError(
+                f"{self._state.path} holds {key} as {dtype} of shape {tuple(shape)}, this job has "
+                f"{dtype_name(like.dtype)} of shape {tuple(like.shape)}: it is of another model or split over ranks"
+            )
+        start = PAGE_BYTES + int(offset)
+        return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def require_operators(self, into: Shard) -> None:
+        """The same operators, each the same slice of the whole."""
+        for name, operator in into.operators.items():
+            shape, offset, _ = self._description["operators"].get(name, ([], 0, 0))
+            if (tuple(shape), offset) != (operator.parameter.global_shape, operator.parameter.offset):
+                raise CheckpointError(f"{self._state.path} holds another slice of {name}")
+
+    def scalars(self) -> Any:
+        """Decoded anew: nothing of it lies in shared memory."""
+        try:
+            tensors = safetensors.torch.load(bytes(self._saved))
+            return decode(self._description["scalars"], tensors)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
+
+
+def _files_of(run_id: str, directory: Path) -> Iterator[Path]:
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        matched = _NAME.fullmatch(path.name)
+        if matched is not None and matched["run_id"] == run_id:
+            yield path
+
+
+_Found = tuple[HeldState, Mapping[str, Any], bytes, tuple[int, int, int]]
+
+
+def _describe(path: Path) -> _Found | None:
+    """What a file says that it holds, its hash and sizes; None where it holds nothing that is whole."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return None
+        magic, sequence, tensor_bytes, description_bytes, scalar_bytes, digest = _HEADER.unpack(header)
+        end = PAGE_BYTES + tensor_bytes + description_bytes + scalar_bytes
+        if magic != _MAGIC or sequence % 2 or end > os.fstat(descriptor).st_size:
+            return None
+        file.seek(PAGE_BYTES + tensor_bytes)
+        try:
+            description = json.loads(file.read(description_bytes))
+            state = HeldState(
+                path, description["rank"], description["iteration"], description["life"], description["kind"]
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s says nothing that can be read of what it holds, and is ignored: %r", path, error)
+            return None
+    return state, description, digest, (tensor_bytes, description_bytes, scalar_bytes)
+
+
+def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:
+    header = os.pread(descriptor, _HEADER.size, 0)
+    return len(header) == _HEADER.size and _HEADER.unpack(header)[2] == tensor_bytes
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _digest(data: mmap.mmap, tensor_bytes: int, description: bytes, saved: bytes) -> bytes:
+    state = xxhash.xxh3_128()
+    with memoryview(data) as view, view[PAGE_BYTES : PAGE_BYTES + tensor_bytes] as tensors:
+        state.update(tensors)
+    state.update(description)
+    state.update(saved)
+    return state.digest()

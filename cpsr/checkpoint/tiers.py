@@ -1,0 +1,169 @@
+"""The ladder: from which state every rank comes back, decided by one rule over what all ranks can reach."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cpsr.checkpoint.memory import Kind
+
+__all__ = ["Decision", "Entry", "Source", "decide"]
+
+Tier = Literal["disk", "memory", "departure", "predicted"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole state outside the committed checkpoints, verified by the rank that reports it.
+
+    Attributes:
+        rank: the rank whose state it is.
+        iteration: iteration at which it was taken.
+        kind: `snapshot`, with all scalars; `departure`, the tensors alone.
+        node: the machine whose memory holds it.
+        name: of its file there.
+    """
+
+    rank: int
+    iteration: int
+    kind: Kind
+    node: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one rank's state comes from.
+
+    Attributes:
+        rank: the rank that takes it.
+        tier: `disk`: the committed checkpoint; `memory`: a snapshot in host memory; `departure`: what a rank left
+            when the group broke; `predicted`: nothing of it is left.
+        iteration: of the state; for `predicted` the one that is predicted.
+        entry: what is read, None from the disk and where it is predicted.
+    """
+
+    rank: int
+    tier: Tier
+    iteration: int
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do.
+
+    Attributes:
+        exact: sources of the newest state that every rank has with its scalars; from the disk, from memory, or empty
+            where there is none at all.
+        departed: sources of a newer state of which some rank's tensors, or all of them, were left; else empty.
+    """
+
+    exact: tuple[Source, ...]
+    departed: tuple[Source, ...] = ()
+
+    @property
+    def exact_iteration(self) -> int | None:
+        """Where `exact` continues."""
+        return self.exact[0].iteration if self.exact else None
+
+    @property
+    def departed_iteration(self) -> int | None:
+        """Where `departed` continues."""
+        return self.departed[0].iteration if self.departed else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's tensors at the later iteration were left, so that nothing has to be predicted."""
+        return bool(self.departed) and all(source.tier != "predicted" for source in self.departed)
+
+
+def decide(
+    nodes: Sequence[str],
+    entries: Sequence[Entry],
+    checkpoint_iteration: int | None,
+    failure_iteration: int | None,
+    *,
+    alike: bool,
+    remote: bool = False,
+) -> Decision:
+    """The sources of all ranks; the same on every rank that is given the same.
+
+    A state counts for a rank where it lies on the rank's own machine, or anywhere if it can be fetched. Nothing older
+    than the checkpoint is chosen, and no rank ever gets another iteration than the others.
+
+    Args:
+        nodes: machine of each rank, by rank.
+        entries: of all ranks.
+        checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+        failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
+        alike: whether all ranks hold the same state, as without ZeRO: then any rank's does for all.
+        remote: whether a state can be fetched from another machine.
+    """
+    reach = _Reach(nodes, entries, alike=alike, remote=remote)
+    newest = -1 if checkpoint_iteration is None else checkpoint_iteration
+    exact = reach.everywhere("snapshot", newest)
+    if not exact and checkpoint_iteration is not None:
+        exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
+    # Only the tensors were left: the small state comes from the checkpoint, so that there must be one.
+    if checkpoint_iteration is None or failure_iteration is None:
+        return Decision(exact)
+    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)))
+
+
+class _Reach:
+    def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: bool, remote: bool) -> None:
+        self._nodes = nodes
+        # In an order of their own, so that it does not matter who reported first.
+        self._entries = sorted(entries, key=lambda entry: (entry.iteration, entry.rank, entry.node, entry.name))
+        self._alike = alike
+        self._remote = remote
+
+    def entry(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Entry | None:
+        """What the rank would take: its own before another's, near before far."""
+        found = [
+            entry
+            for entry in self._entries
+            if entry.iteration == iteration
+            and entry.kind in kinds
+            and (self._alike or entry.rank == rank)
+            and (self._remote or entry.node == self._nodes[rank])
+        ]
+        return min(
+            found,
+            key=lambda entry: (kinds.index(entry.kind), entry.rank != rank, entry.node != self._nodes[rank]),
+            default=None,
+        )
+
+    def everywhere(self, kind: Kind, after: int) -> tuple[Source, ...]:
+        """Sources of the newest iteration after that one at which every rank has a state of that kind."""
+        ranks = range(len(self._nodes))
+        for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
+            if iteration <= after:
+                break
+            # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
+            own = [self._own(rank, iteration, kind) for rank in ranks]
+            if all(entry is not None for entry in own):
+                return tuple(Source(rank, "memory", iteration, own[rank]) for rank in ranks)
+        return ()
+
+    def _own(self, rank: int, iteration: int, kind: Kind) -> Entry | None:
+        found = self.entry(rank, iteration, (kind,))
+        return found if found is not None and found.rank == rank else None
+
+    def departed(self, after: int) -> tuple[Source, ...]:
+        """Sources of the iteration after that one at which most ranks' tensors are there; of two, of the newer."""
+        ranks = range(len(self._nodes))
+        kinds: tuple[Kind, ...] = ("departure", "snapshot")
+        found = {
+            iteration: [self.entry(rank, iteration, kinds) for rank in ranks]
+            for iteration in {entry.iteration for entry in self._entries if entry.iteration > after}
+        }
+        counts = Counter({iteration: sum(entry is not None for entry in own) for iteration, own in found.items()})
+        if not any(counts.values()):
+            return ()
+        chosen = max(counts, key=lambda iteration: (counts[iteration], iteration))
+        return tuple(
+            Source(rank, "predicted" if entry is None else "departure", chosen, entry)
+            for rank, entry in enumerate(found[chosen])
+        )

@@ -1,0 +1,1 @@
+"""Replicas of snapshots in the host memory of other nodes: where they lie, how they get there and back."""

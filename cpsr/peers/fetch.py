@@ -1,0 +1,107 @@
+"""At a restart: states that a rank needs and another machine holds are brought to its own."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state
+from cpsr.checkpoint.tiers import Entry, Source
+from cpsr.config import PeersConfig
+from cpsr.errors import CheckpointError
+from cpsr.group import Group
+from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_state, sealed, send_state
+
+__all__ = ["fetch"]
+
+
+def fetch(
+    run_id: str,
+    group: Group,
+    nodes: Sequence[str],
+    sources: Sequence[Source],
+    config: PeersConfig,
+    directory: Path = SHARED_MEMORY,
+) -> HeldState | None:
+    """Bring every state that lies on another machine than the rank that takes it there; a collective of all ranks.
+
+    The copy lies in shared memory until the caller removes its file. Where the process ends before, the next life
+    finds it as a state of this machine.
+
+    Args:
+        run_id: identity of the run.
+        group: the ranks.
+        nodes: machine of each rank, by rank.
+        sources: what was decided, by rank; the same on all ranks.
+        config: how it travels; no rate is kept, since nobody trains.
+        directory: this machine's shared memory.
+
+    Returns:
+        What was brought for this rank, verified; None where it needs nothing from elsewhere.
+
+    Raises:
+        CheckpointError: a state did not arrive whole; on every rank, so that all choose another source.
+    """
+    transfers = [
+        (_sender(nodes, source.entry), source.rank, source.entry)
+        for source in sources
+        if source.entry is not None and source.entry.node != nodes[source.rank]
+    ]
+    if not transfers:
+        return None
+    # Whoever waits for its turn waits for those before it.
+    timeout_seconds = config.timeout_seconds * len(transfers)
+    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    def channel(peer: int) -> Channel:
+        return Channel(side, peer, config.chunk_bytes, timeout_seconds)
+
+    fetched, problems = None, []
+    for sender, receiver, entry in transfers:  # in the same order on all ranks, so that none waits for one that waits
+        try:
+            if group.rank == sender:
+                _send(channel(receiver), run_id, directory / entry.name, entry)
+            elif group.rank == receiver:
+                path = directory / f"cpsr-{run_id}-rank-{entry.rank:05d}-fetched-{receiver:05d}"
+                fetched = _receive(channel(sender), run_id, path, entry)
+        except (RuntimeError, OSError, CheckpointError) as error:
+            problems.append(f"rank {group.rank}, {entry.name} from {entry.node}: {error}")
+    told = [problem for part in group.gather(problems) for problem in part]
+    dist.destroy_process_group(side)
+    if told:
+        if fetched is not None:
+            fetched.path.unlink()
+        raise CheckpointError("states of other machines did not arrive: " + "; ".join(told))
+    return fetched
+
+
+def _sender(nodes: Sequence[str], entry: Entry) -> int:
+    """A rank on the machine that holds the state; several of them share the work by the rank whose state it is."""
+    there = [rank for rank, node in enumerate(nodes) if node == entry.node]
+    return there[entry.rank % len(there)]
+
+
+def _send(channel: Channel, run_id: str, path: Path, entry: Entry) -> None:
+    held = held_state(path)
+    if held is None or held.iteration != entry.iteration:
+        channel.send(Message(Kind.DROPPED))
+        raise CheckpointError(f"{path} does not hold iteration {entry.iteration} any more")
+    if not send_state(channel, sealed(path, entry.iteration), threading.Event()):
+        raise CheckpointError(f"{path} was overwritten while it was sent")
+
+
+def _receive(channel: Channel, run_id: str, path: Path, entry: Entry) -> HeldState:
+    try:
+        first = channel.receive()
+        if first.kind is not Kind.PIECE or not receive_state(channel, first, path):
+            raise CheckpointError("it is gone there")
+        problem = problem_of(path, entry.rank, entry.iteration)
+        held = held_state(path)
+        if problem is not None or held is None:
+            raise CheckpointError(problem or "it is gone here")
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return held

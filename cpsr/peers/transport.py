@@ -1,0 +1,266 @@
+"""The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces."""
+
+import enum
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cpsr.checkpoint.memory import PAGE_BYTES, held_state, verify_held
+from cpsr.errors import CheckpointError
+
+__all__ = [
+    "Channel",
+    "Kind",
+    "Message",
+    "Sealed",
+    "erase",
+    "problem_of",
+    "receive_state",
+    "sealed",
+    "send_state",
+]
+
+_WORDS = 5
+# How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
+# at most, and next to nothing of a core.
+IDLE_SECONDS = 0.05
+
+
+class Kind(enum.IntEnum):
+    """What a message says; never 0, which is what its first word holds before it has come."""
+
+    PIECE = 1  # bytes of a state; the first one begins it
+    DROPPED = 2  # what was begun does not come: it was overwritten at its owner
+    COMPLETE = 3  # the last bytes: its first page, without which it counts for nothing
+    FORGET = 4  # states of later iterations count no more
+    END = 5  # nothing comes after this
+
+
+@dataclass(frozen=True)
+class Message:
+    """What is said before its bytes follow.
+
+    Attributes:
+        kind: what it is.
+        iteration: of the state; of `FORGET`, the last that counts.
+        total_bytes: of the state's file.
+        offset: of the bytes that follow, in the file.
+        length: of the bytes that follow; 0 where none do.
+    """
+
+    kind: Kind
+    iteration: int = 0
+    total_bytes: int = 0
+    offset: int = 0
+    length: int = 0
+
+
+class Channel:
+    """Messages between this rank and one other; each direction belongs to one thread.
+
+    Args:
+        group: a gloo group that holds both. Where one does not answer in time, gloo closes all connections of the
+            group: what must not end together needs groups of its own.
+        peer: the other rank.
+        chunk_bytes: the most bytes that follow a message.
+        timeout_seconds: how long the other rank may take for one message or its bytes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, chunk_bytes: int, timeout_seconds: float) -> None:
+        self.peer = peer
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self.buffer = torch.empty(max(chunk_bytes, PAGE_BYTES), dtype=torch.uint8)  # the bytes that follow a message
+        self._view = memoryview(self.buffer.numpy())  # type: ignore[arg-type] # numpy's stub knows no buffers yet
+
+    def view(self, length: int) -> memoryview:
+        """The first bytes of the buffer, to be filled before `send` or used after `receive`."""
+        return self._view[:length]
+
+    def send(self, message: Message) -> None:
+        """Say something, with the first `message.length` bytes of the buffer.
+
+        Raises:
+            RuntimeError: the other rank is gone, or took nothing in time; the group cannot be used any more.
+        """
+        words = [message.kind, message.iteration, message.total_bytes, message.offset, message.length]
+        self._send(torch.tensor(words, dtype=torch.int64))
+        if message.length:
+            self._send(self.buffer[: message.length])
+
+    def receive(self) -> Message:
+        """Wait for a message; its bytes are in the buffer.
+
+        Raises:
+            RuntimeError: the other rank is gone, or sent nothing in time; the group cannot be used any more.
+            CheckpointError: what came is no message.
+        """
+        words = torch.zeros(_WORDS, dtype=torch.int64)
+        self._ask(words).wait(self._timeout)
+        return self._message(words)
+
+    def receive_unless(self, stop: threading.Event) -> Message | None:
+        """Wait for a message for as long as the other rank likes; None, for good, once this rank is told to stop.
+
+        Raises:
+            RuntimeError, CheckpointError: as `receive`.
+        """
+        words = torch.zeros(_WORDS, dtype=torch.int64)
+        self._asked = words, self._ask(words)  # kept also when this rank stops: gloo may still write there
+        # Not a wait: a thread in one cannot be ended, and gloo's way to break it off closes the connection. Nor does
+        # gloo say whether a receive is complete. But what comes first can be seen.
+        while not words[0]:
+            if stop.wait(IDLE_SECONDS):
+                return None
+        self._asked[1].wait(self._timeout)
+        return self._message(words)
+
+    def _message(self, words: torch.Tensor) -> Message:
+        kind, iteration, total_bytes, offset, length = words.tolist()
+        if kind not in list(Kind) or not (0 <= length <= len(self._view) and 0 <= offset <= total_bytes - length):
+            raise CheckpointError(f"rank {self.peer} sent no message of this version: {words.tolist()}")
+        if length:
+            self._ask(self.buffer[:length]).wait(self._timeout)
+        return Message(Kind(kind), iteration, total_bytes, offset, length)
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        work = dist.isend(tensor, self.peer, group=self._group)
+        assert work is not None  # this rank is in the group
+        work.wait(self._timeout)
+
+    def _ask(self, tensor: torch.Tensor) -> dist.Work:
+        work = dist.irecv(tensor, self.peer, group=self._group)
+        assert work is not None  # this rank is in the group
+        return work
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A state in shared memory, as it was at one moment.
+
+    Attributes:
+        path: its file.
+        iteration: of the state.
+        page: the first page then, which tells of every change: while it is the same, so is the state.
+    """
+
+    path: Path
+    iteration: int
+    page: bytes
+
+
+def sealed(path: Path, iteration: int) -> Sealed:
+    """The state that a file holds now; OSError where it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return Sealed(path, iteration, os.pread(descriptor, PAGE_BYTES, 0))
+    finally:
+        os.close(descriptor)
+
+
+def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per_second: float | None = None) -> bool:
+    """Send a state's file; False where it was overwritten before or meanwhile, or this rank was told to stop.
+
+    Args:
+        channel: to the rank that takes it.
+        state: in shared memory of this machine.
+        stop: asks to break off.
+        bytes_per_second: the rate not to be exceeded.
+
+    Raises:
+        RuntimeError: the other rank is gone, or took nothing in time.
+        OSError: the file cannot be read.
+    """
+    descriptor = os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        total, offset, whole = os.fstat(descriptor).st_size, PAGE_BYTES, True
+        started = time.monotonic()
+        while whole and offset < total:
+            length = os.preadv(descriptor, [channel.view(min(len(channel.buffer), total - offset))], offset)
+            # Looked at after the bytes, so that they are of this state.
+            whole = length > 0 and os.pread(descriptor, PAGE_BYTES, 0) == state.page and not stop.is_set()
+            if whole:
+                channel.send(Message(Kind.PIECE, state.iteration, total, offset, length))
+                offset += length
+                if bytes_per_second is not None:
+                    stop.wait(max(0.0, started + offset / bytes_per_second - time.monotonic()))
+        if not whole:
+            channel.send(Message(Kind.DROPPED, state.iteration))
+            return False
+        channel.view(PAGE_BYTES)[:] = state.page
+        channel.send(Message(Kind.COMPLETE, state.iteration, total, 0, PAGE_BYTES))
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def receive_state(channel: Channel, first: Message, path: Path) -> bool:
+    """Write what `send_state` sends into a file of shared memory; False where its owner has dropped it.
+
+    The file counts for nothing until all of it is there; what it held before counts no more.
+
+    Args:
+        channel: to the rank that sends.
+        first: its message that began the state, just received.
+        path: the file.
+
+    Raises:
+        RuntimeError: the other rank is gone, or sent nothing in time.
+        OSError: shared memory is not there, or is too small.
+        CheckpointError: the pieces are not those of one state.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+        _erase(descriptor)
+        os.ftruncate(descriptor, first.total_bytes)
+        os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
+        message = first
+        while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
+            first.iteration,
+            first.total_bytes,
+        ):
+            _write(descriptor, channel.view(message.length), message.offset)
+            message = channel.receive()
+        if message.kind is Kind.DROPPED:
+            return False
+        if message.kind is not Kind.COMPLETE or message.iteration != first.iteration:
+            raise CheckpointError(f"rank {channel.peer} sent {message} in the middle of {first}")
+        _write(descriptor, channel.view(message.length), message.offset)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _erase(descriptor: int) -> None:
+    """Take a file's first page away, so that what it holds counts for nothing."""
+    os.pwrite(descriptor, bytes(PAGE_BYTES), 0)
+
+
+def erase(path: Path) -> None:
+    """Let a file of shared memory hold nothing; it keeps its size."""
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _erase(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def problem_of(path: Path, owner: int, iteration: int) -> str | None:
+    """Why a file that has arrived does not hold this state, None where every byte is as its owner sealed it."""
+    state = held_state(path)
+    if state is None or (state.rank, state.iteration) != (owner, iteration):
+        return f"{path} does not hold iteration {iteration} of rank {owner}"
+    return verify_held(state)

@@ -1,0 +1,162 @@
+"""One committed checkpoint, copied to a target under the commit protocol; and which copies stay there."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from cpsr.checkpoint.files import open_plain, read_bytes
+from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, commit_record, rank_manifest_name
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
+from cpsr.errors import CheckpointError, RunMismatchError, TargetError
+from cpsr.target.catalogue import SET_ASIDE, owner_of, scan
+from cpsr.target.identity import IDENTITY, Identity
+from cpsr.target.place import Place, TargetAbsentError, digest_of
+
+__all__ = ["CopyStoppedError", "Uploaded", "retain", "set_aside", "upload"]
+
+_CHUNK_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class CopyStoppedError(TargetError):
+    """Copying was asked to stop; what is at the target is not committed."""
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Tensor bytes of a copy, and how long it took with reading it back."""
+
+    bytes: int
+    seconds: float
+
+
+def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool]) -> Uploaded:
+    """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
+
+    Every file is compared with its record while it is sent, and read back from the target and compared again before
+    the commit record is written. What an upload before this one left in the folder is removed first.
+
+    Args:
+        place: the target.
+        directory: the checkpoint; it must stay whole meanwhile.
+        identity: of the run.
+        stopped: asked between pieces.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged, gone, or cannot be read now.
+        TargetError: the target refused, or gives back something else; or `stopped`.
+        RunMismatchError: another run has begun to write into this folder.
+    """
+    started = time.perf_counter()
+    folder = directory.name
+    manifest = read_manifest(directory)
+    manifest_bytes = _read_local(directory / MANIFEST)
+    place.remove(folder, first=COMMIT)
+    place.make(folder)
+    place.write(folder, IDENTITY, identity.to_bytes())
+    for rank in sorted(manifest.ranks):
+        record = read_rank_manifest(directory, manifest, rank)
+        for name in sorted(record.files):
+            _send(place, folder, directory / name, record.files[name], stopped)
+        place.write(folder, rank_manifest_name(rank), _read_local(directory / rank_manifest_name(rank)))
+    place.write(folder, MANIFEST, manifest_bytes)
+    _refuse_other_writer(place, folder, identity)
+    place.write(folder, COMMIT, commit_record(manifest_bytes))
+    return Uploaded(manifest.state_bytes(), time.perf_counter() - started)
+
+
+def set_aside(place: Place, folder: str, reason: str) -> None:
+    """Mark a copy as one that nobody restores; it goes once a later one is committed.
+
+    Raises:
+        TargetError: the target refused.
+    """
+    place.write(folder, SET_ASIDE, reason.encode())
+    _log.warning("%s is set aside: %s", place.name(folder), reason)
+
+
+def retain(place: Place, run_id: str, keep: int) -> list[str]:
+    """Remove all but the newest copies; after one was committed and read back.
+
+    Args:
+        place: the target.
+        run_id: whose copies they are; others are never touched.
+        keep: how many stay.
+
+    Returns:
+        The folders that were removed.
+
+    Raises:
+        TargetError: the target refused; what is still committed there is valid.
+        RunMismatchError: another run has begun to copy there.
+    """
+    found = scan(place, run_id)
+    removed = [copy.folder for copy in found.copies[:-keep]] + found.set_aside + [*found.unfinished]
+    removed += [folder for folder in found.damaged if owner_of(place, folder) == run_id]
+    for folder in removed:
+        place.remove(folder, first=COMMIT)
+        _log.debug("%s was removed: newer copies are committed", place.name(folder))
+    return removed
+
+
+def _send(place: Place, folder: str, path: Path, record: FileRecord, stopped: Callable[[], bool]) -> None:
+    place.send(folder, path.name, _checked(path, record, stopped))
+    found = digest_of(_until(place.chunks(folder, path.name), stopped))
+    if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
+        raise TargetError(f"{place.name(folder, path.name)}: what was read back differs from what was written")
+
+
+def _checked(path: Path, record: FileRecord, stopped: Callable[[], bool]) -> Iterator[bytes]:
+    """The pieces of a local file, which must be what was committed by the time the last one is asked for."""
+    state, size = xxhash.xxh3_128(), 0
+    for chunk in _until(_local_chunks(path), stopped):
+        state.update(chunk)
+        size += len(chunk)
+        yield chunk
+    if (size, state.hexdigest()) != (record.bytes, record.xxh3_128):
+        raise DamagedFileError(path, "is not what was committed, and is not copied: its size or xxh3-128 differs")
+
+
+def _local_chunks(path: Path) -> Iterator[bytes]:
+    try:
+        descriptor = open_plain(path)
+        try:
+            while chunk := os.read(descriptor, _CHUNK_BYTES):
+                yield chunk
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _until(chunks: Iterator[bytes], stopped: Callable[[], bool]) -> Iterator[bytes]:
+    for chunk in chunks:
+        if stopped():
+            raise CopyStoppedError("copying was stopped, because the run ends")
+        yield chunk
+
+
+def _read_local(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_other_writer(place: Place, folder: str, identity: Identity) -> None:
+    """Two runs that found the target empty at the same time: the one that wrote its name last goes on."""
+    try:
+        same = place.read(folder, IDENTITY) == identity.to_bytes()
+    except TargetAbsentError:
+        same = False
+    if not same:
+        raise RunMismatchError(
+            f"another run has written into {place.name(folder)} while this one did: two runs have the same target "
+            f"{place.shown}. Its copies were not committed by this run; give each run a target of its own"
+        )

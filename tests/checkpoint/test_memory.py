@@ -1,0 +1,253 @@
+"""States in shared memory: whole and found again, or not taken at all."""
+
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.memory import (
+    SHARED_MEMORY,
+    HeldState,
+    SharedMemory,
+    held_states,
+    load_held,
+    remove_held,
+    verify_held,
+)
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import CheckpointError, SaveError
+from cpsr.state import Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+
+SCALARS = {"iteration": 7, "rng": torch.arange(5), "nested": [(1, 2.5), None]}
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    remove_held(name)
+
+
+def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
+    pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, life))
+    assert pool.shared_memory_problem is None
+    return pool
+
+
+def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> HeldState:
+    """One sealed snapshot, as a process leaves it that dies."""
+    pool = pool_of(run_id, life=life)
+    assert pool.begin(make_shard(seed, iteration=iteration), iteration, SCALARS) is not None
+    pool.finish()
+    pool.close(remove=False)
+    (state,) = held_states(run_id)
+    return state
+
+
+def test_what_a_killed_process_held_is_found_bit_for_bit(run_id: str) -> None:
+    program = f"""
+        import os, signal, torch
+        from tests.checkpoint.conftest import make_shard
+        from cpsr.checkpoint.memory import SharedMemory
+        from cpsr.checkpoint.snapshot import SnapshotPool
+        pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 2, 4))
+        pool.begin(make_shard(3, iteration=7), 7, {{"rng": torch.arange(5)}})
+        pool.finish()
+        pool._worker.submit(lambda: None).result()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd(), check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (state,) = held_states(run_id)
+    assert (state.rank, state.iteration, state.life, state.kind) == (2, 7, 4, "snapshot")
+    into = make_shard(0)
+    scalars = load_held(state, into)
+    assert_same_bits(into, make_shard(3))
+    assert scalars["rng"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_only_the_user_may_read_it(run_id: str) -> None:
+    state = hold(run_id)
+    assert stat.S_IMODE(state.path.stat().st_mode) == 0o600
+
+
+def test_a_link_in_the_place_of_a_buffer_is_not_followed(run_id: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (SHARED_MEMORY / f"cpsr-{run_id}-rank-00000-0").symlink_to(victim)
+    pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 0))
+    assert pool.shared_memory_problem is not None
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_state_that_is_being_overwritten_does_not_count(run_id: str) -> None:
+    hold(run_id)
+    pool = pool_of(run_id)
+    for _ in range(3):  # the newest is taken last
+        assert held_states(run_id)
+        assert pool.acquire(9) is not None
+    assert held_states(run_id) == []
+
+
+def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> None:
+    pool = pool_of(run_id)
+    snapshot = pool.begin(make_shard(3, iteration=7), 7, SCALARS)
+    assert snapshot is not None
+    assert held_states(run_id) == []  # copied, perhaps; not sealed
+
+
+@pytest.mark.parametrize("cut", ["flip", "truncate"])
+def test_damage_anywhere_is_seen(run_id: str, cut: str) -> None:
+    state = hold(run_id)
+    whole = state.path.read_bytes()
+    into, before = make_shard(0), make_shard(0)
+    # All but the sequence, of which any even value will do.
+    places = {*range(8), *range(16, 56, 3), *range(4096, len(whole), max(1, len(whole) // 60)), len(whole) - 1}
+    for place in sorted(places):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0x10
+        state.path.write_bytes(damaged if cut == "flip" else whole[:place])
+        found = held_states(run_id)
+        problem = verify_held(state)
+        assert problem is not None or found == [], place
+        for one in found:
+            with pytest.raises(CheckpointError, match=r"damaged|shorter|any more"):
+                load_held(one, into)
+        assert_same_bits(into, before)
+    state.path.write_bytes(whole)
+    assert verify_held(state) is None
+
+
+def test_a_state_of_another_model_is_refused_and_nothing_is_written(run_id: str) -> None:
+    state = hold(run_id)
+    into = make_shard(0, sizes=(5, 0, 301))
+    with pytest.raises(CheckpointError, match="another model"):
+        load_held(state, into)
+    assert_same_bits(into, make_shard(0, sizes=(5, 0, 301)))
+
+
+def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: str) -> None:
+    hold(run_id, iteration=7)
+    pool = pool_of(run_id, life=1)
+    for iteration in (8, 9, 10, 11):
+        snapshot = pool.begin(make_shard(iteration, iteration=iteration), iteration, SCALARS)
+        assert snapshot is not None
+        pool.finish()
+        pool._worker.submit(lambda: None).result()
+        pool.release(snapshot)
+        held = [state.iteration for state in held_states(run_id)]
+        assert held == list(range(max(7, iteration - 2), iteration + 1))
+    pool.forget_after(9)
+    assert [state.iteration for state in held_states(run_id)] == [9]
+    pool.close()
+    assert held_states(run_id) == []
+    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
+
+
+def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> None:
+    template = make_shard(0)
+    pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
+    kept = pool.acquire(1)
+    assert kept is not None
+    pool.keep(kept)
+    assert pool.acquire(2) is not None
+    assert pool.acquire(3) is not None
+    shard = make_shard(5, iteration=20)
+    pool.dump(Shard(shard.operators, template.others), 20)
+    (state,) = held_states(run_id)
+    assert (state.iteration, state.kind) == (20, "departure")
+    into = make_shard(0)
+    load_held(state, into)
+    assert_same_bits(into, Shard(shard.operators, template.others))
+
+
+def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
+    hold(run_id, iteration=12)
+    pool = pool_of(run_id, life=1)
+    assert pool.acquire(8) is not None
+    pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13)
+    into = pool.acquire(12, spare=12)
+    assert into is not None
+    load_held(held_states(run_id)[0], into.shard)
+    assert_same_bits(into.shard, make_shard(3))
+
+
+def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:
+    pool = pool_of(run_id)
+    pool.begin(make_shard(5, iteration=20), 20, SCALARS)
+    pool.dump(make_shard(5, iteration=20), 20)
+    (state,) = held_states(run_id)
+    assert (state.iteration, state.kind) == (20, "snapshot")
+
+
+def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_forward(run_id: str) -> None:
+    shard = make_shard(3, iteration=20)
+    pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
+    shard.others["norm.count"].add_(1)
+    pool.mark_boundary()
+    shard.others["norm.count"].add_(5)
+    pool.dump(shard, 20)
+    into = make_shard(0)
+    load_held(held_states(run_id)[0], into)
+    assert into.others["norm.count"].item() == 4
+    shard.others["norm.mean"].zero_()
+    with pytest.raises(SaveError, match=r"norm.mean.*for the first time"):
+        pool.dump(shard, 21)
+
+
+def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
+    pool = pool_of(run_id)
+    kept = pool.acquire(1)
+    assert kept is not None
+    pool.keep(kept)
+    pool.pin()
+    assert pool.acquire(2) is not None
+    assert pool.acquire(3) is not None
+    with pytest.raises(SaveError, match="in use"):
+        pool.dump(make_shard(5, iteration=20), 20)
+
+
+def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        pool = SnapshotPool(make_shard(0, sizes=(10_000, 10_000)), memory=SharedMemory(run_id, 0, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert pool.shared_memory_problem is not None
+    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
+    assert pool.begin(make_shard(1, sizes=(10_000, 10_000)), 1, None) is not None
+    assert pool.finish() is not None
+    with pytest.raises(SaveError, match="no shared memory"):
+        pool.dump(make_shard(1, sizes=(10_000, 10_000)), 2)
+
+
+def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
+    hold(run_id)
+    other = f"{run_id}-other"
+    hold(other)
+    assert remove_held(run_id, keep_ranks=(0,)) == 0
+    assert remove_held(run_id) > 0
+    assert held_states(run_id) == []
+    assert len(held_states(other)) == 1
+    remove_held(other)
+
+
+def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
+    pool = SnapshotPool(Shard({}), memory=SharedMemory(run_id, 0, 0))
+    assert pool.shared_memory_problem is None
+    pool.begin(Shard({}), 1, SCALARS)
+    pool.finish()
+    pool.close(remove=False)
+    (state,) = held_states(run_id)
+    assert load_held(state, Shard({}))["iteration"] == 7
+    assert state.path.stat().st_size > 0

@@ -1,0 +1,71 @@
+"""Sealed states in a directory that stands for one node's shared memory, as a rank's snapshots leave them there."""
+
+from pathlib import Path
+
+import torch
+
+from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
+from cpsr.checkpoint.memory import HeldState, MemoryFile, SharedMemory, load_held
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.peers.small import load_together
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+RUN_ID = "0123abcd"
+
+
+def shard(rank: int, iteration: int, elements: int, *, alike: bool = False) -> Shard:
+    """What a rank has at an iteration: a slice of its own or, where all are alike, the whole; its own buffer."""
+    place = 0 if alike else rank
+    values = torch.arange(elements, dtype=torch.float32) * (place + 1) + iteration
+    moments = {"exp_avg": values / 3, "exp_avg_sq": values.square()}
+    piece = ParamSlice(values, (8 * elements,), place * elements)
+    others = {"mean": torch.tensor([rank + iteration / 3])}
+    return Shard({"weight": OperatorState("weight", piece, moments, iteration)}, others)
+
+
+class States:
+    """One rank's buffers, taken in turn.
+
+    Args:
+        directory: the node's shared memory.
+        rank: the owner.
+        elements: of its one operator.
+        slots: number of buffers.
+        alike: all ranks own the same.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, elements: int = 50_000, slots: int = 3, *, alike: bool = False
+    ) -> None:
+        self.template = template = shard(rank, 0, elements, alike=alike)
+        self.memory = SharedMemory(RUN_ID, rank, 0, directory)
+        self._rank, self._elements, self._alike = rank, elements, alike
+        files = self.memory.files(slots, layout_bytes(template))
+        self._buffers: list[tuple[MemoryFile, HostBuffer]] = [
+            (file, HostBuffer(template, pinned=False, memory=file)) for file in files
+        ]
+        self._taken = 0
+
+    def seal(self, iteration: int) -> tuple[Path, Snapshot]:
+        """The file that holds this iteration from now on, and its snapshot."""
+        file, buffer = self._buffers[self._taken % len(self._buffers)]
+        self._taken += 1
+        file.unseal()
+        held = buffer.shard_at(iteration)
+        source_shard = shard(self._rank, iteration, self._elements, alike=self._alike)
+        for (_, target), (_, source) in zip(held.tensors(), source_shard.tensors(), strict=True):
+            target.copy_(source)
+        scalars = {"of": [self._rank, iteration]}
+        file.seal(self._rank, 0, "snapshot", held, iteration, scalars)
+        return file.path, Snapshot(iteration, held, scalars)
+
+
+def is_right(state: HeldState, tensors: HeldState | None = None, elements: int = 50_000) -> bool:
+    """Whether a replica holds, bit for bit, what its owner had; a small one together with another rank's tensors."""
+    expected = shard(state.rank, state.iteration, elements, alike=tensors is not None)
+    found = shard(state.rank, -1, elements, alike=tensors is not None)
+    scalars = load_held(state, found) if tensors is None else load_together(state, tensors, found)
+    return bool(scalars == {"of": [state.rank, state.iteration]}) and all(
+        torch.equal(values, wanted)
+        for (_, values), (_, wanted) in zip(found.tensors(), expected.tensors(), strict=True)
+    )

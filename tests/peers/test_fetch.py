@@ -1,0 +1,94 @@
+"""What another machine holds is brought to the rank that needs it, between real processes."""
+
+import shutil
+from pathlib import Path
+
+from tests.peers.ranks import run
+
+# Rank 2 has taken the place of a rank whose machine was lost; its state lies at the machines of ranks 0 and 1.
+LOST = """
+states = States(memory, rank, slots=2)
+if rank != 2:
+    states.seal(10), states.seal(20)
+    replicas = States(memory, 2, slots=1)
+    lying, _ = replicas.seal(20)
+    replica = lying.with_name(f"cpsr-{RUN_ID}-rank-00002-replica-{rank:05d}-0")
+    lying.rename(replica)
+group.barrier()
+nodes = group.gather(this_node())
+entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in held_states(RUN_ID, memory)]
+entries = [Entry(**one) for part in group.gather([vars(entry) for entry in entries]) for one in part]
+sources = decide(nodes, entries, None, None, alike=False, remote=True).exact
+own = [source for source in sources if source.rank != 2]
+config = PeersConfig(chunk_bytes=8192, timeout_seconds=5.0)
+fetched = fetch(RUN_ID, group, nodes, sources, config, memory)
+if rank == 2:
+    found["right"] = [fetched.iteration, is_right(fetched), oct(fetched.path.stat().st_mode & 0o777)]
+    fetched.path.unlink()
+else:
+    found["right"] = fetched
+found["nothing"] = fetch(RUN_ID, group, nodes, own, config, memory)
+
+def fails():
+    try:
+        fetch(RUN_ID, group, nodes, sources, config, memory)
+    except CheckpointError as error:
+        return str(error).replace(str(root), "")
+if rank == 0:
+    with replica.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"damage")
+found["damaged"] = fails()
+if rank == 0:
+    replica.unlink()
+found["gone"] = fails()
+found["left"] = len(list(memory.glob("*fetched*")))
+leave()
+"""
+
+
+def test_a_lost_rank_gets_its_state_from_the_machine_that_holds_it(tmp_path: Path) -> None:
+    ranks = run(LOST, tmp_path, ["a", "b", "c"])
+    assert [found["right"] for found in ranks] == [None, None, [20, True, "0o600"]]
+    for found in ranks:
+        assert found["nothing"] is None
+        # All say the same, so that all choose another source.
+        assert found["damaged"] == ranks[0]["damaged"]
+        assert "rank 2, cpsr-0123abcd-rank-00002-replica-00000-0 from a: " in found["damaged"]
+        assert "its hash does not hold" in found["damaged"]
+        assert "rank 0, cpsr-0123abcd-rank-00002-replica-00000-0 from a: " in found["gone"]
+        assert "does not hold iteration 20 any more" in found["gone"]
+        assert "rank 2, cpsr-0123abcd-rank-00002-replica-00000-0 from a: it is gone there" in found["gone"]
+        assert found["left"] == 0
+
+
+LIFE = """
+states = States(memory, rank)
+replicator = opened(states, replicas=2)
+for iteration in (10, 20):
+    replicator.offer(*states.seal(iteration))
+    until(lambda: all(iteration in held(owner) for owner in replicator.placement.held_by(rank)))
+    group.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+RESTART = """
+nodes = group.gather(this_node())
+entries = [vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name)) for s in held_states(RUN_ID, memory)]
+entries = [Entry(**one) for part in group.gather(entries) for one in part]
+sources = decide(nodes, entries, None, None, alike=False, remote=True).exact
+fetched = fetch(RUN_ID, group, nodes, sources, PeersConfig(), memory)
+entry = sources[rank].entry
+(state,) = [s for s in held_states(RUN_ID, memory) if s.path == (fetched.path if fetched else memory / entry.name)]
+found["state"] = [state.rank, state.iteration, is_right(state), fetched is not None]
+leave()
+"""
+
+
+def test_every_state_is_left_after_a_sigkill_of_all_and_the_loss_of_any_two_of_three_machines(tmp_path: Path) -> None:
+    run(LIFE, tmp_path, ["a", "b", "c"], [-9, -9, -9])
+    for kept in range(3):
+        after = tmp_path / f"after-{kept}"
+        shutil.copytree(tmp_path / "abc"[kept], after / "abc"[kept])
+        ranks = run(RESTART, after, ["abc"[rank] if rank == kept else f"new-{rank}" for rank in range(3)])
+        assert [found["state"] for found in ranks] == [[rank, 20, True, rank != kept] for rank in range(3)]

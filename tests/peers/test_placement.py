@@ -1,0 +1,183 @@
+"""Where replicas lie, against every placement that there is on small clusters."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.peers.placement import Member, Placement, place
+
+
+def choices(members: Sequence[Member], owner: int, count: int) -> list[tuple[int, ...]]:
+    """Every set of holders by which the owner has so many copies, with as many of its group as in any such set."""
+    others = [rank for rank, member in enumerate(members) if member.node != members[owner].node]
+    apart = [
+        chosen for chosen in combinations(others, count) if len({members[rank].node for rank in chosen}) == len(chosen)
+    ]
+    within = [sum(members[rank].group == members[owner].group for rank in chosen) for chosen in apart]
+    return [chosen for chosen, number in zip(apart, within, strict=True) if number == max(within)]
+
+
+def load_of(members: Sequence[Member], holders: Sequence[Sequence[int]]) -> list[int]:
+    load = [0] * len(members)
+    for owner, chosen in enumerate(holders):
+        for rank in chosen:
+            alike = members[rank].group == members[owner].group
+            load[rank] += members[owner].bytes_within if alike else members[owner].bytes_beyond
+    return load
+
+
+def smallest_largest_load(members: Sequence[Member], count: int) -> int:
+    """By going through all placements, a branch ending where it is no better than the best so far."""
+    options = [choices(members, owner, count) for owner in range(len(members))]
+    best = sum(count * max(member.bytes_within, member.bytes_beyond) for member in members)
+    load = [0] * len(members)
+
+    def descend(owner: int) -> None:
+        nonlocal best
+        if owner == len(members):
+            best = min(best, max(load))
+            return
+        for chosen in options[owner]:
+            added = [
+                (
+                    rank,
+                    members[owner].bytes_within
+                    if members[rank].group == members[owner].group
+                    else members[owner].bytes_beyond,
+                )
+                for rank in chosen
+            ]
+            for rank, size in added:
+                load[rank] += size
+            if max(load) < best:
+                descend(owner + 1)
+            for rank, size in added:
+                load[rank] -= size
+
+    descend(0)
+    return best
+
+
+def check(members: Sequence[Member], replicas: int, placement: Placement) -> None:
+    nodes = {member.node for member in members}
+    count = min(replicas, len(nodes) - 1)
+    for owner, holders in enumerate(placement.holders):
+        assert len(holders) == count == len({members[rank].node for rank in holders} - {members[owner].node})
+        alike = [members[rank].group == members[owner].group for rank in holders]
+        group_nodes = {member.node for member in members if member.group == members[owner].group}
+        assert sum(alike) == min(count, len(group_nodes) - 1)
+        assert alike == sorted(alike, reverse=True)  # its own group's come first
+        assert all(owner in placement.held_by(rank) for rank in holders)
+        for lost in combinations(sorted(nodes), count):
+            assert {members[rank].node for rank in (owner, *holders)} - set(lost)
+    assert list(placement.load_bytes) == load_of(members, placement.holders)
+    assert (placement.shortfall is None) == (count == replicas)
+
+
+def check_choices(members: Sequence[Member], placement: Placement) -> None:
+    for owner, holders in enumerate(placement.holders):
+        assert tuple(sorted(holders)) in choices(members, owner, len(holders))
+
+
+def partitions(size: int) -> Iterator[tuple[int, ...]]:
+    """Every way to put so many ranks on nodes, or into groups, that are not told apart by their names."""
+    for labels in product(range(size), repeat=size):
+        if all(label <= max(labels[:rank], default=-1) + 1 for rank, label in enumerate(labels)):
+            yield labels
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_of_every_small_cluster_with_equal_sizes_the_largest_load_is_the_smallest_possible(size: int) -> None:
+    seen = 0
+    for nodes, groups in product(partitions(size), partitions(size)):
+        members = [Member(f"node-{node}", group, 10, 10) for node, group in zip(nodes, groups, strict=True)]
+        for replicas in range(4):
+            placement = place(members, replicas)
+            check(members, replicas, placement)
+            check_choices(members, placement)
+            best = smallest_largest_load(members, min(replicas, len(set(nodes)) - 1))
+            assert max(placement.load_bytes) == best >= placement.bound_bytes
+            seen += 1
+    assert seen == 4 * {1: 1, 2: 4, 3: 25, 4: 225, 5: 2704}[size]
+
+
+SIZES = st.integers(1, 12)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, ranks: int, *, equal: bool = False) -> list[Member]:
+    size = draw(SIZES)
+    return [
+        Member(
+            f"node-{draw(st.integers(0, 4))}",
+            draw(st.integers(0, 2)),
+            size if equal else draw(SIZES),
+            size if equal else draw(SIZES),
+        )
+        for _ in range(draw(st.integers(1, ranks)))
+    ]
+
+
+@given(clusters(6), st.integers(0, 3))
+def test_with_any_sizes_the_largest_load_is_within_one_replica_of_the_smallest_possible(
+    members: list[Member], replicas: int
+) -> None:
+    placement = place(members, replicas)
+    check(members, replicas, placement)
+    check_choices(members, placement)
+    best = smallest_largest_load(members, min(replicas, len({member.node for member in members}) - 1))
+    largest = max(max(member.bytes_within, member.bytes_beyond) for member in members)
+    assert placement.bound_bytes <= best <= max(placement.load_bytes) < best + largest
+
+
+@given(clusters(6, equal=True), st.integers(0, 3))
+def test_with_equal_sizes_it_is_the_smallest_possible(members: list[Member], replicas: int) -> None:
+    best = smallest_largest_load(members, min(replicas, len({member.node for member in members}) - 1))
+    assert max(place(members, replicas).load_bytes) == best
+
+
+@given(clusters(40), st.integers(0, 4))
+def test_larger_clusters(members: list[Member], replicas: int) -> None:
+    placement = place(members, replicas)
+    check(members, replicas, placement)
+    assert placement == place(list(members), replicas)
+    largest = max(max(member.bytes_within, member.bytes_beyond) for member in members)
+    assert max(placement.load_bytes) < placement.bound_bytes + largest
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "stages"), [(4, 1, 1), (4, 2, 2), (8, 4, 4), (16, 8, 4)])
+def test_regular_clusters_are_balanced_to_the_byte(nodes: int, per_node: int, stages: int) -> None:
+    members = [Member(f"node-{rank // per_node}", rank % stages, 100, 100) for rank in range(nodes * per_node)]
+    placement = place(members, 2)
+    assert set(placement.load_bytes) == {200}
+    assert all(members[rank].group == owner % stages for owner, held in enumerate(placement.holders) for rank in held)
+
+
+def test_a_stage_on_one_node_is_replicated_by_the_others() -> None:
+    """Both ranks of each pipeline stage share a node: the group has no other, and the load is spread all the same."""
+    members = [Member(f"node-{rank // 2}", rank // 2, 100, 100) for rank in range(6)]
+    placement = place(members, 2)
+    assert set(placement.load_bytes) == {200}
+    assert all(
+        {members[rank].node for rank in held} == {"node-0", "node-1", "node-2"} - {members[owner].node}
+        for owner, held in enumerate(placement.holders)
+    )
+
+
+def test_what_is_impossible_is_said() -> None:
+    members = [Member(node, 0, 5, 5) for node in ("a", "a", "b", "b")]
+    placement = place(members, 3)
+    assert all(len(held) == 1 for held in placement.holders)
+    assert placement.shortfall is not None
+    assert (
+        "3 replicas of each rank's state are asked for and 1 possible: the job runs on 2 nodes" in placement.shortfall
+    )
+    alone = place(members[:1], 2)
+    assert alone.holders == ((),)
+    assert alone.shortfall is not None
+    assert "0 possible: the job runs on 1 node," in alone.shortfall
+    with pytest.raises(ValueError, match="sends nothing"):
+        Member("a", 0, 0, 5)

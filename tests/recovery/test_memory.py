@@ -1,0 +1,102 @@
+"""What outlives a process: snapshots in memory, and the state that healthy ranks leave when the group breaks."""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.memory import SHARED_MEMORY, held_states, remove_held
+from cpsr.journal.reader import JournalReader
+from cpsr.rundir import IDENTITY
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import Job
+
+KILLED = -signal.SIGKILL
+IN_MEMORY = {"checkpoint": {"shared_memory": True}}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    remove_held(run_id(job))
+
+
+def run_id(job: Job) -> str:
+    return str(json.loads((job.run_dir / IDENTITY).read_text())["run_id"])
+
+
+def sources(job: Job) -> list[tuple[str, int]]:
+    """Of the newest recovery: where each rank's state came from."""
+    with JournalReader(job.run_dir / "journal.db") as reader:
+        return [(source.source, source.iteration) for source in reader.recoveries()[-1].sources]
+
+
+@pytest.mark.parametrize("fault", ["persist:0:12", "commit:0:12"])
+def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
+    job: Job, uninterrupted: Uninterrupted, fault: str
+) -> None:
+    killed = job.launch(fault=fault, committed=8, held=12, settings=IN_MEMORY)
+    assert KILLED in killed.statuses
+    back = job.launch(settings=IN_MEMORY)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("memory", 12)] * 2
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == 12
+        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
+            key: reference[key] for key in ("state", "rng", "counters")
+        }
+    assert list(SHARED_MEMORY.glob(f"*{run_id(job)}*")) == []  # a clean end leaves nothing
+
+
+def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed = job.launch("predict", fault="step:1:23", committed=20, settings=IN_MEMORY)
+    assert killed.statuses[1] == KILLED
+    (left,) = [state for state in held_states(run_id(job)) if state.kind == "departure"]
+    assert (left.rank, left.iteration) == (0, 23)
+    back = job.launch("predict", settings=IN_MEMORY)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("departure", 23), ("predicted", 23)]
+    reference = uninterrupted(iterations=23)
+    survivor, lost = (back.result(rank) for rank in range(2))
+    assert survivor["started"]["iteration"] == lost["started"]["iteration"] == 23
+    assert survivor["state_at_start"] == reference.result(0)["state"]
+    assert lost["state_at_start"] != reference.result(1)["state"]
+
+
+def test_where_all_ranks_hold_the_same_a_survivor_serves_all(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed = job.launch("auto", fault="step:1:23", committed=20, settings=IN_MEMORY, zero=0)
+    assert killed.statuses[1] == KILLED
+    back = job.launch("auto", settings=IN_MEMORY, zero=0)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("departure", 23)] * 2
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted(zero=0).result(rank)
+        assert (mine["started"]["iteration"], mine["started"]["method"]) == (23, "departure")
+        assert mine["state_at_start"] == uninterrupted(zero=0, iterations=23).result(rank)["state"]
+        # Each batch once; only the dropout is another, since a killed rank's random state is lost.
+        assert mine["batches"] == reference["batches"][23:]
+        assert mine["counters"] == reference["counters"]
+
+
+def test_exact_recovery_takes_nothing_that_lacks_the_small_state(job: Job, uninterrupted: Uninterrupted) -> None:
+    job.launch("exact", fault="step:1:23", committed=20, settings=IN_MEMORY, zero=0)
+    back = job.launch("exact", settings=IN_MEMORY, zero=0)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert back.result(0)["started"]["iteration"] == 20
+    for rank in range(2):
+        assert back.result(rank)["state"] == uninterrupted(zero=0).result(rank)["state"]
+
+
+def test_a_state_of_an_earlier_life_leads_nowhere(job: Job) -> None:
+    job.launch("auto", fault="step:all:14", committed=12, settings=IN_MEMORY)
+    taken = {state.path: state.path.read_bytes() for state in held_states(run_id(job))}
+    job.launch("auto", iterations=16, settings={"checkpoint": {"shared_memory": False, "final": False}})
+    for path, content in taken.items():
+        path.write_bytes(content)
+    back = job.launch("exact", iterations=20, settings=IN_MEMORY)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert {tier for tier, _ in sources(job)} == {"disk"}

@@ -1,0 +1,27 @@
+"""A machine is lost with its memory: what it held is brought from the machine that has a replica."""
+
+import shutil
+from pathlib import Path
+
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import Job
+from tests.recovery.test_memory import IN_MEMORY, KILLED, sources
+
+
+def test_the_state_of_a_lost_machine_comes_back_from_another(
+    job: Job, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    killed = job.launch(fault="step:0:15", committed=12, held=12, settings=IN_MEMORY, nodes=["a", "b"])
+    assert KILLED in killed.statuses
+    shutil.rmtree(job.run_dir / "checkpoints" / "step-0000000012")  # the disk has not come so far
+    shutil.rmtree(tmp_path / "memory" / "b")
+    back = job.launch(settings=IN_MEMORY, nodes=["a", "c"])
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("memory", 12)] * 2
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == 12
+        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
+            key: reference[key] for key in ("state", "rng", "counters")
+        }
+    assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []  # a clean end leaves nothing

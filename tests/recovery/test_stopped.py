@@ -1,0 +1,24 @@
+"""A rank of a job that is stopped, neither dead nor alive to its peers."""
+
+from cpsr.departure import LEFT_EXIT_STATUS
+from cpsr.journal import JournalReader
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import Job
+
+HEARD = {"liveness": {"heartbeat_timeout_seconds": 2.0}, "checkpoint": {"shared_memory": True}}
+AT = 14
+
+
+def test_the_others_leave_and_the_job_goes_on(job: Job, uninterrupted: Uninterrupted) -> None:
+    left = job.launch(fault=f"stop:1:{AT}", settings=HEARD)
+    assert left.statuses == [LEFT_EXIT_STATUS, -9], left.output  # the launcher ends the one that is stopped
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        told = {event.kind: event for event in journal.events()}
+    assert "rank 1 was not heard for 2 s" in told["left"].message
+    assert "all_reduce" in told["left"].message  # where the training thread stood
+    assert told["dumped"].iteration == AT
+
+    back = job.launch(settings=HEARD)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        assert back.result(rank)["state"] == uninterrupted().result(rank)["state"]
