@@ -204,7 +204,7 @@ class LivenessConfig(_Section):
     """When ranks that no longer answer are given up, and the job leaves so that its launcher restarts it."""
 
     heartbeat_timeout_seconds: float | None = Field(
-        default=60.0,
+        default=300.0,
         gt=0,
         description="A rank that is not heard for so long (stopped, its machine gone) makes all leave; null is off. It "
         "beats in a thread of its own, whatever its training does.",

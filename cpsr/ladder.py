@@ -1,11 +1,13 @@
 """What is left of the run's state outside its committed checkpoints, and how each rank comes by it."""
 
-import hashlib
 import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+import xxhash
 
 from cpsr.checkpoint.memory import HeldState, held_states, load_held, verify_held
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
@@ -43,12 +45,20 @@ class Ladder:
         self._whole = _whole(shard)
         self._fetched: HeldState | None = None
 
-    def decide(self, checkpoint_iteration: int | None, failure_iteration: int | None) -> Decision:
-        """The sources of all ranks, from what they can reach now; see `cpsr.checkpoint.tiers.decide`."""
+    def decide(
+        self, checkpoint_iteration: int | None, failure_iteration: int | None, checkpoint: Shard | None
+    ) -> Decision:
+        """The sources of all ranks, from what they can reach now; see `cpsr.checkpoint.tiers.decide`.
+
+        Args:
+            checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+            failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
+            checkpoint: what this rank has loaded: whether all ranks hold the same shows in it.
+        """
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration
         reported = self._group.gather([vars(entry) for entry in self._catalogue(nodes, newest)])
-        wholes = self._group.gather(self._whole)
+        wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
         return decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
@@ -127,10 +137,17 @@ def _ranges(ranks: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _whole(shard: Shard) -> str | None:
-    """What the rank holds, as one word to compare; None where it holds slices, which are not another rank's."""
+def _whole(shard: Shard) -> bool:
+    """Whether the rank holds whole parameters: slices are never another rank's."""
     operators = shard.operators.values()
-    if any(operator.parameter.numel != math.prod(operator.parameter.global_shape) for operator in operators):
-        return None
-    described = sorted((key, tuple(tensor.shape), str(tensor.dtype)) for key, tensor in shard.tensors())
-    return hashlib.sha256(repr(described).encode()).hexdigest()
+    return all(operator.parameter.numel == math.prod(operator.parameter.global_shape) for operator in operators)
+
+
+def _fingerprint(shard: Shard) -> str:
+    """Of names, shapes and weights: ranks that each train a model of their own have the same shapes, too."""
+    state = xxhash.xxh3_128()
+    for name, operator in sorted(shard.operators.items()):
+        values = operator.parameter.values
+        state.update(repr((name, operator.parameter.global_shape, values.dtype, sorted(operator.moments))).encode())
+        state.update(values.contiguous().view(torch.uint8).numpy().data)
+    return state.hexdigest()

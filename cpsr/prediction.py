@@ -129,6 +129,8 @@ class StatePrediction:
                 return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
             decided = time.perf_counter() - started
             lost = left is None or not left()
+            if left is not None and not self.finite():
+                return Prediction(False, "what a rank left is not finite", forecast, target, guard)
             return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
         finally:
             history.close()
@@ -155,7 +157,7 @@ class StatePrediction:
                 self._write(history, tried)
             written = time.perf_counter()
             self._adapter.push_down()
-            accepted, reason = self._judge(scalars, loss_checkpoint, guard)
+            accepted, reason = self.judge(scalars, loss_checkpoint, guard)
             guard["tried"].append({"length": length, **guard["loss"]})
             predict_seconds += written - started
             inject_seconds += time.perf_counter() - written
@@ -214,7 +216,22 @@ class StatePrediction:
             return None
         return self._group.mean(sum(losses) / count)
 
-    def _judge(self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any]) -> tuple[bool, str]:
+    def finite(self) -> bool:
+        """Whether every weight and moment of every rank is; a collective."""
+        tensors = (tensor for _, tensor in self._adapter.shard().tensors() if tensor.is_floating_point())
+        return self._group.all(all(bool(torch.isfinite(tensor).all()) for tensor in tensors))
+
+    def judge(self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any]) -> tuple[bool, str]:
+        """Compare the probes' loss with the engine's present weights to that at the checkpoint; a collective.
+
+        Args:
+            scalars: the checkpoint's small state, which holds the probes.
+            loss_checkpoint: their loss there, None where it could not be evaluated: then nothing is vetoed.
+            guard: takes the numbers, for the journal.
+
+        Returns:
+            Whether the state is accepted, and why.
+        """
         loss_predicted = self.probe_loss(scalars.probes)
         if loss_checkpoint is None or loss_predicted is None:
             why = self._probes.off or NO_PROBES

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from cpsr.checkpoint.memory import SharedMemory, remove_held
+from cpsr.checkpoint.memory import SharedMemory, held_bytes, remove_held
 from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -144,6 +144,7 @@ class CPSRRecovery:
         self._watched: dict[str, Any] = {}
         self._recovery_id: str | None = None
         self._stop = False
+        self._last_is_safe = True
         self._entered = False
         self._sent: Plan | None = None
         self._stepped = time.perf_counter()
@@ -282,8 +283,7 @@ class CPSRRecovery:
         if applied:
             self._state.count_update(self._learning_rate)
         self._progress.publish(iteration, self._state.position.batches)
-        self._pool.mark_boundary()
-        self._departure.end_update(iteration)
+        self._at_boundary(iteration)
         self._liveness.step(iteration)
         self._iteration_seconds.append(seconds)
         self._planner.step(seconds)
@@ -327,7 +327,7 @@ class CPSRRecovery:
         self._losses.restart([])
         batches = self._state.position.batches
         self._progress.reset(iteration, batches)
-        self._departure.end_update(iteration)
+        self._at_boundary(iteration)
         self._saver.restart(iteration, None)
         with self._liveness.busy():
             saved = self._saver.save_now(iteration, self._capture)
@@ -355,8 +355,8 @@ class CPSRRecovery:
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
-        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks))
-        # What an earlier life left is part of what is needed, not in its way.
+        # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
+        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held_bytes(run.run_id))
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life: int = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life)
@@ -533,7 +533,7 @@ class CPSRRecovery:
         self._saver.finish()
         iteration = self._adapter.iteration
         if self.config.checkpoint.final and iteration > 0:
-            self._saver.save_now(iteration, self._capture)
+            self._last_is_safe = self._saver.save_now(iteration, self._capture)
 
     def _close_writer(self) -> None:
         checkpoint = self.config.checkpoint
@@ -543,7 +543,8 @@ class CPSRRecovery:
         self._saver.surface()
 
     def _close_pool(self) -> None:
-        self._pool.close(remove=self._ending != "error")  # after a failure the next life looks there first
+        # After a failure the next life looks there first, and where the disk refused the last state it is nowhere else.
+        self._pool.close(remove=self._ending != "error" and self._last_is_safe)
 
     def _close_target(self) -> None:
         """After the writer, so that the last checkpoint is copied; not after an error, when a restart is waiting."""
@@ -579,11 +580,16 @@ class CPSRRecovery:
         handlers.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, on_sigterm))
         self._departure.hear_sigterm()
 
+    def _at_boundary(self, iteration: int) -> None:
+        """The state is that of the end of this iteration, until the optimizer changes it."""
+        self._pool.mark_boundary()
+        self._departure.end_update(iteration)
+
     def _dump(self, iteration: int) -> None:
         """This rank is about to leave a broken group: its state outlives it."""
         if self._watch is not None:
             raise SaveError("a predicted state is being watched, and could not be given up any more")
-        self._pool.dump(self._adapter.shard(), iteration)
+        self._pool.dump(self._adapter.shard(), iteration, self._state.left())
 
     # At a step boundary
 
@@ -625,7 +631,7 @@ class CPSRRecovery:
         if leave:
             self._departure.leave_in_order()
             self._liveness.finish()
-            saved = self._saver.save_now(iteration, self._capture)
+            saved = self._last_is_safe = self._saver.save_now(iteration, self._capture)
             told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
             self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
             raise _Leave
@@ -694,7 +700,7 @@ class CPSRRecovery:
         self._forget_after(iteration, "the predicted state diverged")
         self._state.take(restored)
         self._progress.reset(iteration, self._state.position.batches)
-        self._departure.end_update(iteration)
+        self._at_boundary(iteration)
         self._saver.restart(iteration, iteration)
         self._recorder.event("rolled back", restored.reason, iteration, logging.WARNING)
 

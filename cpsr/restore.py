@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # In the run's directory: the checkpoint from which predicting raised, so that restarting does not meet it for ever.
 FAILED_PREDICTION = "prediction-failed.json"
+# And the checkpoint after which a life went on from what the ranks had left.
+DEPARTED = "departed"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Restorer:
         c = None if snapshot is None else snapshot.iteration
         progress = read_progress(self._config.run_dir, self._group.size)
         f = self._failure_iteration(progress, c or 0)
-        found = self._ladder.decide(c, f)
+        found = self._ladder.decide(c, f, None if snapshot is None else snapshot.shard)
         if found.exact_iteration is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
         if snapshot is None or mode == "exact" or f is None or found.exact_iteration >= f:
@@ -189,53 +191,82 @@ class Restorer:
     ) -> Restored:
         """From the checkpoint to the failure: by what the ranks left, by prediction of what they did not leave."""
         assert exact.scalars is not None
-        target = found.departed_iteration or f
-        data = self._data_at(progress, exact.scalars, target)
-        if found.complete:
-            departed = self._as_left(exact, snapshot, found, data)
-            if departed is not None:
-                return departed
-            found, target = replace(found, departed=()), f
-        # Rank 0's word: the others do not know what was planned. It weighs what this one failure cannot: the watch, in
-        # which nothing is committed, and leads that the next failure cuts short.
-        planned = self._group.broadcast(exact.scalars.planning.get("mode"))
-        if mode == "auto" and planned == "recompute":
-            lost = f - (found.exact_iteration or 0)
-            return replace(
-                exact, reason=f"the plan finds recomputing cheaper than predicting; {lost} iterations are recomputed"
-            )
         failed = self._failed_before(snapshot.iteration)
         if failed is not None:
-            return replace(exact, reason=f"exact, since predicting from this checkpoint failed before ({failed})")
+            return replace(exact, reason=f"exact, since coming back from this checkpoint failed before ({failed})")
+        # A departure once: it is not committed, and what broke the group may be in it.
+        if found.departed and self._group.broadcast(self._departed_before(snapshot.iteration)):
+            found = replace(found, departed=())
+        target = found.departed_iteration or f
+        data = self._data_at(progress, exact.scalars, target)
         try:
+            if found.complete:
+                self._note_departure(snapshot.iteration)
+                return self._as_left(exact, snapshot, found, data)
+            # Rank 0's word: the others do not know what was planned. It weighs what this one failure cannot: the watch,
+            # in which nothing is committed, and leads that the next failure cuts short.
+            planned = self._group.broadcast(exact.scalars.planning.get("mode"))
+            if mode == "auto" and planned == "recompute":
+                lost = f - (found.exact_iteration or 0)
+                return replace(
+                    exact,
+                    reason=f"the plan finds recomputing cheaper than predicting; {lost} iterations are recomputed",
+                )
+            if found.departed:
+                self._note_departure(snapshot.iteration)
             return self._predict(exact, snapshot, data, target, mode, found=found)
         except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is whole and the run must come back
             return self._without_prediction(exact, snapshot, error)
 
-    def _as_left(self, exact: Restored, snapshot: Snapshot, found: Decision, data: DataPosition) -> Restored | None:
-        """Every rank's tensors as it left them; None where one cannot be read after all."""
+    def _as_left(self, exact: Restored, snapshot: Snapshot, found: Decision, data: DataPosition) -> Restored:
+        """Every rank's tensors as it left them, where they are finite and their loss is not far above the checkpoint's.
+
+        Raises:
+            CheckpointError: a rank's cannot be read after all; every rank raises it.
+        """
         started = time.perf_counter()
+        assert exact.scalars is not None
         assert found.departed_iteration is not None
-        rates = self._adapter.skip_ahead(found.departed_iteration - snapshot.iteration)
-        try:
-            self._ladder.bring(found.departed)
-            self._ladder.load(found.departed[self._group.rank], self._adapter.shard())
-        except CheckpointError as error:
-            logger.warning("what the ranks left cannot be used: %s", error)
-            self.inject(snapshot)
-            return None
+        loss_checkpoint = self.probe_loss(exact.scalars.probes)
+        self._ladder.bring(found.departed)
+        left = self._ladder.load(found.departed[self._group.rank], self._adapter.shard())
+        self._adapter.load_scalars(left["engine"])
         self._adapter.push_down()
+        guard: dict[str, Any] = {}
+        accepted, reason = False, "some values are not finite"
+        if self._prediction.finite():
+            accepted, reason = self._prediction.judge(exact.scalars, loss_checkpoint, guard)
+        if not accepted:
+            self.inject(snapshot)
+            return replace(exact, guard=guard, reason=f"what the ranks left when the group broke was refused: {reason}")
+        small = {name: left[name] for name in ("lineage", "peak_learning_rate")}
         return replace(
             exact,
             method="departure",
             restored_iteration=found.departed_iteration,
             reason=f"every rank's state was left at iteration {found.departed_iteration} when the group broke; "
-            f"random states and registered objects are those of checkpoint {snapshot.iteration}",
+            f"random states and registered objects are those of checkpoint {snapshot.iteration}; {reason}",
+            scalars=replace(exact.scalars, **small),
+            guard=guard,
             data=data,
             sources=found.departed,
-            cumulative_learning_rate=exact.cumulative_learning_rate + sum(rates),
+            cumulative_learning_rate=left["cumulative_learning_rate"],
             inject_seconds=exact.inject_seconds + time.perf_counter() - started,
         )
+
+    def _departed_before(self, checkpoint_iteration: int) -> bool:
+        """Whether a life has already gone on from what was left after this checkpoint (rank 0's word)."""
+        try:
+            return int((self._config.run_dir / DEPARTED).read_text(encoding="ascii")) == checkpoint_iteration
+        except FileNotFoundError:
+            return False
+        except ValueError as error:
+            logger.warning("%s cannot be read and is ignored: %s", DEPARTED, error)
+            return False
+
+    def _note_departure(self, checkpoint_iteration: int) -> None:
+        if self._group.rank == 0:
+            write_bytes(self._config.run_dir / DEPARTED, str(checkpoint_iteration).encode("ascii"), fsync=False)
 
     def _load_from_memory(self, found: Decision) -> Snapshot | None:
         """The newest state in memory, in the recovery buffer; None where a rank cannot read it after all."""
@@ -374,13 +405,14 @@ class Restorer:
         assert exact.scalars is not None
         alternative = snapshot.iteration if found is None else found.exact_iteration or 0
         departed = () if found is None else found.departed
+        lineages: list[Any] = []
         prediction = self._prediction.attempt(
             exact.scalars,
             f,
             f - alternative if mode == "auto" else None,
             forecaster,
             partial=partial,
-            left=(lambda: self._take_what_is_left(departed)) if departed else None,
+            left=(lambda: self._take_what_is_left(departed, lineages)) if departed else None,
         )
         tried = replace(
             exact,
@@ -401,16 +433,21 @@ class Restorer:
             method=prediction.forecast.method,
             restored_iteration=f,
             reason=f"{told(sources)}; {prediction.reason}" if departed else prediction.reason,
+            scalars=replace(exact.scalars, lineage=lineages[0]) if lineages else exact.scalars,
             data=data,
             sources=sources,
             cumulative_learning_rate=prediction.target.time,
         )
 
-    def _take_what_is_left(self, departed: tuple[Source, ...]) -> bool:
-        """Put what this rank left when the group broke into the engine; False where nothing of it was left."""
+    def _take_what_is_left(self, departed: tuple[Source, ...], lineages: list[Any]) -> bool:
+        """Put what this rank left when the group broke into the engine; False where nothing of it was left.
+
+        The lineage that every rank's state had is added to `lineages`.
+        """
         source = departed[self._group.rank]
         self._ladder.bring(departed)
-        self._ladder.load(source, self._adapter.shard())
+        left = self._ladder.load(source, self._adapter.shard())
+        lineages += [one for one in self._group.gather(None if left is None else left["lineage"]) if one is not None]
         return source.entry is not None
 
     def inject(self, snapshot: Snapshot) -> None:

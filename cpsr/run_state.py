@@ -148,6 +148,15 @@ class RunState:
             "origin": "predicted" if self._lineage else "trained",
         }
 
+    def left(self) -> dict[str, Any]:
+        """Of the small state, what is known at any time between two steps; the names are those of `Scalars`."""
+        return {
+            "engine": self._adapter.scalars(),
+            "cumulative_learning_rate": self._cumulative_learning_rate,
+            "peak_learning_rate": self._peak_learning_rate,
+            "lineage": list(self._lineage),
+        }
+
     def take(self, restored: Restored) -> None:
         """Continue from a restored state; the engine itself has its state already."""
         scalars = restored.scalars

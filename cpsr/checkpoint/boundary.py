@@ -8,9 +8,13 @@ from cpsr.errors import SaveError
 
 __all__ = ["BoundaryBuffers"]
 
+# Copied at every boundary: running statistics and counters, which torch changes without counting it. What is larger
+# (attention masks, frozen weights) is copied where its count of changes says so.
+SMALL_BYTES = 1 << 16
+
 
 class BoundaryBuffers:
-    """Copies of those buffers outside the optimizer that change at all; attention masks and the like never do.
+    """Copies of the buffers outside the optimizer, as they were at the last step boundary.
 
     Args:
         others: the engine's own tensors by name, which are changed in place.
@@ -18,17 +22,23 @@ class BoundaryBuffers:
 
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
         self._others = dict(others)
-        self._versions = {name: _version(tensor) for name, tensor in others.items()}
+        small = [name for name, tensor in others.items() if tensor.numel() * tensor.element_size() <= SMALL_BYTES]
+        self._small = {name: (others[name].detach(), others[name].detach().clone()) for name in small}
+        self._large = {name: tensor for name, tensor in others.items() if name not in self._small}
+        self._versions = {name: _version(tensor) for name, tensor in self._large.items()}
         self._copies: dict[str, torch.Tensor] = {}
 
     def keep(self) -> None:
-        """This is a step boundary; costs a look at a counter for each buffer, and a copy of each that has changed."""
-        for name, tensor in self._others.items():
-            version = _version(tensor)
-            if version == self._versions[name]:
-                continue
-            self._versions[name] = version
-            with torch.no_grad():
+        """This is a step boundary; costs one call for all small buffers, and a look at a counter for each large one."""
+        with torch.no_grad():
+            if self._small:
+                sources, copies = zip(*self._small.values(), strict=True)
+                torch._foreach_copy_(list(copies), list(sources))
+            for name, tensor in self._large.items():
+                version = _version(tensor)
+                if version == self._versions[name]:
+                    continue
+                self._versions[name] = version
                 if name in self._copies:
                     self._copies[name].copy_(tensor, non_blocking=True)
                 else:
@@ -38,7 +48,7 @@ class BoundaryBuffers:
         """The values that these tensors had at the last boundary.
 
         Raises:
-            SaveError: one has changed since for the first time, or was replaced: its value then is not known.
+            SaveError: one was replaced, or is large and has changed since for the first time: its value is not known.
         """
         return {name: self._value(name, tensor) for name, tensor in others.items()}
 
@@ -46,6 +56,8 @@ class BoundaryBuffers:
         known = self._others.get(name)
         if known is None or known.data_ptr() != tensor.data_ptr():  # a frozen parameter is a new view every time
             raise SaveError(f"the buffer '{name}' was replaced since the start of this life")
+        if name in self._small:
+            return self._small[name][1]
         if _version(tensor) == self._versions[name]:
             return tensor
         if name not in self._copies:

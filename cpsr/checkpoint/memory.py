@@ -11,6 +11,8 @@ The sequence is odd while the buffer is being filled. A state counts where it is
 that is half written, or was written by a process that died on the way, is never taken for whole.
 """
 
+import errno
+import fcntl
 import json
 import logging
 import mmap
@@ -37,6 +39,7 @@ __all__ = [
     "HeldState",
     "MemoryFile",
     "SharedMemory",
+    "held_bytes",
     "held_state",
     "held_states",
     "load_held",
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 # Another directory than the machine's lets one machine stand for several.
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
+BLOCK_BYTES = 512  # of st_blocks, by POSIX
+RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 _MAGIC = b"CPSRMEM1"
 _HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
 _SEQUENCE = struct.Struct("<Q")
@@ -93,6 +98,12 @@ class MemoryFile:
         size = PAGE_BYTES + tensor_bytes
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
+        try:
+            # For as long as this process lives: a stopped one that goes on would write into the next one's buffer.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise OSError(error.errno, "another process that still runs has it", str(path)) from error
         try:
             os.fchmod(self._descriptor, 0o600)
             if not _is_of_size(self._descriptor, tensor_bytes):
@@ -174,6 +185,7 @@ class MemoryFile:
         if remove:
             self.path.unlink(missing_ok=True)
         if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping has the file open, too
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -201,6 +213,7 @@ class SharedMemory:
             OSError: shared memory is not there or too small; none was made.
         """
         made: list[MemoryFile] = []
+        self._require_room(count, PAGE_BYTES + tensor_bytes)
         try:
             for slot in range(count):
                 made.append(MemoryFile(self.path(str(slot)), tensor_bytes))
@@ -209,6 +222,20 @@ class SharedMemory:
                 file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
             raise
         return made
+
+    def _require_room(self, count: int, file_bytes: int) -> None:
+        """Others need shared memory too: loaders' workers, NCCL."""
+        paths = [self.path(str(slot)) for slot in range(count)]
+        missing = sum(max(file_bytes - path.stat().st_size, 0) if path.is_file() else file_bytes for path in paths)
+        memory = os.statvfs(self._directory)
+        free, size = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
+        reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * size))
+        if missing > free - reserve:
+            raise OSError(
+                errno.ENOSPC,
+                f"{missing} bytes are missing, {free} are free, {reserve} are left to others",
+                str(self._directory),
+            )
 
     def path(self, slot: str) -> Path:
         """Where a buffer lies."""
@@ -249,6 +276,11 @@ def verify_held(state: HeldState) -> str | None:
             return None
     except CheckpointError as error:
         return str(error)
+
+
+def held_bytes(run_id: str, directory: Path = SHARED_MEMORY) -> int:
+    """Memory of this machine that a run's states take, those of earlier lives included."""
+    return sum(path.lstat().st_blocks * BLOCK_BYTES for path in _files_of(run_id, directory))
 
 
 def remove_held(
@@ -347,7 +379,13 @@ def _describe(path: Path) -> _Found | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        logger.warning("%s cannot be read, and is ignored: %s", path, error)
+        return None
     with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            logger.warning("%s belongs to another user, and is ignored", path)
+            return None
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
             return None

@@ -41,7 +41,12 @@ def mark_life(run_dir: Path, life: int) -> None:
     """Say which life the counters are of: states that an earlier one left in memory lead nowhere any more (rank 0)."""
     path = run_dir / "progress" / LIFE
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, str(life).encode("ascii"), fsync=False)
+    # In place, and always as many bytes: a full disk has room for it.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.pwrite(descriptor, f"{life:020d}".encode("ascii"), 0)
+    finally:
+        os.close(descriptor)
 
 
 def newest_life(run_dir: Path) -> int:

@@ -17,17 +17,18 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _log = logging.getLogger(__name__)
 
 
-def check_host_memory(required_bytes: int, local_ranks: int) -> None:
+def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0) -> None:
     """Refuse snapshot buffers that this machine's (or container's) memory does not hold.
 
     Args:
         required_bytes: bytes of one rank's buffers.
         local_ranks: ranks that share this machine.
+        held_bytes: what an earlier life left in memory for these buffers.
 
     Raises:
         ResourceError: the bytes required, the bytes free and what to change.
     """
-    needed, available = required_bytes * local_ranks, available_host_bytes()
+    needed, available = max(required_bytes * local_ranks - held_bytes, 0), available_host_bytes()
     if needed > available:
         raise ResourceError(
             f"snapshot buffers need {needed} bytes of host memory ({required_bytes} for each of {local_ranks} ranks "

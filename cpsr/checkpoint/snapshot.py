@@ -29,6 +29,8 @@ _Source = tuple[int, int, torch.dtype]
 
 logger = logging.getLogger(__name__)
 
+BOUNDARY_SECONDS = 10.0  # for the device to finish a step whose orders it has; launchers kill after 30 s
+
 
 @dataclass(eq=False)
 class Snapshot:
@@ -178,7 +180,7 @@ class SnapshotPool:
         if self._boundary is not None:
             self._boundary.record()
 
-    def dump(self, shard: Shard, iteration: int) -> None:
+    def dump(self, shard: Shard, iteration: int, scalars: Any) -> None:
         """Copy the state into shared memory at once, since this rank is about to leave; from any thread.
 
         The training thread stands still, or is held back from the next update. A buffer in use by the recovery is
@@ -187,6 +189,7 @@ class SnapshotPool:
         Args:
             shard: the engine's views at a step boundary.
             iteration: of the last complete step.
+            scalars: plain data to go with it.
 
         Raises:
             SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known.
@@ -195,20 +198,25 @@ class SnapshotPool:
             raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
         running = self._running
         if running is not None and running[0].iteration == iteration:
-            self.finish()
-        self._worker.submit(lambda: None).result()  # behind what is being sealed
+            # It is that state, with all its scalars. The training thread goes on to finish and to submit it, if it can.
+            running[1].result()
+            self.seal(running[0])
+        self._settle()
         if iteration in self._sealed.values():
             return
         held = self._take(iteration) or self._take_recovery(iteration)
         if held is None:
             raise SaveError("every host buffer is in use")
         buffer, snapshot = held
+        snapshot.scalars = decode(*encode(scalars))
+        others = Shard({}, self._boundary_buffers.at_boundary(shard.others))
         try:
-            buffer.copy_others(Shard({}, self._boundary_buffers.at_boundary(shard.others)))
             if self._stream is None:
+                buffer.copy_others(others)
                 self._complete(buffer, snapshot, shard, _copy)
             else:
                 copy = _DeviceCopy(self._stream, shard, self._boundary)
+                copy.prepare(lambda: buffer.copy_others(others))
                 self._complete(buffer, snapshot, shard, copy.enqueue)
                 copy.result()
             sealed = self.seal(snapshot, "departure")
@@ -219,6 +227,7 @@ class SnapshotPool:
 
     def forget_after(self, iteration: int) -> None:
         """Snapshots of later iterations count no more: the run has gone back behind them."""
+        self._settle()
         with self._lock:
             later = [index for index, sealed in self._sealed.items() if sealed > iteration]
         for index in later:
@@ -286,6 +295,10 @@ class SnapshotPool:
             if buffer.memory is not None:
                 buffer.memory.close(remove=remove)
 
+    def _settle(self) -> None:
+        """Wait for what is being sealed."""
+        self._worker.submit(lambda: None).result()
+
     def _made(self, template: Shard, count: int) -> list[HostBuffer]:
         """The buffers; in the process's own memory where there is too little that is shared."""
         pinned = self._device is not None
@@ -293,7 +306,7 @@ class SnapshotPool:
             try:
                 files = self._memory.files(count, layout_bytes(template))
                 return [HostBuffer(template, pinned=pinned, memory=file) for file in files]
-            except OSError as error:
+            except (OSError, SaveError) as error:
                 self.shared_memory_problem = str(error)
         return [HostBuffer(template, pinned=pinned) for _ in range(count)]
 
@@ -416,6 +429,21 @@ class _DeviceCopy:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             self._end.record(self._stream)
+
+    def prepare(self, copy_more: Callable[[], None]) -> None:
+        """Copy something else first, in the same order.
+
+        Raises:
+            SaveError: what is to be waited for does not come: the device hangs in the step before.
+        """
+        assert self._after is not None
+        deadline = time.monotonic() + BOUNDARY_SECONDS
+        while not self._after.query():  # type: ignore[no-untyped-call] # torch's stub has no types
+            if time.monotonic() > deadline:
+                raise SaveError(f"the device has not come to the end of the step within {BOUNDARY_SECONDS:g} s")
+            time.sleep(BOUNDARY_SECONDS / 1000)
+        with torch.cuda.stream(self._stream):
+            copy_more()
 
     def result(self) -> float:
         """Wait; the seconds that the copy took on the device."""

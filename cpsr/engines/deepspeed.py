@@ -166,11 +166,16 @@ class DeepSpeedAdapter:
         push_down(self._engine.optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """Counters, loss scale, optimizer step counts, parameter groups and schedule, as plain data."""
+        """Counters, loss scale, optimizer step counts, parameter groups and schedule, as plain data.
+
+        Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
+        """
         engine, optimizer = self._engine, torch_optimizer(self._engine)
         self._flat_moments()
+        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+        counters["micro_steps"] -= counters["micro_steps"] % int(engine.gradient_accumulation_steps())
         return {
-            "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "counters": counters,
             "loss_scale": {
                 name: getattr(scaler, name)
                 for scaler in self._loss_scalers()

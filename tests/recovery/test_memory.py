@@ -1,17 +1,21 @@
 """What outlives a process: snapshots in memory, and the state that healthy ranks leave when the group breaks."""
 
+import contextlib
 import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from cpsr import CPSRRecovery
 from cpsr.checkpoint.memory import SHARED_MEMORY, held_states, remove_held
 from cpsr.journal.reader import JournalReader
 from cpsr.rundir import IDENTITY
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
+from tests.recovery.test_faults import CrashError, Loop, config, loader, train
 
 KILLED = -signal.SIGKILL
 IN_MEMORY = {"checkpoint": {"shared_memory": True}}
@@ -25,13 +29,22 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 def run_id(job: Job) -> str:
-    return str(json.loads((job.run_dir / IDENTITY).read_text())["run_id"])
+    return run_id_of(job.run_dir)
+
+
+def run_id_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / IDENTITY).read_text())["run_id"])
 
 
 def sources(job: Job) -> list[tuple[str, int]]:
     """Of the newest recovery: where each rank's state came from."""
     with JournalReader(job.run_dir / "journal.db") as reader:
         return [(source.source, source.iteration) for source in reader.recoveries()[-1].sources]
+
+
+def sources_of(run_dir: Path) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as reader:
+        return [source.source for source in reader.recoveries()[-1].sources]
 
 
 @pytest.mark.parametrize("fault", ["persist:0:12", "commit:0:12"])
@@ -100,3 +113,63 @@ def test_a_state_of_an_earlier_life_leads_nowhere(job: Job) -> None:
     back = job.launch("exact", iterations=20, settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert {tier for tier, _ in sources(job)} == {"disk"}
+
+
+def test_what_broke_the_group_does_not_come_back_for_ever(tmp_path: Path) -> None:
+    """A NaN that a step has left in the weights, and a loop that looks for it and ends."""
+
+    def life() -> tuple[str, int]:
+        loop = Loop()
+        with CPSRRecovery(loop.adapter, config(tmp_path, mode="auto", checkpoint=IN_MEMORY["checkpoint"])) as recovery:
+            restored = recovery.restored
+            for x, y in recovery.resume(loader(), repeat=True):
+                loop.step(loop.model(x, y))
+                recovery._saver.settle(10.0)
+                if recovery.iteration == 11:
+                    with torch.no_grad():
+                        next(loop.model.parameters()).fill_(float("nan"))
+                    recovery._at_boundary(11)
+                    raise FloatingPointError("NaN")
+                if recovery.iteration >= 13:
+                    break
+        return restored.method, restored.restored_iteration
+
+    with pytest.raises(FloatingPointError):
+        life()
+    with pytest.raises(FloatingPointError):
+        life()  # refuses what was left, and comes to the same place again
+    assert sources_of(tmp_path) == ["disk"]
+    remove_held(run_id_of(tmp_path))
+
+
+def test_a_state_is_taken_as_it_was_left_once(tmp_path: Path) -> None:
+    for until in (8, 9, 9):
+        loop = Loop()
+        recovery = CPSRRecovery(loop.adapter, config(tmp_path, mode="auto", checkpoint=IN_MEMORY["checkpoint"]))
+        with contextlib.suppress(CrashError), recovery:
+            train(recovery, loop, until, crash=True)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        first, second = ((row.method, row.restored_iteration) for row in reader.recoveries())
+    assert first == ("departure", 8)
+    assert second[0] != "departure", "nothing was committed since: what was left may be what fails"
+    remove_held(run_id_of(tmp_path))
+
+
+def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> None:
+    def life(until: int, mode: str) -> CPSRRecovery:
+        loop = Loop()
+        settings = {"mode": mode, "checkpoint": IN_MEMORY["checkpoint"], "guard": {"watch_iterations": 2}}
+        recovery = CPSRRecovery(loop.adapter, config(tmp_path, **settings))
+        with contextlib.suppress(CrashError), recovery:
+            train(recovery, loop, until, crash=True)
+        return recovery
+
+    life(23, "exact")
+    for path in SHARED_MEMORY.glob(f"*{run_id_of(tmp_path)}*"):
+        path.unlink()  # as where the machine was lost
+    predicted = life(25, "predict")
+    assert predicted.restored.predicted
+    left = life(27, "auto")
+    assert left.restored.method == "departure"
+    assert left._state.capture().origin == "predicted"
+    remove_held(run_id_of(tmp_path))
