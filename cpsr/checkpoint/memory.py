@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 import xxhash
 from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from cpsr.checkpoint.loading import dtype_name
 from cpsr.codec import decode, encode
@@ -166,7 +166,7 @@ class MemoryFile:
                 "scalars": tree,
             }
         ).encode("utf-8")
-        saved = safetensors.torch.save(tensors)
+        saved = save(tensors)
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
         os.pwrite(self._descriptor, description + saved, end)
@@ -355,7 +355,7 @@ class _Reading:
     def scalars(self) -> Any:
         """Decoded anew: nothing of it lies in shared memory."""
         try:
-            tensors = safetensors.torch.load(bytes(self._saved))
+            tensors = load(bytes(self._saved))
             return decode(self._description["scalars"], tensors)
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error

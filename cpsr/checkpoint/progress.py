@@ -110,7 +110,7 @@ class ProgressCounter:
 
 def _renew(path: Path) -> None:
     """Give the counter a file of its own: a process of an earlier life that was stopped, and goes on, has it mapped."""
-    if not path.exists():
+    if path.is_symlink() or not path.exists():  # a link is refused when it is opened
         return
     try:
         write_bytes(path, path.read_bytes(), fsync=False)
