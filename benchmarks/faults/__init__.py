@@ -1,1 +1,1 @@
-"""What the checkpoint store survives: kills at every write, errors of the file system, and damage to its files."""
+"""What the checkpoint store and live jobs survive: kills at every write, errors, damage, signals at every moment."""

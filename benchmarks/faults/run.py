@@ -1,8 +1,8 @@
-"""`cpsr bench faults`: the whole campaign, one table row a scenario."""
+"""`cpsr bench faults`: the whole campaign, one table row a scenario: first the checkpoint store, then live jobs."""
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from rich.table import Table
 
 from cpsr.benchmarks.faults.campaign import PARTS
 from cpsr.benchmarks.faults.environments import NOT_INJECTED
+from cpsr.benchmarks.faults.live import live
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.scenarios import NEVER_SENT, chosen
 from cpsr.benchmarks.faults.tracing import require_strace
 from cpsr.benchmarks.faults.worker import campaign
 from cpsr.benchmarks.machine import describe_machine
@@ -22,51 +24,82 @@ __all__ = ["main"]
 
 SHOWN_MAX = 20  # faults that were not survived; the JSON file has all
 READS_EVERY = 5  # hundreds of calls read the same few files, for each of the errors
+LIVE = "live"
 
 
-def main(json_path: Path | None = None, every: int = 1, only: str = "", workdir: Path | None = None) -> None:
-    """Inject everything, print the table, and write the JSON file.
+def main(
+    json_path: Path | None = None, every: int = 1, only: str = "", workdir: Path | None = None, seed: int = 0
+) -> None:
+    """Inject everything, print the tables, and write the JSON file.
 
     Args:
         json_path: where the figures go.
-        every: only every so many faults of each scenario.
-        only: names of parts, comma-separated; empty for all.
+        every: only every so many faults of each scenario, and scenarios of live jobs.
+        only: names of parts, comma-separated; empty for all. Live jobs are the part `live`.
         workdir: where the runs lie; by default the temporary directory.
+        seed: the scenarios of live jobs are drawn with it.
 
     Raises:
         ConfigError: there is no part of that name.
         CPSRError: strace is absent, or a fault was not survived (after everything is printed and written).
     """
-    require_strace()
+    names = _chosen(only)
+    parts = [(name, every * _stride(name)) for name in names if name != LIVE]
+    if parts:
+        require_strace()
     console = Console()
-    parts = [(name, every * _stride(name)) for name in _chosen(only)]
-    outcomes: list[Outcome] = []
-    with work_directory(workdir) as directory, progress_bar(console) as bar:
+    with work_directory(workdir) as directory:
         machine = describe_machine(directory)
-        task = bar.add_task("faults", total=None)
-        for outcome in campaign(directory.resolve(), parts):
-            outcomes.append(outcome)
-            bar.update(task, advance=1, description=outcome.scenario)
-    rows = _rows(outcomes)
-    console.print(_table(rows))
-    bad = [outcome for outcome in outcomes if not outcome.good]
+        stored = _progressing(console, campaign(directory.resolve(), parts)) if parts else []
+        scenarios = chosen(seed)[::every] if LIVE in names else []
+        lived = _progressing(console, live(directory.resolve() / LIVE, scenarios))
+    rows = _rows(stored)
+    if rows:
+        console.print(_table(rows))
+    if lived:
+        console.print(_live_table(lived))
+    bad = [outcome for outcome in [*stored, *lived] if not outcome.good]
     for outcome in bad[:SHOWN_MAX]:
         console.print(f"{outcome.scenario}, {outcome.fault}: {outcome.what}", markup=False, highlight=False)
-    for name, why in NOT_INJECTED.items():
+    never = (NOT_INJECTED if parts else {}) | (NEVER_SENT if lived else {})
+    for name, why in never.items():
         console.print(f"not injected: {name} ({why})", markup=False, highlight=False)
     if json_path is not None:
-        _write(json_path, machine, parts, rows, bad)
+        report = {
+            "machine": machine,
+            "every": dict(parts),
+            "scenarios": rows,
+            "live": {"seed": seed, "every": every, "scenarios": [outcome.to_plain() for outcome in lived]},
+            "not_survived": [outcome.to_plain() for outcome in bad if outcome.injected],
+            "not_injected": [outcome.to_plain() for outcome in bad if not outcome.injected],
+            "never_injected": never,
+        }
+        _write(json_path, report)
         console.print(f"figures: {json_path}")
     lost = [outcome for outcome in bad if outcome.injected]
     if lost:
-        raise CPSRError(f"{len(lost)} of {len(outcomes)} faults were not survived; the table above says which")
+        raise CPSRError(
+            f"{len(lost)} of {len(stored) + len(lived)} faults were not survived; the table above says which"
+        )
+
+
+def _progressing(console: Console, outcomes: Iterator[Outcome]) -> list[Outcome]:
+    """All of them, with a progress bar while they come."""
+    found = []
+    with progress_bar(console) as bar:
+        task = bar.add_task("faults", total=None)
+        for outcome in outcomes:
+            found.append(outcome)
+            bar.update(task, advance=1, description=outcome.scenario)
+    return found
 
 
 def _chosen(only: str) -> list[str]:
-    names = only.split(",") if only else list(PARTS)
-    unknown = sorted(set(names) - set(PARTS))
+    known = [*PARTS, LIVE]
+    names = only.split(",") if only else known
+    unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ConfigError(f"no part of the campaign is called {unknown[0]!r}; there are {', '.join(PARTS)}")
+        raise ConfigError(f"no part of the campaign is called {unknown[0]!r}; there are {', '.join(known)}")
     return names
 
 
@@ -115,16 +148,17 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _write(
-    path: Path, machine: dict[str, Any], parts: list[tuple[str, int]], rows: list[dict[str, Any]], bad: list[Outcome]
-) -> None:
-    report = {
-        "machine": machine,
-        "every": dict(parts),
-        "scenarios": rows,
-        "not_survived": [outcome.to_plain() for outcome in bad if outcome.injected],
-        "not_injected": [outcome.to_plain() for outcome in bad if not outcome.injected],
-        "never_injected": NOT_INJECTED,
-    }
+def _live_table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title="Live jobs of two ranks, from the last signal to the first new step", title_justify="left")
+    table.add_column("scenario", no_wrap=True)
+    for heading in ("injected", "survived", "equal", "resumed s", ""):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        said = [("yes" if yes else "no") for yes in (outcome.injected, outcome.survived, outcome.state_equal)]
+        table.add_row(outcome.scenario, *said, f"{outcome.seconds:.1f}", verdict(outcome.good))
+    return table
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
