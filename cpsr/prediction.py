@@ -221,13 +221,16 @@ class StatePrediction:
         tensors = (tensor for _, tensor in self._adapter.shard().tensors() if tensor.is_floating_point())
         return self._group.all(all(bool(torch.isfinite(tensor).all()) for tensor in tensors))
 
-    def judge(self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any]) -> tuple[bool, str]:
+    def judge(
+        self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any], what: str = "predicted state"
+    ) -> tuple[bool, str]:
         """Compare the probes' loss with the engine's present weights to that at the checkpoint; a collective.
 
         Args:
             scalars: the checkpoint's small state, which holds the probes.
             loss_checkpoint: their loss there, None where it could not be evaluated: then nothing is vetoed.
             guard: takes the numbers, for the journal.
+            what: the engine holds, for people.
 
         Returns:
             Whether the state is accepted, and why.
@@ -237,7 +240,7 @@ class StatePrediction:
             why = self._probes.off or NO_PROBES
             guard["loss"] = {"accepted": True, "reason": f"not evaluated: {why}"}
             return True, f"no loss veto: {why}"
-        decision = self._guard.veto(loss_checkpoint, loss_predicted)
+        decision = self._guard.veto(loss_checkpoint, loss_predicted, what=what)
         guard["loss"] = {"accepted": decision.accepted, "reason": decision.reason, **decision.numbers}
         return decision.accepted, decision.reason
 

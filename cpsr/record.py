@@ -193,7 +193,7 @@ class Recorder:
             )
         forecast = restored.forecast
         recovery_id = uuid.uuid4().hex
-        vetoed = forecast is not None and forecast.feasible and not restored.predicted and bool(restored.guard)
+        vetoed = restored.method == "exact" and bool(restored.guard)
         self._journal.record_recovery(
             RecoveryRow(
                 id=recovery_id,

@@ -544,7 +544,10 @@ class CPSRRecovery:
 
     def _close_pool(self) -> None:
         # After a failure the next life looks there first, and where the disk refused the last state it is nowhere else.
-        self._pool.close(remove=self._ending != "error" and self._last_is_safe)
+        safe = self._ending != "error" and self._last_is_safe
+        self._pool.close(remove=safe)
+        if safe and self._group.rank == self._run.local_ranks[0]:
+            remove_held(self._run.run_id)  # also what a life that had to do without shared memory did not take over
 
     def _close_target(self) -> None:
         """After the writer, so that the last checkpoint is copied; not after an error, when a restart is waiting."""

@@ -1,7 +1,6 @@
 """Bring a run back: choose the source on all ranks together, put it into the engine, and judge it."""
 
 import copy
-import json
 import logging
 import time
 from dataclasses import dataclass, field, replace
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -25,15 +23,18 @@ from cpsr.predictor.protocol import Forecast, StatePredictor
 from cpsr.probes import Probes
 from cpsr.scalars import DataPosition, Scalars
 from cpsr.target.target import CheckpointTarget
+from cpsr.tries import Tries
 
 __all__ = ["Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
 
-# In the run's directory: the checkpoint from which predicting raised, so that restarting does not meet it for ever.
+# In the run's directory: the checkpoint from which predicting raised, and that after which lives went on from what the
+# ranks had left, with how often; so that restarting does not meet the same for ever.
 FAILED_PREDICTION = "prediction-failed.json"
-# And the checkpoint after which a life went on from what the ranks had left.
-DEPARTED = "departed"
+DEPARTED = "departed.json"
+# A peer that is killed meanwhile shows as an error, too: the second time it is the state's own.
+TRIES = 2
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,8 @@ class Restorer:
         self._config = config
         self._prediction = StatePrediction(adapter, group, store, predictor, probes, config.guard)
         self._damaged: dict[int, str] = {}
+        self._failures = Tries(config.run_dir / FAILED_PREDICTION, group)
+        self._departures = Tries(config.run_dir / DEPARTED, group)
 
     def restore(self, mode: str) -> Restored:
         """Bring the engine to the newest state that can be had.
@@ -191,17 +194,18 @@ class Restorer:
     ) -> Restored:
         """From the checkpoint to the failure: by what the ranks left, by prediction of what they did not leave."""
         assert exact.scalars is not None
-        failed = self._failed_before(snapshot.iteration)
-        if failed is not None:
-            return replace(exact, reason=f"exact, since coming back from this checkpoint failed before ({failed})")
-        # A departure once: it is not committed, and what broke the group may be in it.
-        if found.departed and self._group.broadcast(self._departed_before(snapshot.iteration)):
+        failed, why = self._failures.of(snapshot.iteration)
+        # Alone, there is no peer whose end could have looked like an error of the state's.
+        if failed >= (1 if self._group.size == 1 else TRIES):
+            return replace(exact, reason=f"exact, since coming back from this checkpoint failed before ({why})")
+        # What was left is not committed, and what broke the group may be in it.
+        if found.departed and self._departures.of(snapshot.iteration)[0] >= TRIES:
             found = replace(found, departed=())
         target = found.departed_iteration or f
         data = self._data_at(progress, exact.scalars, target)
         try:
             if found.complete:
-                self._note_departure(snapshot.iteration)
+                self._note_departure(snapshot.iteration, found)
                 return self._as_left(exact, snapshot, found, data)
             # Rank 0's word: the others do not know what was planned. It weighs what this one failure cannot: the watch,
             # in which nothing is committed, and leads that the next failure cuts short.
@@ -213,7 +217,7 @@ class Restorer:
                     reason=f"the plan finds recomputing cheaper than predicting; {lost} iterations are recomputed",
                 )
             if found.departed:
-                self._note_departure(snapshot.iteration)
+                self._note_departure(snapshot.iteration, found)
             return self._predict(exact, snapshot, data, target, mode, found=found)
         except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is whole and the run must come back
             return self._without_prediction(exact, snapshot, error)
@@ -235,7 +239,7 @@ class Restorer:
         guard: dict[str, Any] = {}
         accepted, reason = False, "some values are not finite"
         if self._prediction.finite():
-            accepted, reason = self._prediction.judge(exact.scalars, loss_checkpoint, guard)
+            accepted, reason = self._prediction.judge(exact.scalars, loss_checkpoint, guard, "what was left")
         if not accepted:
             self.inject(snapshot)
             return replace(exact, guard=guard, reason=f"what the ranks left when the group broke was refused: {reason}")
@@ -254,19 +258,9 @@ class Restorer:
             inject_seconds=exact.inject_seconds + time.perf_counter() - started,
         )
 
-    def _departed_before(self, checkpoint_iteration: int) -> bool:
-        """Whether a life has already gone on from what was left after this checkpoint (rank 0's word)."""
-        try:
-            return int((self._config.run_dir / DEPARTED).read_text(encoding="ascii")) == checkpoint_iteration
-        except FileNotFoundError:
-            return False
-        except ValueError as error:
-            logger.warning("%s cannot be read and is ignored: %s", DEPARTED, error)
-            return False
-
-    def _note_departure(self, checkpoint_iteration: int) -> None:
+    def _note_departure(self, checkpoint_iteration: int, found: Decision) -> None:
         if self._group.rank == 0:
-            write_bytes(self._config.run_dir / DEPARTED, str(checkpoint_iteration).encode("ascii"), fsync=False)
+            self._departures.note(checkpoint_iteration, f"from iteration {found.departed_iteration}")
 
     def _load_from_memory(self, found: Decision) -> Snapshot | None:
         """The newest state in memory, in the recovery buffer; None where a rank cannot read it after all."""
@@ -355,29 +349,14 @@ class Restorer:
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
 
-    def _failed_before(self, checkpoint_iteration: int) -> str | None:
-        """What an earlier life met when it predicted from this checkpoint; a collective."""
-        noted = None
-        if self._group.rank == 0:
-            try:
-                noted = json.loads((self._config.run_dir / FAILED_PREDICTION).read_text(encoding="utf-8"))
-            except FileNotFoundError:
-                pass
-            except ValueError as error:
-                logger.warning("%s cannot be read and is ignored: %s", FAILED_PREDICTION, error)
-        noted = self._group.broadcast(noted)
-        same = noted is not None and noted.get("checkpoint_iteration") == checkpoint_iteration
-        return str(noted.get("error")) if same else None
-
     def _without_prediction(self, exact: Restored, snapshot: Snapshot, error: Exception) -> Restored:
-        """Prediction raised: exact where this rank is alone, and at the next start where others may wait for it."""
+        """Prediction raised: exact where this rank is alone, and at a later start where others may wait for it."""
         message = f"{type(error).__name__}: {error}"
-        noted = {"checkpoint_iteration": snapshot.iteration, "rank": self._group.rank, "error": message}
-        write_bytes(self._config.run_dir / FAILED_PREDICTION, json.dumps(noted).encode("ascii"), fsync=False)
+        self._failures.note(snapshot.iteration, message)
         if self._group.size > 1:
             raise RecoveryError(
                 f"predicting the state failed on rank {self._group.rank} ({message}); checkpoint {snapshot.iteration} "
-                "is untouched, and the next start restores it exactly: start the job again"
+                f"is untouched, and where it fails {TRIES} times it is restored exactly: start the job again"
             ) from error
         logger.exception("predicting the state failed; the checkpoint is restored exactly")
         self.inject(snapshot)

@@ -76,7 +76,13 @@ class Guard:
         reason = f"{numbers['not_finite']} predicted values are NaN or infinite, first in '{names[0]}'"
         return GuardDecision("finite", False, reason, numbers)
 
-    def veto(self, loss_checkpoint: float, loss_predicted: float, tolerance_nats: float | None = None) -> GuardDecision:
+    def veto(
+        self,
+        loss_checkpoint: float,
+        loss_predicted: float,
+        tolerance_nats: float | None = None,
+        what: str = "predicted state",
+    ) -> GuardDecision:
         """Compare losses on the same few batches at the checkpoint and at the predicted state.
 
         A predicted loss within `tolerance_nats` (None: the guard's own) above the checkpoint's is accepted; good
@@ -91,10 +97,10 @@ class Guard:
             "excess_nats": excess,
             "tolerance_nats": tolerance,
         }
-        for where, loss in (("predicted state", loss_predicted), ("checkpoint", loss_checkpoint)):
+        for where, loss in ((what, loss_predicted), ("checkpoint", loss_checkpoint)):
             if not math.isfinite(loss):
                 return GuardDecision("loss", False, f"vetoed: the loss at the {where} is {loss}", numbers)
-        compared = f"predicted state {loss_predicted:.4f}, checkpoint {loss_checkpoint:.4f}: {excess:+.4f} nats"
+        compared = f"{what} {loss_predicted:.4f}, checkpoint {loss_checkpoint:.4f}: {excess:+.4f} nats"
         if excess > tolerance:
             return GuardDecision("loss", False, f"vetoed: {compared}, tolerance {tolerance:g}", numbers)
         return GuardDecision("loss", True, f"accepted: {compared}, tolerance {tolerance:g}", numbers)

@@ -142,16 +142,17 @@ def test_what_broke_the_group_does_not_come_back_for_ever(tmp_path: Path) -> Non
     remove_held(run_id_of(tmp_path))
 
 
-def test_a_state_is_taken_as_it_was_left_once(tmp_path: Path) -> None:
-    for until in (8, 9, 9):
+def test_a_state_is_taken_as_it_was_left_twice_at_most(tmp_path: Path) -> None:
+    settings = {"interval_iterations": 6, **IN_MEMORY["checkpoint"]}
+    for until in (8, 9, 10, 11):
         loop = Loop()
-        recovery = CPSRRecovery(loop.adapter, config(tmp_path, mode="auto", checkpoint=IN_MEMORY["checkpoint"]))
+        recovery = CPSRRecovery(loop.adapter, config(tmp_path, mode="auto", checkpoint=settings))
         with contextlib.suppress(CrashError), recovery:
             train(recovery, loop, until, crash=True)
     with JournalReader(tmp_path / "journal.db") as reader:
-        first, second = ((row.method, row.restored_iteration) for row in reader.recoveries())
-    assert first == ("departure", 8)
-    assert second[0] != "departure", "nothing was committed since: what was left may be what fails"
+        first, second, third = ((row.method, row.restored_iteration) for row in reader.recoveries())
+    assert (first, second) == (("departure", 8), ("departure", 9))
+    assert third[0] != "departure", "nothing was committed since: what was left may be what fails"
     remove_held(run_id_of(tmp_path))
 
 

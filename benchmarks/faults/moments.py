@@ -1,0 +1,133 @@
+"""The moments in the life of a job at which a rank can be sent a signal.
+
+A moment has a place: the iteration that it belongs to, or which call of its kind in that life.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cpsr.checkpoint.store as store_module
+import cpsr.peers.replicator as replicator_module
+import cpsr.recovery as recovery_module
+from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.memory import MemoryFile
+from cpsr.checkpoint.progress import ProgressCounter
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.ladder import Ladder
+from cpsr.prediction import StatePrediction
+from cpsr.predictor.guard import Guard
+from cpsr.recovery_watch import RecoveryWatch
+from cpsr.restore import Restorer
+from cpsr.saver import Saver
+
+__all__ = ["DEPARTING", "PREDICTING", "REHEARSING", "REPLICATING", "RESTARTING", "TRAINING", "Happening", "arm"]
+
+BOTH = (0, 1)
+FIRST = (1,)
+STEPS = tuple(range(13, 28))
+CHECKPOINTS = (12, 16, 20, 24)
+
+Due = Callable[[int, Sequence[Any]], bool]
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A function whose call is the moment.
+
+    Attributes:
+        owner: of the function; None where the training loop itself knows the moment.
+        name: of the function.
+        places: of which one is drawn.
+        due: whether a call, with its arguments, is that of the place; None counts the calls of the life from 1.
+        ranks: where it happens.
+        after: the signal comes when the call returns, and not before it.
+        watched: whether the other ranks watch this one then.
+    """
+
+    owner: Any
+    name: str
+    places: Sequence[int]
+    due: Due | None = None
+    ranks: Sequence[int] = BOTH
+    after: bool = False
+    watched: bool = True
+
+
+def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
+    return bool(arguments[2].iteration == place)
+
+
+def _sealed(place: int, arguments: Sequence[Any]) -> bool:
+    _, _, _, kind, _, iteration, _ = arguments
+    return bool(kind == "snapshot" and iteration == place)
+
+
+def _written(place: int, arguments: Sequence[Any]) -> bool:
+    path = arguments[0]
+    return bool(path.parent.name == step_name(place)) and "moments" in path.name
+
+
+def _second(place: int, arguments: Sequence[Any]) -> bool:
+    return bool(arguments[1] == place)
+
+
+TRAINING = {
+    "step": Happening(None, "", STEPS),
+    "updating": Happening(recovery_module.CPSRRecovery, "state_changes", STEPS, after=True),
+    "publishing": Happening(ProgressCounter, "publish", STEPS, _second),
+    "snapshot": Happening(SnapshotPool, "_copy_on_host", CHECKPOINTS, _snapshot_of),
+    "sealing": Happening(MemoryFile, "seal", CHECKPOINTS, _sealed),
+    "writing": Happening(store_module, "write_tensors", CHECKPOINTS, _written),
+    "commit": Happening(store_module, "seal", CHECKPOINTS, _second, ranks=(0,)),
+    "retention": Happening(CheckpointStore, "retain", (3, 4, 5), ranks=(0,)),
+    "last save": Happening(Saver, "save_now", FIRST),
+}
+RESTARTING = {
+    "opening": Happening(recovery_module, "open_run", FIRST, watched=False),
+    "load": Happening(CheckpointStore, "load", FIRST),
+    "decision": Happening(Ladder, "decide", FIRST),
+}
+PREDICTING = {
+    "prediction": Happening(StatePrediction, "attempt", FIRST),
+    "judging": Happening(Guard, "veto", FIRST),
+    "watch": Happening(RecoveryWatch, "observe", (1, 2, 3)),
+    "roll-back": Happening(Restorer, "roll_back", FIRST, after=True),
+    "setting aside": Happening(CheckpointStore, "abandon_after", (2,)),
+}
+REHEARSING = {"rehearsal": Happening(None, "train_on", (1, 3, 5))}
+REPLICATING = {
+    "sending": Happening(replicator_module, "send_state", (2, 3, 4)),
+    "receiving": Happening(replicator_module, "receive_state", (2, 3, 4)),
+}
+DEPARTING = {"dump": Happening(SnapshotPool, "dump", FIRST)}
+
+
+def arm(moment: str, place: int, act: Callable[[], None], adapter: type[EngineAdapter]) -> None:
+    """Have `act` called at that moment, for the rest of this process; moments of the training loop are its own.
+
+    Args:
+        moment: its name.
+        place: see `Happening`.
+        act: sends the signal.
+        adapter: of the engine, whose class holds what a rehearsal calls.
+    """
+    happening = (TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING | DEPARTING)[moment]
+    owner = adapter if moment in REHEARSING else happening.owner
+    if owner is None:
+        return
+    original, counted = getattr(owner, happening.name), itertools.count(1)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        due = next(counted) == place if happening.due is None else happening.due(place, arguments)
+        if due and not happening.after:
+            act()
+        result = original(*arguments, **named)
+        if due and happening.after:
+            act()
+        return result
+
+    setattr(owner, happening.name, watched)

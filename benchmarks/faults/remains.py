@@ -1,0 +1,71 @@
+"""What a life has left behind, before the next one begins."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.benchmarks.faults.part import RANKS
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_states, remove_held, verify_held
+from cpsr.checkpoint.progress import newest_life, read_progress
+from cpsr.rundir import IDENTITY
+
+__all__ = ["Remains", "held_by", "remains_of", "remove_memory"]
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a restart can find.
+
+    Attributes:
+        committed: iterations of whole checkpoints.
+        failure_iteration: the last step that every rank had finished, as its counters say; None without any.
+        held: rank and iteration of every whole state in memory.
+        complete: iterations at which memory holds the whole state of all ranks with everything that belongs to it, of
+            the life that trained last.
+    """
+
+    committed: frozenset[int]
+    failure_iteration: int | None
+    held: frozenset[tuple[int, int]] = frozenset()
+    complete: frozenset[int] = frozenset()
+
+    @property
+    def newest(self) -> int:
+        """The newest iteration from which all can go on exactly, 0 where there is none."""
+        return max(self.committed | self.complete, default=0)
+
+
+def held_by(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[HeldState]:
+    """What lies in the shared memory of the run's machines, whole or not."""
+    run_id = _run_id(run_dir)
+    return [] if run_id is None else [state for memory in memories for state in held_states(run_id, memory)]
+
+
+def remove_memory(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> None:
+    """Leave nothing there of this run, whole or torn."""
+    run_id = _run_id(run_dir)
+    for memory in memories if run_id is not None else ():
+        remove_held(str(run_id), memory)
+
+
+def _run_id(run_dir: Path) -> str | None:
+    identity = run_dir / IDENTITY
+    return str(json.loads(identity.read_text())["run_id"]) if identity.exists() else None
+
+
+def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Remains:
+    """Look without changing anything."""
+    progress = read_progress(run_dir, RANKS)
+    held = [state for state in held_by(run_dir, memories) if verify_held(state) is None]
+    life = newest_life(run_dir)
+    snapshots = [state for state in held if state.kind == "snapshot" and state.life >= life]
+    ranks = Counter(iteration for _, iteration in {(state.rank, state.iteration) for state in snapshots})
+    return Remains(
+        committed=frozenset(info.iteration for info in scan(run_dir / "checkpoints").checkpoints if info.full),
+        failure_iteration=None if progress is None else progress.iteration,
+        held=frozenset((state.rank, state.iteration) for state in held),
+        complete=frozenset(iteration for iteration, count in ranks.items() if count == RANKS),
+    )

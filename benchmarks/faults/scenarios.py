@@ -1,0 +1,150 @@
+"""What happens to a live job: which signal reaches which rank at which moment, and what is done to its memory."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cpsr.benchmarks.faults.moments import PREDICTING, REHEARSING, REPLICATING, RESTARTING, TRAINING
+from cpsr.benchmarks.faults.part import RANKS, Fault
+
+__all__ = ["FIXED", "MOMENTS", "NEVER_SENT", "Scenario", "chosen", "draw"]
+
+Mode = Literal["exact", "auto", "predict"]
+Memory = Literal["kept", "damaged", "removed"]
+
+INTERVAL = 4
+ITERATIONS = 30
+FAILURE = 23  # three steps after a checkpoint, with enough of them before it to predict from
+# A rehearsal begins once there are a hundred losses before it.
+REHEARSED_ITERATIONS, REHEARSED_INTERVAL = 140, 16
+STEP_SECONDS = 0.02  # about what a step of the job takes, so that a delay below it ends inside
+WEIGHTS = {"SIGKILL": 3, "SIGSEGV": 1, "SIGSTOP": 1, "SIGTERM": 1}
+MOMENTS = TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING
+MODES: tuple[Mode, ...] = ("exact", "auto", "predict")
+
+NEVER_SENT = {
+    "SIGSTOP of all ranks": "nobody is left to notice; only the launcher could",
+    "SIGSTOP before the first heartbeat": "a rank is watched from its first beat on; before, the process group's own "
+    "timeout ends the wait",
+    "loss of a real machine": "there is one; each rank has a directory for its memory, which is removed",
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One job from its start to its end, whatever happens in between.
+
+    Attributes:
+        name: for the report.
+        mode: CPSR's.
+        zero: stage.
+        lives: what happens in each life; after the last of them the job is left alone.
+        shared_memory: whether snapshots outlive the processes.
+        memory: what is done to it after the first life: `damaged` is one bit of everything that rank 1 held.
+        poison: a predicted state is trained on targets that make it diverge.
+        asked: SIGTERM to all ranks once the first fault has happened, as a launcher does that was told to stop.
+        nodes: each rank is a machine of its own, with replicas on the other; the memory that is `removed` is then that
+            of the machine of rank 1.
+        continued: the rank that was stopped goes on when the next life has begun.
+        iterations, interval_iterations: of the job and its checkpoints.
+    """
+
+    name: str
+    mode: Mode
+    zero: int
+    lives: tuple[tuple[Fault, ...], ...]
+    shared_memory: bool = True
+    memory: Memory = "kept"
+    poison: bool = False
+    asked: bool = False
+    continued: bool = False
+    nodes: bool = False
+    iterations: int = ITERATIONS
+    interval_iterations: int = INTERVAL
+
+    @property
+    def told(self) -> str:
+        """All of it, in one line."""
+        lives = "; ".join(" and ".join(str(fault) for fault in life) for life in self.lives)
+        memory = self.memory if self.shared_memory else "off"
+        machines = ", each rank a machine" if self.nodes else ""
+        return f"{lives} (mode {self.mode}, ZeRO-{self.zero}, memory {memory}{machines})"
+
+
+def _in_step(signal: str, ranks: Sequence[int], at: int = FAILURE, delay_seconds: float = 0.0) -> tuple[Fault, ...]:
+    return (Fault("step", signal, tuple(ranks), at, delay_seconds),)
+
+
+def _at(moment: str, signal: str, rank: int, at: int) -> tuple[Fault, ...]:
+    return (Fault(moment, signal, (rank,), at),)
+
+
+_LOST = _in_step("SIGKILL", (1,))
+_BOTH = range(RANKS)
+
+FIXED = (
+    Scenario("two in a row, exact", "exact", 1, (_in_step("SIGKILL", (1,), 14), _in_step("SIGKILL", (0,), 15))),
+    Scenario("two in a row, predict", "predict", 1, (_LOST, _in_step("SIGKILL", (0,), 25))),
+    Scenario("before any checkpoint", "auto", 2, (_in_step("SIGKILL", (0,), 2),)),
+    Scenario(
+        "twice while recovering", "predict", 2, (_LOST, _at("load", "SIGKILL", 0, 1), _at("judging", "SIGKILL", 1, 1))
+    ),
+    Scenario("all killed, exact", "exact", 3, (_in_step("SIGKILL", _BOTH),)),
+    Scenario("all killed, predict", "predict", 3, (_in_step("SIGKILL", _BOTH),)),
+    Scenario("stopped, goes on late", "exact", 1, (_in_step("SIGSTOP", (1,), 14),), continued=True),
+    Scenario("segmentation fault", "auto", 1, (_in_step("SIGSEGV", (0,), 22, 0.004),)),
+    Scenario("one asked to leave", "predict", 1, (_in_step("SIGTERM", (1,), 21),)),
+    Scenario("all asked to leave", "exact", 2, (_in_step("SIGTERM", _BOTH, 22),)),
+    Scenario("asked while a step hangs", "predict", 1, (_in_step("hang", (1,)),), asked=True),
+    Scenario("one killed, its memory damaged", "exact", 1, (_at("commit", "SIGKILL", 0, 20),), memory="damaged"),
+    Scenario("one killed, all memory gone", "predict", 1, (_LOST,), memory="removed"),
+    Scenario("one killed, all ranks alike", "predict", 0, (_LOST,)),
+    Scenario("killed while the other dumps", "predict", 1, ((*_LOST, Fault("dump", "SIGKILL", (0,), 1)),)),
+    Scenario(
+        "a machine lost with its memory", "exact", 1, (_at("commit", "SIGKILL", 0, 20),), memory="removed", nodes=True
+    ),
+    Scenario("rolled back", "predict", 1, (_in_step("SIGKILL", _BOTH),), shared_memory=False, poison=True),
+)
+
+
+def chosen(seed: int) -> list[Scenario]:
+    """The fixed scenarios, and one drawn for every moment."""
+    return [*FIXED, *draw(seed, len(MOMENTS))]
+
+
+def draw(seed: int, count: int) -> Iterator[Scenario]:
+    """So many scenarios, the same for the same seed; each moment comes once before any comes again."""
+    chance = random.Random(seed)  # noqa: S311 - nothing secret is drawn
+    waiting: list[str] = []
+    for number in range(count):
+        if not waiting:
+            waiting = list(MOMENTS)
+            chance.shuffle(waiting)
+        yield _drawn(chance, waiting.pop(), number)
+
+
+def _drawn(chance: random.Random, moment: str, number: int) -> Scenario:
+    happening = MOMENTS[moment]
+    signals = [name for name in WEIGHTS if name != "SIGSTOP" or happening.watched]
+    signal = chance.choices(signals, [WEIGHTS[name] for name in signals])[0]
+    ranks: tuple[int, ...] = (chance.choice(happening.ranks),)
+    if moment == "step" and signal != "SIGSTOP" and chance.random() < 1 / 2:
+        ranks = tuple(range(RANKS))
+    delay_seconds = chance.uniform(0, STEP_SECONDS) if moment == "step" else 0.0
+    fault = Fault(moment, signal, ranks, chance.choice(happening.places), delay_seconds)
+    rehearsing = moment in REHEARSING
+    mode: Mode = "predict" if moment in PREDICTING else chance.choice(MODES[1:] if rehearsing else MODES)
+    lost = _in_step("SIGKILL", chance.choice(((0,), (1,), _BOTH)), chance.randint(21, 23))
+    first = (lost,) if moment in RESTARTING or moment in PREDICTING else ()
+    return Scenario(
+        f"drawn {number}: {moment}",
+        mode,
+        chance.randint(1 if moment in PREDICTING else 0, 3),  # where all hold the same a survivor serves all
+        (*first, (fault,)),
+        shared_memory=moment in ("sealing", "decision") or moment in REPLICATING or chance.random() < 2 / 3,
+        nodes=moment in REPLICATING,
+        poison=moment in ("roll-back", "setting aside"),
+        iterations=REHEARSED_ITERATIONS if rehearsing else ITERATIONS,
+        interval_iterations=REHEARSED_INTERVAL if rehearsing else INTERVAL,
+    )
