@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from cpsr.checkpoint.memory import SharedMemory, held_bytes, remove_held
+from cpsr.checkpoint.memory import held_bytes
 from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -30,12 +30,12 @@ from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
 from cpsr.group import Group, Votes
+from cpsr.host_memory import HostMemory
 from cpsr.ladder import Ladder
 from cpsr.learner import Learner
 from cpsr.liveness import Liveness
 from cpsr.loader import ResumableLoader
 from cpsr.losses import LossRecorder, Step
-from cpsr.peers.replicator import Replicator
 from cpsr.planner.plan import Plan
 from cpsr.planning.inputs import Situation
 from cpsr.planning.job_planner import JobPlanner
@@ -100,6 +100,7 @@ class CPSRRecovery:
     _recorder: Recorder
     _store: CheckpointStore
     _target: CheckpointTarget
+    _memory: HostMemory
     _pool: SnapshotPool
     _departure: Departure
     _liveness: Liveness
@@ -367,12 +368,11 @@ class CPSRRecovery:
         if group.rank == 0:
             store.prepare()
         group.barrier()
-        pool = self._pool = self._host_buffers(shard)
-        opened.callback(self._close_pool)
-        self._replicator = self._replication(shard)
-        if self._replicator is not None:
-            opened.callback(self._close_replicator)
-            pool.on_sealed = self._replicator.offer
+        self._memory = HostMemory(
+            run, self._recorder.life, group, shard, adapter.data_parallel_ranks, config, self._recorder.event
+        )
+        opened.callback(lambda: self._memory.close(in_order=self._ending != "error", safe=self._last_is_safe))
+        pool = self._pool = self._memory.pool
         ladder = Ladder(run.run_id, group, shard, last_life, config.peers)
         self._restorer = Restorer(
             adapter, group, store, pool, ladder, self._predictor, self._probes, config, self._target
@@ -416,36 +416,6 @@ class CPSRRecovery:
         opened.callback(adapter.detach)
         self._handle_sigterm(handlers)
 
-    def _host_buffers(self, shard: Shard) -> SnapshotPool:
-        memory = None
-        if self.config.checkpoint.shared_memory:
-            memory = SharedMemory(self._run.run_id, self._group.rank, self._recorder.life)
-        pool = SnapshotPool(shard, memory=memory)
-        if pool.shared_memory_problem is not None:
-            self._recorder.event(
-                "no shared memory",
-                f"snapshots do not outlive the process, since /dev/shm cannot hold {pool.required_bytes(shard)} bytes "
-                f"for this rank ({pool.shared_memory_problem}): a restart begins from the disk. Enlarge it (docker: "
-                "--shm-size), or set checkpoint.shared_memory to false",
-                level=logging.WARNING,
-            )
-        return pool
-
-    def _replication(self, shard: Shard) -> Replicator | None:
-        """Replicas on other machines, where every rank's snapshots lie in shared memory; a collective."""
-        config = self.config
-        shared = config.checkpoint.shared_memory and self._pool.shared_memory_problem is None
-        if not self._group.all(shared and config.peers.replicas > 0):
-            return None
-        memory = SharedMemory(self._run.run_id, self._group.rank, self._recorder.life)
-        ranks = self._adapter.data_parallel_ranks
-        tell = self._recorder.event
-        return Replicator(self._run.run_id, memory, self._group, ranks, shard, config.peers, tell, small_suffices=False)
-
-    def _close_replicator(self) -> None:
-        assert self._replicator is not None
-        self._replicator.close(remove=self._ending != "error", together=self._ending != "error")
-
     def _possible(self, config: CPSRConfig, shard: Shard) -> CPSRConfig:
         """The configuration, with one interval for all ranks where their own would make copies of weights differ."""
         held_twice = self._exchange.held_twice(shard) if config.planner.intervals == "per_rank" else None
@@ -471,14 +441,9 @@ class CPSRRecovery:
         self._store.abandon_after(iteration, f"the run goes on from iteration {iteration}")
         group.barrier()  # nobody resets its counter before all have read where the run failed
         self._progress.reset(iteration, self._state.position.batches)
-        self._pool.forget_after(iteration)
         if group.rank == 0:
             mark_life(config.run_dir, self._recorder.life)
-        if group.rank == self._run.local_ranks[0]:
-            # Of ranks that have moved elsewhere.
-            remove_held(self._run.run_id, keep_ranks=self._run.local_ranks, replicas=False)
-        if self._replicator is not None:
-            self._replicator.remove_stale()
+        self._memory.begin(iteration)
         self._watch = start_watch(restored, config.guard, group, self._losses)
         if self._watch is not None:
             self._pool.pin()  # the checkpoint stays in memory until the watch is over
@@ -541,13 +506,6 @@ class CPSRRecovery:
             checkpoint.exit_grace_seconds if self._ending == "error" else checkpoint.save_timeout_seconds
         )
         self._saver.surface()
-
-    def _close_pool(self) -> None:
-        # After a failure the next life looks there first, and where the disk refused the last state it is nowhere else.
-        safe = self._ending != "error" and self._last_is_safe
-        self._pool.close(remove=safe)
-        if safe and self._group.rank == self._run.local_ranks[0]:
-            remove_held(self._run.run_id)  # also what a life that had to do without shared memory did not take over
 
     def _close_target(self) -> None:
         """After the writer, so that the last checkpoint is copied; not after an error, when a restart is waiting."""
@@ -731,9 +689,7 @@ class CPSRRecovery:
                 f"now ({reason}); nothing was set aside: restart the job when the disk answers"
             )
         self._store.attempt += 1  # the same iterations may be saved again
-        self._pool.forget_after(iteration)
-        if self._replicator is not None:
-            self._replicator.forget_after(iteration)
+        self._memory.forget_after(iteration)
         self._recovered = None
         self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)
