@@ -8,7 +8,7 @@ import pytest
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.journal import EventRow, JournalReader, RehearsalRow
-from tests.recovery.job import RANKS, Ended, Job
+from tests.recovery.job import OF_THE_START, RANKS, Ended, Job
 
 INTERVAL, REHEARSED = 16, 12
 JOB_SECONDS = 240.0
@@ -195,7 +195,7 @@ def test_a_rank_killed_in_a_rehearsal_is_a_failure_like_any_other(tmp_path: Path
     for rank in range(RANKS):
         mine, exact = back.result(rank), trained[1].result(rank)[without("zero 0")]
         assert mine["batches"] == exact["batches"][newest:]
-        assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
+        assert {**mine, **OF_THE_START} == {**exact, **OF_THE_START}
 
 
 def test_sigterm_ends_a_rehearsal_at_the_next_micro_batch(tmp_path: Path, trained: tuple[Path, Ended]) -> None:
@@ -211,7 +211,7 @@ def test_sigterm_ends_a_rehearsal_at_the_next_micro_batch(tmp_path: Path, traine
     back = job.launch("auto", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
     for rank in range(RANKS):
         mine, exact = back.result(rank), trained[1].result(rank)[without("zero 0")]
-        assert {**mine, "batches": [], "started": {}} == {**exact, "batches": [], "started": {}}
+        assert {**mine, **OF_THE_START} == {**exact, **OF_THE_START}
 
 
 def test_training_never_goes_on_from_a_state_that_is_not_the_exact_one(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from cpsr.checkpoint.manifest import COMMIT, step_name
 RANKS = 2
 INTERVAL = 4
 ITERATIONS = 30
+# What a life's result says of how it began, emptied: `{**result, **OF_THE_START}` is what it ended with.
+OF_THE_START: dict[str, Any] = {"batches": [], "started": {}, "state_at_start": ""}
 LAUNCH_SECONDS = 120.0
 SURVIVOR_SECONDS = 15.0  # as torchrun does, the others are ended soon after one has died
 
