@@ -139,9 +139,10 @@ def launch(options: Options) -> None:
 
     def note(rank: int) -> None:
         processes[rank].join()
-        temporary = status_path(options, rank).with_suffix(".tmp")
+        path = status_path(options, rank)
+        temporary = path.with_name(f"{path.name}.tmp")  # of this rank alone: two may end at the same moment
         temporary.write_text(str(processes[rank].exitcode))
-        temporary.replace(status_path(options, rank))
+        temporary.replace(path)
 
     threads = [threading.Thread(target=note, args=(rank,)) for rank in range(options.size)]
     for thread in threads:
