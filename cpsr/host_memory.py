@@ -1,20 +1,17 @@
 """This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cpsr.checkpoint.memory import SharedMemory, remove_held
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.group import Group
-from cpsr.peers.replicator import Replicator
+from cpsr.peers.replicator import Replicator, Tell
 from cpsr.rundir import RunDirectory
 from cpsr.state import Shard
 
 __all__ = ["HostMemory"]
-
-# Kind of the event, one sentence, iteration, level of logging.
-Tell = Callable[[str, str, int | None, int], None]
 
 
 class HostMemory:

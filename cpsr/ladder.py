@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import xxhash
 
-from cpsr.checkpoint.memory import HeldState, held_states, load_held, verify_held
+from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state, held_states, load_held, verify_held
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
@@ -31,17 +31,15 @@ class Ladder:
         group: the ranks.
         shard: the engine's views; only names and slices are looked at.
         first_life: states of earlier lives do not count: the run has gone on from elsewhere since.
-        node: this machine, the same name on all its ranks.
+        config: how states of other machines are fetched.
     """
 
-    def __init__(
-        self, run_id: str, group: Group, shard: Shard, first_life: int, config: PeersConfig, node: str = ""
-    ) -> None:
+    def __init__(self, run_id: str, group: Group, shard: Shard, first_life: int, config: PeersConfig) -> None:
         self._run_id = run_id
         self._group = group
         self._first_life = first_life
         self._config = config
-        self._node = node or this_node()
+        self._node = this_node()
         self._whole = _whole(shard)
         self._fetched: HeldState | None = None
 
@@ -99,11 +97,10 @@ class Ladder:
     def _catalogue(self, nodes: list[str], after: int) -> list[Entry]:
         """This rank's share of what its machine holds: its own states, and some of those of ranks elsewhere."""
         local = [rank for rank, node in enumerate(nodes) if node == self._node]
-        place = local.index(self._group.rank)
         entries = []
         for state in held_states(self._run_id):
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
-            if verifier != local[place] or state.life < self._first_life or state.iteration <= after:
+            if verifier != self._group.rank or state.life < self._first_life or state.iteration <= after:
                 continue
             problem = verify_held(state)
             if problem is not None:
@@ -113,10 +110,10 @@ class Ladder:
         return entries
 
     def _held_at(self, entry: Entry) -> HeldState:
-        for state in held_states(self._run_id):
-            if (state.path.name, state.iteration) == (entry.name, entry.iteration):
-                return state
-        raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
+        state = held_state(SHARED_MEMORY / entry.name)
+        if state is None or state.iteration != entry.iteration:
+            raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
+        return state
 
 
 def told(sources: tuple[Source, ...]) -> str:

@@ -148,7 +148,9 @@ class Restorer:
         if restored.method != "exact" or found.exact_iteration == c:
             return restored
         exact = self._exactly(found, snapshot, f, started, mode)
-        return replace(exact, reason=f"{exact.reason}; {restored.reason}", forecast=restored.forecast)
+        return replace(
+            exact, reason=f"{exact.reason}; {restored.reason}", forecast=restored.forecast, guard=restored.guard
+        )
 
     def _exactly(
         self, found: Decision, checkpoint: Snapshot | None, f: int | None, started: float, mode: str

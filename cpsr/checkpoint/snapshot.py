@@ -204,12 +204,13 @@ class SnapshotPool:
         self._settle()
         if iteration in self._sealed.values():
             return
+        copied = decode(*encode(scalars))
+        others = Shard({}, self._boundary_buffers.at_boundary(shard.others))  # before a buffer is given up for it
         held = self._take(iteration) or self._take_recovery(iteration)
         if held is None:
             raise SaveError("every host buffer is in use")
         buffer, snapshot = held
-        snapshot.scalars = decode(*encode(scalars))
-        others = Shard({}, self._boundary_buffers.at_boundary(shard.others))
+        snapshot.scalars = copied
         try:
             if self._stream is None:
                 buffer.copy_others(others)

@@ -1,6 +1,5 @@
 """The ladder: from which state every rank comes back, decided by one rule over what all ranks can reach."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -105,7 +104,7 @@ def decide(
     exact = reach.everywhere("snapshot", newest)
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
-    # Only the tensors were left: the small state comes from the checkpoint, so that there must be one.
+    # Of the small state not all was left: the rest comes from the checkpoint, so that there must be one.
     if checkpoint_iteration is None or failure_iteration is None:
         return Decision(exact)
     return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)))
@@ -141,15 +140,11 @@ class _Reach:
         for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
             if iteration <= after:
                 break
+            own = [self.entry(rank, iteration, (kind,)) for rank in ranks]
             # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
-            own = [self._own(rank, iteration, kind) for rank in ranks]
-            if all(entry is not None for entry in own):
+            if all(entry is not None and entry.rank == rank for rank, entry in enumerate(own)):
                 return tuple(Source(rank, "memory", iteration, own[rank]) for rank in ranks)
         return ()
-
-    def _own(self, rank: int, iteration: int, kind: Kind) -> Entry | None:
-        found = self.entry(rank, iteration, (kind,))
-        return found if found is not None and found.rank == rank else None
 
     def departed(self, after: int) -> tuple[Source, ...]:
         """Sources of the iteration after that one at which most ranks' tensors are there; of two, of the newer."""
@@ -159,7 +154,7 @@ class _Reach:
             iteration: [self.entry(rank, iteration, kinds) for rank in ranks]
             for iteration in {entry.iteration for entry in self._entries if entry.iteration > after}
         }
-        counts = Counter({iteration: sum(entry is not None for entry in own) for iteration, own in found.items()})
+        counts = {iteration: sum(entry is not None for entry in own) for iteration, own in found.items()}
         if not any(counts.values()):
             return ()
         chosen = max(counts, key=lambda iteration: (counts[iteration], iteration))

@@ -215,6 +215,11 @@ def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_
     others["mask"].add_(1)
     with pytest.raises(SaveError, match=r"mask.*for the first time"):
         pool.dump(shard, 20, SCALARS)
+    free = [pool.acquire(iteration) for iteration in (1, 2, 3)]
+    assert None not in free, "a refused dump keeps no buffer"
+    for snapshot in free:
+        assert snapshot is not None
+        pool.release(snapshot)
     pool.mark_boundary()
     others["mask"].add_(1)
     pool.dump(shard, 21, SCALARS)
@@ -268,7 +273,8 @@ def test_others_are_left_some_shared_memory(run_id: str) -> None:
 
 
 def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
-    pool = pool_of(run_id)
+    template = make_shard(0)
+    pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
     kept = pool.acquire(1)
     assert kept is not None
     pool.keep(kept)
@@ -276,7 +282,7 @@ def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     with pytest.raises(SaveError, match="in use"):
-        pool.dump(make_shard(5, iteration=20), 20, SCALARS)
+        pool.dump(Shard(make_shard(5, iteration=20).operators, template.others), 20, SCALARS)
 
 
 def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> None:
