@@ -55,4 +55,4 @@ def _panel(axes: Axes, result: SizeResult) -> None:
     axes.set_title(
         f"{result.size} of training state, step {result.step_seconds * 1000:.0f} ms", loc="left", fontsize=10
     )
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="lower left", fontsize=8)
