@@ -1,0 +1,112 @@
+"""Tokens whose updates failures took from experts for good."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import ArrayLike, NDArray
+
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.popularity import PerExpert, per_expert, zeros
+
+__all__ = ["HARMLESS_MEAN_FRACTION", "HARMLESS_PORTION", "LostTokens", "MomentaryLoss"]
+
+# Portion of lost tokens up to which the final loss stays where it is without failures (pec, Fig. 2).
+HARMLESS_PORTION = 0.075
+# Fraction dropped in every layer up to which it does (moetion, Table 1).
+HARMLESS_MEAN_FRACTION = 0.03
+
+
+@dataclass(frozen=True)
+class MomentaryLoss:
+    """Fractions of tokens lost, over the layers.
+
+    Attributes:
+        total: their sum, which grows with the number of layers (moetion, Eq. 6).
+        mean: per layer, which is what the paper's Table 1 varies and its limit of 3% holds for.
+    """
+
+    total: float
+    mean: float
+
+
+class LostTokens:
+    """Account of one run's failures.
+
+    What tokens are compared with is `assigned`: for each layer, input tokens times experts per token (T x TopK) over
+    the training that counts, each iteration once however often it was repeated. Tokens that experts dropped for lack of
+    capacity are among them.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+        self._layers = layers
+        self._lost = zeros(layers)
+        self._failures = 0
+
+    @property
+    def failures(self) -> int:
+        """Failures so far."""
+        return self._failures
+
+    @property
+    def by_expert(self) -> PerExpert:
+        """Tokens that each expert has lost."""
+        return self._lost
+
+    def add(self, lost: Sequence[ArrayLike]) -> None:
+        """Take in one failure: for each layer, `(experts,)` tokens that were not made up."""
+        new = per_expert(self._layers, lost, "lost tokens")
+        self._lost = tuple(old + more for old, more in zip(self._lost, new, strict=True))
+        self._failures += 1
+
+    def by_layer(self, assigned: Sequence[float]) -> NDArray[numpy.float64]:
+        """Fraction of each layer's tokens that was lost, `(layers,)`.
+
+        Raises:
+            ValueError: more was lost than assigned, or `assigned` does not fit the layers.
+        """
+        lost, whole = self._compared(assigned)
+        return numpy.divide(lost, whole, out=numpy.zeros_like(lost), where=whole > 0)
+
+    def portion(self, assigned: Sequence[float]) -> float:
+        """Portion of lost tokens: those of all failures and layers, over those assigned in all layers.
+
+        0 before anything was assigned.
+
+        Raises:
+            ValueError: as `by_layer`.
+
+        Source: pec, Eq. 4.
+        """
+        lost, whole = self._compared(assigned)
+        return float(lost.sum() / whole.sum()) if whole.any() else 0.0
+
+    def momentary(self, assigned: Sequence[float]) -> MomentaryLoss:
+        """Sum and mean of the layers' fractions.
+
+        Raises:
+            ValueError: as `by_layer`.
+
+        Source: moetion, Eq. 6.
+        """
+        fractions = self.by_layer(assigned)
+        total = float(fractions.sum())
+        return MomentaryLoss(total, total / len(fractions) if len(fractions) else 0.0)
+
+    def is_harmless(self, assigned: Sequence[float]) -> bool:
+        """Whether no more was lost than either paper found without effect on the final loss.
+
+        Raises:
+            ValueError: as `by_layer`.
+        """
+        mean = self.momentary(assigned).mean
+        return self.portion(assigned) <= HARMLESS_PORTION and mean <= HARMLESS_MEAN_FRACTION
+
+    def _compared(self, assigned: Sequence[float]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        whole = numpy.asarray(assigned, dtype=numpy.float64)
+        lost = numpy.array([layer.sum() for layer in self._lost])
+        if whole.shape != lost.shape:
+            raise ValueError(f"assigned tokens of {whole.size} layers were given, and the model has {lost.size}")
+        if not (lost <= whole).all():
+            raise ValueError(f"layers lost {lost} of {whole} tokens: `assigned` is of the whole run, T x TopK a layer")
+        return lost, whole

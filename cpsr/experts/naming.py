@@ -1,0 +1,62 @@
+"""How a model's parameter names tell experts and gates from the rest."""
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["DEEPSPEED", "MODULE_LIST", "Naming", "PatternNaming", "Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a layer of experts a parameter belongs.
+
+    Attributes:
+        layer: name of the layer's module; empty where the model is the layer.
+        expert: the expert's number among those of this rank; None for the layer's gate.
+    """
+
+    layer: str
+    expert: int | None
+
+
+class Naming(Protocol):
+    """What a model with layers of its own has to tell."""
+
+    def place(self, parameter: str) -> Place | None:
+        """Where a parameter belongs; None for what every token passes: attention, norms, shared experts."""
+
+
+@dataclass(frozen=True)
+class PatternNaming:
+    """Names that follow a pattern.
+
+    Attributes:
+        expert: matches from the start of an expert's parameter; its groups are `layer` and `index`.
+        gate: matches from the start of a gate's parameter; its group is `layer`.
+    """
+
+    expert: re.Pattern[str]
+    gate: re.Pattern[str]
+
+    def place(self, parameter: str) -> Place | None:
+        """The expert's pattern goes first: experts may hold a gate of their own."""
+        if found := self.expert.match(parameter):
+            return Place(found["layer"] or "", int(found["index"]))
+        if found := self.gate.match(parameter):
+            return Place(found["layer"] or "", None)
+        return None
+
+
+# DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and matches neither.
+DEEPSPEED = PatternNaming(
+    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.gate\."),
+)
+
+# A `torch.nn.ModuleList` called `experts` beside a `gate` or `router`, as most MoE models in plain torch have it.
+# Experts that are stacked in one tensor have no names of their own and count as a part that every token passes.
+MODULE_LIST = PatternNaming(
+    re.compile(r"(?:(?P<layer>.+?)\.)?experts\.(?P<index>\d+)\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?(?:gate|router)(?:\.|$)"),
+)

@@ -1,0 +1,38 @@
+"""Experts in turn."""
+
+from collections.abc import Sequence
+
+from cpsr.experts.budget import Budget
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.operators import Expert
+from cpsr.experts.popularity import Popularity
+
+__all__ = ["Sequential"]
+
+
+class Sequential:
+    """The next K experts of every layer, whatever their load.
+
+    Layers are interleaved: each begins in the round where the layer before ends, and the round goes from rank to rank.
+    So all ranks save equally many experts, to within one, and an unchanged K saves each expert once in `ceil(E / K)`
+    snapshots. Where every rank owns one expert this is the paper's order; it goes through all experts of one rank
+    before the next rank's, which would leave one rank to do the work of all where each owns several.
+
+    Source: pec, section 3.1.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+        self._layers = layers
+
+    def select(self, step: int, popularity: Popularity, budget: Budget) -> tuple[Expert, ...]:
+        """K experts of each layer, or all of a smaller one, over all ranks."""
+        count = budget.experts_in_each(self._layers)
+        chosen: list[Expert] = []
+        first = step * count
+        for place, layer in enumerate(self._layers):
+            taken = min(count, layer.experts)
+            chosen += (Expert(place, layer.in_turn(first + offset)) for offset in range(taken))
+            # A layer that is saved whole loads all ranks alike, and moves nobody's turn.
+            if taken < layer.experts:
+                first += count
+        return tuple(chosen)

@@ -1,0 +1,79 @@
+"""Non-expert parts over data-parallel ranks, each of which could save all of them."""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.operators import Expert
+
+__all__ = ["Sharding", "adaptive_sharding", "equal_sharding", "expert_bytes_by_rank"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who saves what.
+
+    Attributes:
+        parts: for each rank, names of the non-expert parts that it saves.
+        rank_bytes: for each rank, what it saves in all, experts among it. The largest is what a checkpoint waits for.
+    """
+
+    parts: tuple[tuple[str, ...], ...]
+    rank_bytes: tuple[int, ...]
+
+
+def expert_bytes_by_rank(layers: Sequence[ExpertLayer], experts: Iterable[Expert]) -> list[int]:
+    """What each rank of the expert-parallel group saves of the experts that were selected."""
+    sizes = [0] * max((layer.expert_parallel.size for layer in layers), default=1)
+    for expert in experts:
+        layer = layers[expert.layer]
+        sizes[layer.owner(expert.index)] += layer.expert_bytes
+    return sizes
+
+
+def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
+    """Parts over ranks, the largest first, each to the rank that has least to save (ADPS).
+
+    Only for state that every rank holds alike (ZeRO-0, DDP). Parts are not divided: no rank can have less to do than
+    the largest part. The largest sum of a rank is at most `3/2 - 1/(2 n)` times the least possible for n ranks, and
+    `4/3 - 1/(3 n)` times where all save equally many bytes of experts.
+
+    Args:
+        part_bytes: of each non-expert part.
+        expert_bytes: for each rank, what it saves of experts in this snapshot.
+
+    Returns:
+        The same on every rank that gives it the same: between equals the first rank and the first part go first.
+
+    Raises:
+        ValueError: no ranks, or a size below 0.
+
+    Source: pec, section 3.2. The bounds are those of longest-processing-time scheduling: C.-Y. Lee, "Parallel machines
+    scheduling with nonsimultaneous machine available time", 1991; R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", 1969.
+    """
+    if not expert_bytes or min(expert_bytes) < 0 or min(part_bytes.values(), default=0) < 0:
+        raise ValueError(f"sharding needs a rank, and no size below 0; experts take {list(expert_bytes)}")
+    least = [(size, rank) for rank, size in enumerate(expert_bytes)]
+    heapq.heapify(least)
+    parts: list[list[str]] = [[] for _ in expert_bytes]
+    for name in sorted(part_bytes, key=lambda name: -part_bytes[name]):
+        size, rank = least[0]
+        parts[rank].append(name)
+        heapq.heapreplace(least, (size + part_bytes[name], rank))
+    rank_bytes = [0] * len(expert_bytes)
+    for size, rank in least:
+        rank_bytes[rank] = size
+    return Sharding(tuple(map(tuple, parts)), tuple(rank_bytes))
+
+
+def equal_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
+    """Parts over ranks by themselves, whatever experts the ranks save: what adaptive sharding is compared with (EDPS).
+
+    Source: pec, section 4.2.
+    """
+    alone = adaptive_sharding(part_bytes, [0] * len(expert_bytes))
+    return Sharding(
+        alone.parts, tuple(own + experts for own, experts in zip(alone.rank_bytes, expert_bytes, strict=True))
+    )

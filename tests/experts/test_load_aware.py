@@ -1,0 +1,89 @@
+"""Load-aware selection: the most unsaved tokens under equal work of all ranks."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.errors import ConfigError
+from cpsr.experts.budget import Budget
+from cpsr.experts.layers import ExpertLayer, ExpertParallel
+from cpsr.experts.load_aware import LoadAware
+from cpsr.experts.popularity import Popularity
+from tests.experts.mixtures import load, loads, mixture, mixtures, no_load
+
+
+def chosen(layers: tuple[ExpertLayer, ...], popularity: Popularity, count: int) -> list[tuple[int, int]]:
+    found = LoadAware(layers).select(0, popularity, Budget(experts_per_layer=count))
+    return [(expert.layer, expert.index) for expert in found]
+
+
+def test_one_rank_saves_the_most_loaded_of_each_layer() -> None:
+    assert chosen(mixture(4, 3), load([1, 9, 3, 5], [2, 0, 2]), 2) == [(0, 1), (0, 3), (1, 0), (1, 2)]
+
+
+def test_a_rank_that_is_full_leaves_the_next_expert_to_another() -> None:
+    """Both layers are most loaded on rank 0; the layer with less to lose there saves on rank 1."""
+    assert chosen(mixture(4, 4, ranks=2), load([9, 8, 1, 0], [7, 6, 2, 3]), 1) == [(0, 0), (1, 3)]
+
+
+def test_a_layer_is_never_left_short() -> None:
+    """Greedily, layers 0 and 1 fill rank 1, and layer 2 lacks one that only rank 1 has left."""
+    layers = mixture(4, 4, 2, ranks=2)
+    found = chosen(layers, load([0, 0, 9, 9], [0, 0, 9, 9], [5, 5]), 2)
+    assert Counter(layer for layer, _ in found) == {0: 2, 1: 2, 2: 2}
+    assert Counter(layers[layer].owner(index) for layer, index in found) == {0: 3, 1: 3}
+
+
+def test_without_any_tokens_the_oldest_go_first() -> None:
+    assert chosen(mixture(4), load([0, 0, 0, 0], ages=[[1, 3, 2, 3]]), 2) == [(0, 1), (0, 3)]
+
+
+def test_a_model_without_experts() -> None:
+    assert LoadAware(()).select(0, no_load(()), Budget(experts_per_layer=1)) == ()
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    layers = [ExpertLayer("a", 4, 1, ExpertParallel(2)), ExpertLayer("b", 4, 1, ExpertParallel(4))]
+    with pytest.raises(ConfigError, match="one expert-parallel group"):
+        LoadAware(layers)
+
+
+@given(st.data(), st.integers(1, 6))
+def test_every_layer_saves_its_number_and_no_rank_more_than_its_part(data: st.DataObject, count: int) -> None:
+    layers = data.draw(mixtures())
+    found = chosen(layers, data.draw(loads(layers)), count)
+    assert len(set(found)) == len(found)
+    by_layer = Counter(layer for layer, _ in found)
+    assert [by_layer[place] for place in range(len(layers))] == [min(count, layer.experts) for layer in layers]
+    by_rank = Counter(layers[layer].owner(index) for layer, index in found)
+    assert max(by_rank.values()) <= -(-len(found) // layers[0].expert_parallel.size)
+
+
+@given(st.data(), st.integers(1, 6))
+def test_on_each_rank_it_is_the_layers_most_loaded_that_are_saved(data: st.DataObject, count: int) -> None:
+    layers = data.draw(mixtures())
+    popularity = data.draw(loads(layers))
+    found = set(chosen(layers, popularity, count))
+    for place, layer in enumerate(layers):
+        for rank in range(layer.expert_parallel.size):
+            order = [index for index in popularity.most_at_risk_first(place) if layer.owner(index) == rank]
+            saved = [(place, index) in found for index in order]
+            assert saved == sorted(saved, reverse=True)
+
+
+@given(st.data())
+def test_against_the_best_that_there_is(data: st.DataObject) -> None:
+    """Greedy selection under two such limits saves at least half of the best; here no layer can be left short."""
+    layers = mixture(2, 2, 2, ranks=2)
+    popularity = data.draw(loads(layers))
+
+    def tokens(experts: Iterable[tuple[int, int]]) -> float:
+        return sum(float(popularity.unsaved_tokens[layer][index]) for layer, index in experts)
+
+    allowed = [indices for indices in product(range(2), repeat=3) if len(set(indices)) == 2]  # 3 on a rank are too many
+    best = max(tokens(enumerate(indices)) for indices in allowed)
+    assert tokens(chosen(layers, popularity, 1)) >= best / 2

@@ -1,0 +1,160 @@
+"""Operators as they are read from the names of real models."""
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.experts.layers import ExpertParallel
+from cpsr.experts.naming import DEEPSPEED, MODULE_LIST, Place
+from cpsr.experts.operators import Expert, Gate, NonExpert, operators_of
+
+WIDTH = 4
+
+
+def feed_forward() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Block(nn.Module):
+    def __init__(self, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        self.ffn = ffn
+
+
+class PlainLayer(nn.Module):
+    """A MoE layer as plain torch has it: a router, a list of experts, and shared ones."""
+
+    def __init__(self, experts: int, shared: int = 0) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(feed_forward() for _ in range(experts))
+        self.shared_experts = nn.ModuleList(feed_forward() for _ in range(shared))
+
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def deepspeed_model(ranks: int, use_residual: bool = False) -> nn.Module:
+    """Four blocks, every other one with experts: 8 and 4."""
+    sizes = {1: 8, 3: 4}
+    return nn.ModuleList(
+        Block(
+            MoE(WIDTH, feed_forward(), num_experts=sizes[place], ep_size=ranks, use_residual=use_residual)
+            if place in sizes
+            else feed_forward()
+        )
+        for place in range(4)
+    )
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+def test_deepspeed_names_give_the_experts_of_a_rank_their_numbers_over_all_ranks(ranks: int, rank: int) -> None:
+    found = operators_of(names(deepspeed_model(ranks)), DEEPSPEED, ExpertParallel(ranks, rank))
+    assert found.layer_names == ("1.ffn", "3.ffn")
+    experts = [operator for operator in found.parameters if isinstance(operator, Expert)]
+    assert experts == [
+        Expert(layer, index)
+        for layer, total in ((0, 8), (1, 4))
+        for index in range(rank * total // ranks, (rank + 1) * total // ranks)
+    ]
+    assert found.parameters[experts[0]][0] == "1.ffn.deepspeed_moe.experts.deepspeed_experts.0.0.weight"
+    assert found.parameters[Gate(1)] == ("3.ffn.deepspeed_moe.gate.wg.weight",)
+    assert found.parameters[NonExpert("0.attention")] == ("0.attention.weight", "0.attention.bias")
+
+
+def test_the_residual_branch_of_deepspeed_is_a_part_that_every_token_passes() -> None:
+    found = operators_of(names(deepspeed_model(1, use_residual=True)), DEEPSPEED)
+    assert {NonExpert("1.ffn.mlp.0"), NonExpert("1.ffn.coefficient")} <= set(found.parameters)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_have_the_size_that_their_experts_have(ranks: int) -> None:
+    model = deepspeed_model(ranks)
+    sizes = {name: 12 * parameter.numel() for name, parameter in model.named_parameters()}
+    found = operators_of(sizes, DEEPSPEED, ExpertParallel(ranks))
+    layers = found.layers(sizes)
+    assert [layer.experts for layer in layers] == [8, 4]
+    expert = 12 * sum(parameter.numel() for parameter in feed_forward().parameters())
+    assert [layer.expert_bytes for layer in layers] == [expert, expert]
+    assert sum(found.bytes_of(sizes).values()) == sum(sizes.values())
+
+
+def test_plain_torch_layers_with_shared_experts() -> None:
+    model = nn.ModuleList([Block(PlainLayer(3, shared=2)), Block(feed_forward()), Block(PlainLayer(5))])
+    found = operators_of(names(model), MODULE_LIST)
+    assert found.layer_names == ("0.ffn", "2.ffn")
+    assert [layer.experts for layer in found.layers(dict.fromkeys(names(model), 1))] == [3, 5]
+    assert found.parameters[Expert(1, 4)][0] == "2.ffn.experts.4.0.weight"
+    assert found.parameters[Gate(0)] == ("0.ffn.gate.weight",)
+    assert NonExpert("0.ffn.shared_experts.1.0") in found.parameters
+    assert NonExpert("1.ffn.0") in found.parameters
+
+
+def test_a_model_that_is_the_layer() -> None:
+    found = operators_of(names(PlainLayer(2)), MODULE_LIST)
+    assert found.layer_names == ("",)
+    assert set(found.parameters) == {Gate(0), Expert(0, 0), Expert(0, 1)}
+
+
+def test_every_parameter_belongs_to_one_operator() -> None:
+    model = nn.ModuleList([Block(PlainLayer(3, shared=1)), Block(feed_forward())])
+    model.register_parameter("scale", nn.Parameter(torch.zeros(1)))
+    found = operators_of(names(model), MODULE_LIST)
+    assert sorted(name for own in found.parameters.values() for name in own) == sorted(names(model))
+    assert found.parameters[NonExpert("scale")] == ("scale",)
+
+
+def test_a_gate_without_experts_is_an_ordinary_module() -> None:
+    found = operators_of(["mlp.gate.weight", "mlp.up.weight"], MODULE_LIST)
+    assert list(found.parameters) == [NonExpert("mlp.gate"), NonExpert("mlp.up")]
+    assert found.layers({"mlp.gate.weight": 1, "mlp.up.weight": 1}) == ()
+
+
+def test_experts_may_have_a_gate_of_their_own() -> None:
+    found = operators_of(["moe.experts.0.gate.weight", "moe.experts.1.gate.weight", "moe.gate.weight"], MODULE_LIST)
+    assert found.parameters[Expert(0, 0)] == ("moe.experts.0.gate.weight",)
+    assert found.parameters[Gate(0)] == ("moe.gate.weight",)
+
+
+def test_a_router_that_is_a_parameter_of_the_layer() -> None:
+    found = operators_of(["moe.experts.0.up", "moe.router"], MODULE_LIST)
+    assert found.parameters[Gate(0)] == ("moe.router",)
+
+
+def test_stacked_experts_are_saved_whole() -> None:
+    found = operators_of(["moe.experts.up", "moe.experts.down", "moe.router"], MODULE_LIST)
+    assert list(found.parameters) == [NonExpert("moe.experts"), NonExpert("moe")]
+
+
+def test_a_model_with_names_of_its_own() -> None:
+    class Lettered:
+        def place(self, parameter: str) -> Place | None:
+            head, _, letter = parameter.partition("/")
+            return Place(head, "abc".index(letter)) if letter else None
+
+    found = operators_of(["one/a", "one/b", "norm", "two/a"], Lettered())
+    assert list(found.parameters) == [Expert(0, 0), Expert(0, 1), NonExpert("norm"), Expert(1, 0)]
+
+
+def test_a_gap_between_the_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"layer 'moe' has parameters of expert 3 and none of 1, 2"):
+        operators_of(["moe.experts.0.weight", "moe.experts.3.weight"], MODULE_LIST)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="named twice"):
+        operators_of(["norm.weight", "norm.weight"], MODULE_LIST)
+
+
+def test_a_size_that_is_not_known_is_named() -> None:
+    with pytest.raises(KeyError, match=r"norm\.weight"):
+        operators_of(["norm.weight"], MODULE_LIST).bytes_of({})
+
+
+def test_experts_of_no_bytes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one byte"):
+        operators_of(["moe.experts.0.weight"], MODULE_LIST).layers({"moe.experts.0.weight": 0})

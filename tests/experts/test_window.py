@@ -1,0 +1,142 @@
+"""The sparse window: Algorithm 1 on equal operators, and the smallest of all windows on any."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.experts import SparseWindow, sparse_window
+
+# Active and frozen bytes: an operator's whole state holds at least what its weights for the forward pass take.
+OPERATORS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (max(pair), min(pair))), min_size=1, max_size=9
+)
+
+
+def window_of(operators: Sequence[tuple[int, int]], snapshot_bytes: float) -> SparseWindow:
+    active, frozen = zip(*operators, strict=True)
+    return sparse_window(active, frozen, 1.0, snapshot_bytes)
+
+
+def as_printed(operators: int, active_bytes: int, frozen_bytes: int, snapshot_bytes: float) -> tuple[int, int]:
+    """`FindWindowSize`, but down to one operator."""
+    active = operators
+    while active > 1 and active_bytes * active + frozen_bytes * (operators - active) > snapshot_bytes:
+        active -= 1
+    return math.ceil(operators / active), active
+
+
+def divisions(operators: int) -> Iterator[list[range]]:
+    """All ways to cut a sequence into parts that follow each other."""
+    for cuts in range(2 ** (operators - 1)):
+        edges = [0, *(place + 1 for place in range(operators - 1) if cuts >> place & 1), operators]
+        yield [range(first, last) for first, last in pairwise(edges)]
+
+
+def estimate(operators: Sequence[tuple[int, int]], active: Sequence[int]) -> int:
+    return sum(whole if place in active else weights for place, (whole, weights) in enumerate(operators))
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(0, 50), st.integers(1, 5000))
+def test_equal_operators_have_the_window_of_the_algorithm(count: int, more: int, frozen: int, budget: int) -> None:
+    found = window_of([(frozen + more, frozen)] * count, budget)
+    window, active = as_printed(count, frozen + more, frozen, budget)
+    assert (found.window, found.active_per_step) == (window, active)
+    assert found.fits == ((frozen + more) * active + frozen * (count - active) <= budget)
+    assert [len(step) for step in found.schedule[:-1]] == [active] * (window - 1)
+
+
+@given(OPERATORS, st.integers(1, 120))
+def test_no_division_of_the_order_that_fits_is_shorter(operators: list[tuple[int, int]], budget: int) -> None:
+    found = window_of(operators, budget)
+    fitting = [
+        len(parts) for parts in divisions(len(operators)) if all(estimate(operators, part) <= budget for part in parts)
+    ]
+    assert found.fits == bool(fitting)
+    if fitting:
+        assert found.window == min(fitting)
+
+
+@given(OPERATORS, st.floats(1, 200))
+def test_every_operator_is_active_once_and_frozen_until_then(operators: list[tuple[int, int]], budget: float) -> None:
+    found = window_of(operators, budget)
+    assert [place for step in found.schedule for place in step] == list(range(len(operators)))
+    assert len(found.schedule) == found.window
+    assert found.active_per_step == max(len(step) for step in found.schedule)
+    for number, step in enumerate(found.schedule):
+        assert found.frozen(number) == tuple(range(step[-1] + 1, len(operators)))
+
+
+@given(OPERATORS, st.floats(1, 200))
+def test_what_fits_is_what_the_link_moves(operators: list[tuple[int, int]], budget: float) -> None:
+    found = window_of(operators, budget)
+    sizes = [estimate(operators, step) for step in found.schedule]
+    assert found.largest_snapshot_bytes == max(sizes)
+    assert found.fits == (max(sizes) <= budget)
+    assert all(len(step) == 1 for step, size in zip(found.schedule, sizes, strict=True) if size > budget)
+
+
+@given(OPERATORS, st.integers(1, 100), st.integers(1, 100))
+def test_more_bandwidth_never_makes_it_longer(operators: list[tuple[int, int]], budget: int, more: int) -> None:
+    assert window_of(operators, budget + more).window <= window_of(operators, budget).window
+
+
+def test_where_two_do_not_fit_it_goes_down_to_one() -> None:
+    found = sparse_window([12] * 4, [2] * 4, iteration_seconds=2, bandwidth_bytes_per_second=9)  # one takes 18
+    assert found == SparseWindow(4, 1, ((0,), (1,), (2,), (3,)), True, 18)
+
+
+def test_where_one_does_not_fit_it_says_so() -> None:
+    found = sparse_window([12] * 4, [2] * 4, iteration_seconds=2, bandwidth_bytes_per_second=8)
+    assert found == SparseWindow(4, 1, ((0,), (1,), (2,), (3,)), False, 18)
+
+
+def test_a_large_operator_does_not_set_the_window_of_small_ones() -> None:
+    """An embedding that takes a snapshot for itself, among a hundred experts of which ten fit into one."""
+    experts = [(11, 1)] * 100
+    found = window_of([*experts[:50], (101, 1), *experts[50:]], 201)
+    assert found.fits
+    assert found.window == 11
+
+
+def test_everything_fits() -> None:
+    found = sparse_window([12, 24], [2, 4], iteration_seconds=1, bandwidth_bytes_per_second=math.inf)
+    assert (found.window, found.active_per_step, found.schedule, found.fits) == (1, 2, ((0, 1),), True)
+
+
+def test_a_snapshot_of_exactly_an_iteration_fits() -> None:
+    """0.29 times 100 is less than 29 in floating point."""
+    assert sparse_window([20, 9], [0, 0], iteration_seconds=0.29, bandwidth_bytes_per_second=100).window == 1
+
+
+@pytest.mark.parametrize(
+    ("active", "frozen", "said"),
+    [
+        ([], [], "at least one"),
+        ([1, 2], [1], "2 operators have active_bytes and 1 have frozen_bytes"),
+        ([[1, 2]], [[1, 2]], "one number for each operator"),
+        ([1, -1], [1, 1], "active_bytes must be finite and not negative"),
+        ([1, 1], [1, math.nan], "frozen_bytes must be finite and not negative"),
+        ([1, math.inf], [1, 1], "active_bytes must be finite and not negative"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(active: list[float], frozen: list[float], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        sparse_window(active, frozen, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "bandwidth"), [(0, 1), (1, 0), (-1, 1), (1, -1), (math.nan, 1), (1, math.nan)])
+def test_what_was_not_measured_is_refused(seconds: float, bandwidth: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        sparse_window([1], [1], seconds, bandwidth)
+
+
+def test_ten_thousand_unequal_operators() -> None:
+    active = numpy.random.default_rng(0).integers(1_000, 100_000, size=10_000)
+    found = sparse_window(active.tolist(), (active // 6).tolist(), 1.0, 0.3 * float(active.sum()))
+    assert found.fits
+    assert found.window == math.ceil(5 / 6 / (0.3 - 1 / 6))
