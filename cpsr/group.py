@@ -1,13 +1,22 @@
 """The ranks of one job talking among themselves, beside the training group and without pickle."""
 
 import json
+import os
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Group", "Votes"]
+__all__ = ["NODE_VARIABLE", "Group", "Votes", "this_node"]
+
+NODE_VARIABLE = "CPSR_NODE"
+
+
+def this_node() -> str:
+    """Identity of the machine that this process runs on: its host name, unless the environment gives another."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 class Group:

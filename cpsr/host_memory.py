@@ -58,8 +58,9 @@ class HostMemory:
         # All ranks or none: what one sends another takes.
         if group.all(memory is not None and problem is None and config.peers.replicas > 0):
             assert memory is not None
+            checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(
-                run.run_id, memory, group, data_parallel_ranks, shard, config.peers, tell, small_suffices=False
+                run.run_id, memory, group, data_parallel_ranks, shard, config.peers, tell, checkpoints=checkpoints
             )
             self.pool.on_sealed = self._replicator.offer
 

@@ -3,19 +3,19 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state, held_states, load_held, verify_held
+from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state, held_states, held_word, load_held, verify_held
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
-from cpsr.group import Group
+from cpsr.group import Group, this_node
 from cpsr.peers.fetch import fetch
-from cpsr.peers.replicator import this_node
+from cpsr.peers.small import load_together
 from cpsr.state import Shard
 
 __all__ = ["Ladder", "told"]
@@ -41,7 +41,7 @@ class Ladder:
         self._config = config
         self._node = this_node()
         self._whole = _whole(shard)
-        self._fetched: HeldState | None = None
+        self._fetched: dict[Entry, HeldState] = {}
 
     def decide(
         self, checkpoint_iteration: int | None, failure_iteration: int | None, checkpoint: Shard | None
@@ -51,18 +51,21 @@ class Ladder:
         Args:
             checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
             failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
-            checkpoint: what this rank has loaded: whether all ranks hold the same shows in it.
+            checkpoint: what this rank has loaded: which ranks hold the same shows in it.
         """
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration
-        reported = self._group.gather([vars(entry) for entry in self._catalogue(nodes, newest)])
+        held = self._catalogue(nodes, newest)
+        small = {iteration for part in self._group.gather(_small_iterations(held)) for iteration in part}
+        entries = [entry for state in held if (entry := self._entry(state, small)) is not None]
+        reported = self._group.gather([vars(entry) for entry in entries])
         wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
         return decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
             failure_iteration,
-            alike=wholes[0] is not None and wholes.count(wholes[0]) == len(wholes),
+            alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
             remote=True,
         )
 
@@ -82,11 +85,14 @@ class Ladder:
         """
         problem, scalars = None, None
         try:
-            if source.entry is not None:
-                fetched, self._fetched = self._fetched, None
-                scalars = load_held(fetched or self._held_at(source.entry), into)
-                if fetched is not None:
-                    fetched.path.unlink()
+            held = [self._held_at(entry) for entry in source.entries]
+            if source.small is not None:
+                scalars = load_together(held[1], held[0], into)
+            elif held:
+                scalars = load_held(held[0], into)
+            for fetched in self._fetched.values():
+                fetched.path.unlink()
+            self._fetched = {}
         except CheckpointError as error:
             problem = f"rank {self._group.rank}: {error}"
         problems = [part for part in self._group.gather(problem) if part is not None]
@@ -94,22 +100,34 @@ class Ladder:
             raise CheckpointError("; ".join(problems))
         return scalars
 
-    def _catalogue(self, nodes: list[str], after: int) -> list[Entry]:
+    def _catalogue(self, nodes: list[str], after: int) -> list[HeldState]:
         """This rank's share of what its machine holds: its own states, and some of those of ranks elsewhere."""
         local = [rank for rank, node in enumerate(nodes) if node == self._node]
-        entries = []
+        whole = []
         for state in held_states(self._run_id):
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
             if verifier != self._group.rank or state.life < self._first_life or state.iteration <= after:
                 continue
             problem = verify_held(state)
-            if problem is not None:
+            if problem is None:
+                whole.append(state)
+            else:
                 logger.warning("a state in shared memory is not used: %s", problem)
-                continue
-            entries.append(Entry(state.rank, state.iteration, state.kind, self._node, state.path.name))
-        return entries
+        return whole
+
+    def _entry(self, state: HeldState, small: Container[int]) -> Entry | None:
+        """What is told of a state; its weights and moments only where a small state may need them (`small`)."""
+        try:
+            wanted = state.kind == "snapshot" and state.iteration in small
+            owned = held_word(state) if wanted else state.owned
+        except CheckpointError as error:
+            logger.warning("a state in shared memory is not used: %s", error)
+            return None
+        return Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned)
 
     def _held_at(self, entry: Entry) -> HeldState:
+        if entry in self._fetched:
+            return self._fetched[entry]
         state = held_state(SHARED_MEMORY / entry.name)
         if state is None or state.iteration != entry.iteration:
             raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
@@ -134,6 +152,10 @@ def _ranges(ranks: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
+def _small_iterations(held: Sequence[HeldState]) -> list[int]:
+    return [state.iteration for state in held if state.kind == "small"]
+
+
 def _whole(shard: Shard) -> bool:
     """Whether the rank holds whole parameters: slices are never another rank's."""
     operators = shard.operators.values()
@@ -141,10 +163,15 @@ def _whole(shard: Shard) -> bool:
 
 
 def _fingerprint(shard: Shard) -> str:
-    """Of names, shapes and weights: ranks that each train a model of their own have the same shapes, too."""
+    """Of names, shapes and weights: ranks that each train a model of their own have the same shapes, too.
+
+    Of buffers names and shapes alone: whoever takes another rank's state takes its running statistics, too.
+    """
     state = xxhash.xxh3_128()
     for name, operator in sorted(shard.operators.items()):
         values = operator.parameter.values
         state.update(repr((name, operator.parameter.global_shape, values.dtype, sorted(operator.moments))).encode())
         state.update(values.contiguous().view(torch.uint8).numpy().data)
+    for name, values in sorted(shard.others.items()):
+        state.update(repr((name, values.dtype, tuple(values.shape))).encode())
     return state.hexdigest()

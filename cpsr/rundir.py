@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from cpsr.checkpoint.files import write_bytes
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
-from cpsr.group import Group
+from cpsr.group import Group, this_node
 
 __all__ = ["RunDirectory", "open_run", "run_id"]
 
@@ -27,7 +26,7 @@ class RunDirectory:
     Attributes:
         path: the directory.
         run_id: drawn once, when the directory was first used.
-        local_ranks: the ranks of this job on this host.
+        local_ranks: the ranks of this job on this machine.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
     """
 
@@ -68,14 +67,14 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
     tensors = _same_on_all_ranks(
         group.gather({name: list(item["shape"]) for name, item in description["tensors"].items()})
     )
-    hosts = group.gather(socket.gethostname())
+    nodes = group.gather(this_node())
     opened = group.broadcast(_open_on_rank_0(path, group, mode, description, tensors) if group.rank == 0 else None)
     if "mismatch" in opened:
         raise RunMismatchError(opened["mismatch"])
     if "unusable" in opened:
         raise ConfigError(opened["unusable"])
     _check_shared(path, group, opened["run_id"])
-    return RunDirectory(path, opened["run_id"], _local(hosts), opened["ended"])
+    return RunDirectory(path, opened["run_id"], _local(nodes), opened["ended"])
 
 
 def run_id(path: Path) -> str:
@@ -90,8 +89,8 @@ def run_id(path: Path) -> str:
     return str(known["run_id"])
 
 
-def _local(hosts: list[str]) -> tuple[int, ...]:
-    return tuple(rank for rank, host in enumerate(hosts) if host == socket.gethostname())
+def _local(nodes: list[str]) -> tuple[int, ...]:
+    return tuple(rank for rank, node in enumerate(nodes) if node == this_node())
 
 
 def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:

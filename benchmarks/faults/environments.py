@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from cpsr.benchmarks.faults.forked import Gate, fork, wait_for
 from cpsr.benchmarks.faults.job import KEEP_ALL, open_run, snapshot_of, write_run
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.tracing import Call
 from cpsr.benchmarks.faults.works import LIFE, RankWriter
 from cpsr.errors import CPSRError
 
@@ -23,6 +25,10 @@ __all__ = ["ENVIRONMENTS", "NOT_INJECTED", "Environment", "in_environment"]
 
 DISK_KIBIBYTES = 1024  # several times what the run takes
 FILE_SIZE_LIMIT_BYTES = 2000  # the file of moments is larger, every other one smaller
+# Long beside the polls of whoever lifts the limit meanwhile.
+SHORT_WRITE_MICROSECONDS = 100_000
+POLL_SECONDS = 0.002
+DESCRIPTORS = 64  # a process that saves has far fewer files open
 FREE_KIBIBYTES = (0, 4, 8, 12, 16)  # the save stops at another of its files with each
 DELAY_MICROSECONDS = 20_000
 ROW = (50, 60, 70, 80, 90)  # more saves than there are host buffers
@@ -39,7 +45,6 @@ Environment = Callable[[Path], Iterator[Outcome]]
 # What this campaign does not do to a machine; said in its report, so that nobody takes it for tested.
 NOT_INJECTED = {
     "power cut": "what was not forced to the disk outlives a process; needs a machine that can be switched off",
-    "short write that goes on": "the kernel has no way to ask for one; short writes end in ENOSPC or EFBIG here",
     "clock of the whole machine": "time() jumps in the process that saves; the machine's own clock is left alone",
     "network file system": "stale handles, silent reordering of names: needs a server",
 }
@@ -84,19 +89,58 @@ def _read_only_disk(directory: Path) -> Iterator[Outcome]:
 
 
 def _short_write(directory: Path) -> Iterator[Outcome]:
-    """The kernel writes a file up to a limit, which is a short write, and refuses the rest."""
+    """The kernel writes a file up to a limit, which is a short write; the rest is refused, or goes on past it."""
+    yield _short_writes(directory, "the rest is refused", "EFBIG")
+    yield _short_writes(directory, "the rest follows", None)
+
+
+def _short_writes(directory: Path, what: str, error: str | None) -> Outcome:
     stage = Stage(directory, write_run)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
 
     def lift() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
-    yield _untraced("short write", f"at {FILE_SIZE_LIMIT_BYTES} bytes", "EFBIG", stage, limit, lift)
+    def work(run_dir: Path, gate: Gate) -> None:
+        def limit() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
+            gate.wait()
+            if error is None:
+                threading.Thread(target=_once_met, args=(lift,), daemon=True).start()
+
+        _two_saves(run_dir, gate, limit, lift)
+
+    # A file's length is set before it is written, which the limit would refuse: that is claimed and not done.
+    injections = ["ftruncate:retval=0", f"write:delay_exit={SHORT_WRITE_MICROSECONDS}"]
+    status, notes = stage.traced(work, injections)
+    short = [call for call in stage.calls() if call.name == "write" and 0 < (call.returned or 0) < _asked(call)]
+    where = f"at {FILE_SIZE_LIMIT_BYTES} bytes, {what}"
+    outcome = judge_saves(stage, Fault("short write", (), error), where, status, notes)
     stage.clear()
+    if not short:
+        return replace(outcome, injected=False, what="the kernel wrote everything at once")
+    committed = outcome.what.startswith("committed")
+    return outcome if committed == (error is None) else replace(outcome, survived=False)
+
+
+def _once_met(lift: Callable[[], None]) -> None:
+    """Lift the limit while the write that met it is still on its way back; by calls that are not traced."""
+    while FILE_SIZE_LIMIT_BYTES not in map(_size_of_open, range(DESCRIPTORS)):
+        time.sleep(POLL_SECONDS)
+    lift()
+
+
+def _size_of_open(descriptor: int) -> int:
+    try:
+        return os.fstat(descriptor).st_size
+    except OSError:
+        return 0
+
+
+def _asked(call: Call) -> int:
+    """How many bytes were to be written."""
+    return int(call.arguments.rpartition(", ")[2])
 
 
 def _clock_jumps(directory: Path) -> Iterator[Outcome]:
@@ -160,24 +204,26 @@ def _untraced(
     gate = Gate()
     stage.renew()
 
-    def work() -> None:
-        stores = open_run(stage.run_dir, LIFE)
-        for iteration in SAVES:
-            stores[1].write(snapshot_of(1, iteration))
-        rank_0 = RankWriter(stores[0], KEEP_ALL)
-        for iteration, change in zip(SAVES, (begin, end), strict=True):
-            change()
-            outcomes = rank_0.save(iteration)
-            gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
-
     try:
-        status = wait_for(fork(work))
+        status = wait_for(fork(lambda: _two_saves(stage.run_dir, gate, begin, end)))
         notes: dict[str, Any] = gate.notes()
     finally:
         gate.close()
     outcome = judge_saves(stage, fault, where, status, notes)
     met = error is None or not outcome.survived or not outcome.what.startswith("committed")
     return outcome if met else replace(outcome, injected=False, what="the save went through, so it met no error")
+
+
+def _two_saves(run_dir: Path, gate: Gate, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Rank 0 saves after `begin`, and again after `end`; the other rank's parts are there."""
+    stores = open_run(run_dir, LIFE)
+    for iteration in SAVES:
+        stores[1].write(snapshot_of(1, iteration))
+    rank_0 = RankWriter(stores[0], KEEP_ALL)
+    for iteration, change in zip(SAVES, (begin, end), strict=True):
+        change()
+        outcomes = rank_0.save(iteration)
+        gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
 
 
 @contextmanager

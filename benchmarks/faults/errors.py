@@ -53,6 +53,7 @@ class Fault:
 
 _SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir")
 _CHANGES = (*_SPACE, "chmod", "unlink", "rmdir")
+_MODIFIES = tuple(name for name in _CHANGES if name not in ("openat", "fsync"))  # the others go on to read
 _READS = ("openat", *READING)
 FAULTS = (
     Fault("ENOSPC", _SPACE, "ENOSPC"),
@@ -60,6 +61,8 @@ FAULTS = (
     Fault("EIO", _CHANGES, "EIO"),
     Fault("EIO and retention", _CHANGES, "EIO", config=RETENTION),
     Fault("EIO from there on", (*_CHANGES, *READING), "EIO", lasting=True),
+    # The kernel turns a disk read-only after an error of its journal, in the middle of whatever is being written.
+    Fault("EROFS from there on", _MODIFIES, "EROFS", lasting=True),
     Fault("EIO of a read", _READS, "EIO", reads=True, config=RETENTION),
     Fault("EINTR", ("openat", "write", "ftruncate", "fsync"), "EINTR"),
     Fault("EINTR of a read", _READS, "EINTR", reads=True),

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Gate", "fork", "wait_for"]
+__all__ = ["POLL_SECONDS", "Gate", "fork", "wait_for"]
 
 NOTES_BYTES = 1 << 16
 HEADER_BYTES = 16  # the length of the notes in the first 8, then the three flags

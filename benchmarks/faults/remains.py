@@ -61,8 +61,12 @@ def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Re
     progress = read_progress(run_dir, RANKS)
     held = [state for state in held_by(run_dir, memories) if verify_held(state) is None]
     life = newest_life(run_dir)
-    snapshots = [state for state in held if state.kind == "snapshot" and state.life >= life]
-    ranks = Counter(iteration for _, iteration in {(state.rank, state.iteration) for state in snapshots})
+    newest = [state for state in held if state.life >= life]
+    snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}
+    # Small states travel only where every rank's weights and moments are the same: any rank's snapshot has them.
+    whole = {iteration for _, iteration in snapshots}
+    small = {(state.rank, state.iteration) for state in newest if state.kind == "small" and state.iteration in whole}
+    ranks = Counter(iteration for _, iteration in snapshots | small)
     return Remains(
         committed=frozenset(info.iteration for info in scan(run_dir / "checkpoints").checkpoints if info.full),
         failure_iteration=None if progress is None else progress.iteration,

@@ -104,6 +104,9 @@ FIXED = (
     Scenario(
         "a machine lost with its memory", "exact", 1, (_at("commit", "SIGKILL", 0, 20),), memory="removed", nodes=True
     ),
+    Scenario(
+        "a machine lost, all ranks alike", "exact", 0, (_at("commit", "SIGKILL", 0, 20),), memory="removed", nodes=True
+    ),
     Scenario("rolled back", "predict", 1, (_in_step("SIGKILL", _BOTH),), shared_memory=False, poison=True),
 )
 

@@ -24,6 +24,10 @@ CHANGING = (
 )
 READING = ("read", "readv", "pread64", "getdents64")
 _LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
+# Where a call of another thread comes between, one call takes two lines.
+_RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$")
+_UNFINISHED = "<unfinished ...>"
+_PADDING = re.compile(r"\) +=")
 _RETURNED = re.compile(r"\) += (-?\d+)")
 _OPENED_TO_WRITE = re.compile(r"O_WRONLY|O_RDWR|O_CREAT|O_TRUNC")
 _PATHS = re.compile(r'"([^"]*)"|<(/[^>]*)>')
@@ -117,12 +121,28 @@ class Tracer:
 
 def read_calls(log: Path, below: Path) -> list[Call]:
     """The calls in a recording that touched anything below a directory, in their order."""
-    lines = [match.groups() for match in map(_LINE.match, log.read_text(errors="replace").splitlines()) if match]
+    lines = _whole_lines(log.read_text(errors="replace").splitlines())
     totals = Counter((thread, name) for thread, name, _ in lines)
     return list(_calls(lines, totals, str(below)))
 
 
-def _calls(lines: Sequence[Sequence[str]], totals: Counter[tuple[str, str]], below: str) -> Iterator[Call]:
+def _whole_lines(lines: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Thread, name and the rest of each call, in the order in which they began."""
+    found: list[tuple[str, str, str]] = []
+    open_at: dict[str, int] = {}  # by thread
+    for line in lines:
+        if match := _LINE.match(line):
+            thread, name, rest = match.groups()
+            if rest.endswith(_UNFINISHED):
+                open_at[thread] = len(found)
+            found.append((thread, name, _PADDING.sub(") =", rest.removesuffix(_UNFINISHED).rstrip())))
+        elif (match := _RESUMED.match(line)) and match[1] in open_at:
+            thread, name, begun = found[open_at[match[1]]]
+            found[open_at.pop(thread)] = thread, name, begun + _PADDING.sub(") =", match[3])
+    return found
+
+
+def _calls(lines: Sequence[tuple[str, str, str]], totals: Counter[tuple[str, str]], below: str) -> Iterator[Call]:
     seen: Counter[tuple[str, str]] = Counter()
     for thread, name, rest in lines:
         seen[thread, name] += 1

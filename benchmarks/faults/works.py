@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpsr.benchmarks.faults.forked import Gate
+from cpsr.benchmarks.faults.forked import POLL_SECONDS, Gate
 from cpsr.benchmarks.faults.job import (
     COMMITTED,
     KEEP_ALL,
@@ -17,6 +17,7 @@ from cpsr.benchmarks.faults.job import (
     snapshot_of,
     write_run,
 )
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.snapshot import Part, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
@@ -111,6 +112,9 @@ def _save(run_dir: Path, gate: Gate) -> None:
 
 def _save_of_the_other(run_dir: Path, gate: Gate) -> None:
     rank_1 = RankWriter(open_run(run_dir, LIFE)[1])
+    # Which of the two makes the directory is chance, and the calls are to be the same every time: rank 0 does.
+    while not (run_dir / "checkpoints" / step_name(50)).is_dir():
+        time.sleep(POLL_SECONDS)
     gate.wait()
     rank_1.save(50)  # not `done`: whether it is committed is rank 0's affair
 

@@ -7,6 +7,9 @@ A file of `/dev/shm` for each buffer, readable by its user alone::
         the tensors, in the layout of the buffer
         what they are: owner, iteration, life, layout, and the scalars
 
+Beside the buffers, which are numbered, a rank may have small states (`small-0`: its scalars, and what is neither weight
+nor moment), replicas on other machines (`replica-<holder>-0`), and what a restart has just brought (`fetched-...`).
+
 The sequence is odd while the buffer is being filled. A state counts where it is even and the hash holds, so that one
 that is half written, or was written by a process that died on the way, is never taken for whole.
 """
@@ -15,6 +18,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import re
@@ -35,6 +39,8 @@ from cpsr.errors import CheckpointError
 from cpsr.state import Shard
 
 __all__ = [
+    "BLOCK_BYTES",
+    "PAGE_BYTES",
     "SHARED_MEMORY",
     "HeldState",
     "MemoryFile",
@@ -42,8 +48,11 @@ __all__ = [
     "held_bytes",
     "held_state",
     "held_states",
+    "held_word",
     "load_held",
+    "owned_word",
     "remove_held",
+    "shared_memory_left",
     "verify_held",
 ]
 
@@ -58,7 +67,7 @@ _MAGIC = b"CPSRMEM1"
 _HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 8
-_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
+_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
 Kind = Literal["snapshot", "departure", "small"]
 
@@ -72,7 +81,9 @@ class HeldState:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
         life: life of the run that took it.
-        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group.
+        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
+            `small`, all but weights and moments.
+        owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
     """
 
     path: Path
@@ -80,6 +91,7 @@ class HeldState:
     iteration: int
     life: int
     kind: Kind
+    owned: str = ""
 
 
 class MemoryFile:
@@ -132,7 +144,9 @@ class MemoryFile:
         """What is held counts no longer, from now on until `seal`."""
         self._sequence[0] |= 1
 
-    def seal(self, rank: int, life: int, kind: Kind, shard: Shard, iteration: int, scalars: Any) -> None:
+    def seal(
+        self, rank: int, life: int, kind: Kind, shard: Shard, iteration: int, scalars: Any, owned: str = ""
+    ) -> None:
         """What was written is whole.
 
         Args:
@@ -142,6 +156,7 @@ class MemoryFile:
             shard: views into this buffer.
             iteration: iteration of the state.
             scalars: plain data (see `cpsr.codec.encode`).
+            owned: see `HeldState`.
 
         Raises:
             OSError: shared memory is full; the buffer stays unsealed.
@@ -155,6 +170,7 @@ class MemoryFile:
                 "iteration": iteration,
                 "life": life,
                 "kind": kind,
+                "owned": owned,
                 "layout": {
                     key: [values.data_ptr() - start, dtype_name(values.dtype), list(values.shape)]
                     for key, values in shard.tensors()
@@ -227,19 +243,24 @@ class SharedMemory:
         """Others need shared memory too: loaders' workers, NCCL."""
         paths = [self.path(str(slot)) for slot in range(count)]
         missing = sum(max(file_bytes - path.stat().st_size, 0) if path.is_file() else file_bytes for path in paths)
-        memory = os.statvfs(self._directory)
-        free, size = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
-        reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * size))
-        if missing > free - reserve:
+        left = shared_memory_left(self._directory)
+        if missing > left:
             raise OSError(
                 errno.ENOSPC,
-                f"{missing} bytes are missing, {free} are free, {reserve} are left to others",
+                f"{missing} bytes are missing, {left} can be taken beside what is left to others",
                 str(self._directory),
             )
 
     def path(self, slot: str) -> Path:
         """Where a buffer lies."""
         return self._directory / f"cpsr-{self._run_id}-rank-{self.rank:05d}-{slot}"
+
+
+def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:
+    """Bytes that may still be taken there, beside what is left to others; OSError where it is not mounted."""
+    memory = os.statvfs(directory)
+    free, size = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
+    return max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * size)))
 
 
 def held_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[HeldState]:
@@ -278,20 +299,45 @@ def verify_held(state: HeldState) -> str | None:
         return str(error)
 
 
-def held_bytes(run_id: str, directory: Path = SHARED_MEMORY) -> int:
-    """Memory of this machine that a run's states take, those of earlier lives included."""
-    return sum(path.lstat().st_blocks * BLOCK_BYTES for path in _files_of(run_id, directory))
+def owned_word(shard: Shard) -> str:
+    """One word for what a rank owns: names, slices, types and every byte of its weights and moments."""
+    slices = {name: (one.parameter.global_shape, one.parameter.offset) for name, one in shard.operators.items()}
+    tensors = {
+        key: (dtype_name(values.dtype), tuple(values.shape), values.contiguous().reshape(-1).view(torch.uint8))
+        for key, values in Shard(shard.operators).tensors()
+    }
+    return _owned_word(slices, tensors)
+
+
+def held_word(state: HeldState) -> str:
+    """The same for a state in shared memory; reads all of it.
+
+    Raises:
+        CheckpointError: it is not whole any more.
+    """
+    with _Reading(state) as reading:
+        return reading.owned_word()
+
+
+def held_bytes(run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY) -> int:
+    """Memory of this machine that the buffers of these ranks take already, as an earlier life left them."""
+    own, found = set(ranks), 0
+    for path in _files_of(run_id, directory):
+        matched = _NAME.fullmatch(path.name)
+        if matched is not None and int(matched["rank"]) in own and matched["slot"].isdigit():
+            found += path.lstat().st_blocks * BLOCK_BYTES
+    return found
 
 
 def remove_held(
     run_id: str, directory: Path = SHARED_MEMORY, *, keep_ranks: Iterable[int] = (), replicas: bool = True
 ) -> int:
-    """Remove a run's states from this machine's shared memory.
+    """Remove a run's states from this machine's shared memory; what a restart brought goes in any case.
 
     Args:
         run_id: identity of the run.
         directory: where shared memory is mounted.
-        keep_ranks: ranks whose buffers stay.
+        keep_ranks: ranks whose buffers and small states stay.
         replicas: also remove what this machine holds for ranks of others.
 
     Returns:
@@ -300,7 +346,10 @@ def remove_held(
     kept, freed = set(keep_ranks), 0
     for path in _files_of(run_id, directory):
         matched = _NAME.fullmatch(path.name)
-        if matched is None or int(matched["rank"]) in kept or not (replicas or matched["slot"].isdigit()):
+        if matched is None:
+            continue
+        kind = matched["slot"].partition("-")[0]
+        if kind != "fetched" and (int(matched["rank"]) in kept or (kind == "replica" and not replicas)):
             continue
         try:
             size = path.lstat().st_size
@@ -344,6 +393,16 @@ class _Reading:
             )
         start = PAGE_BYTES + int(offset)
         return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def owned_word(self) -> str:
+        """See `owned_word`."""
+        tensors = {}
+        for key, (offset, dtype, shape) in self._description["layout"].items():
+            if not key.startswith("other/"):
+                start, size = PAGE_BYTES + offset, math.prod(shape) * getattr(torch, dtype).itemsize
+                tensors[key] = dtype, tuple(shape), self._bytes[start : start + size]
+        operators = self._description["operators"].items()
+        return _owned_word({name: (tuple(shape), offset) for name, (shape, offset, _) in operators}, tensors)
 
     def require_operators(self, into: Shard) -> None:
         """The same operators, each the same slice of the whole."""
@@ -396,9 +455,8 @@ def _describe(path: Path) -> _Found | None:
         file.seek(PAGE_BYTES + tensor_bytes)
         try:
             description = json.loads(file.read(description_bytes))
-            state = HeldState(
-                path, description["rank"], description["iteration"], description["life"], description["kind"]
-            )
+            rank, iteration, life = (int(description[name]) for name in ("rank", "iteration", "life"))
+            state = HeldState(path, rank, iteration, life, description["kind"], str(description["owned"]))
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s says nothing that can be read of what it holds, and is ignored: %r", path, error)
             return None
@@ -413,6 +471,18 @@ def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _owned_word(
+    slices: Mapping[str, tuple[tuple[int, ...], int]],
+    tensors: Mapping[str, tuple[str, tuple[int, ...], torch.Tensor]],
+) -> str:
+    """Of the slices by operator, and by key of type, shape and bytes of each tensor."""
+    state = xxhash.xxh3_128(repr(sorted(slices.items())).encode())
+    for key, (dtype, shape, data) in sorted(tensors.items(), key=lambda item: item[0]):
+        state.update(repr((key, dtype, shape)).encode())
+        state.update(data.numpy().data)
+    return state.hexdigest()
 
 
 def _digest(data: mmap.mmap, tensor_bytes: int, description: bytes, saved: bytes) -> bytes:

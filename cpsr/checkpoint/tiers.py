@@ -1,7 +1,7 @@
 """The ladder: from which state every rank comes back, decided by one rule over what all ranks can reach."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from cpsr.checkpoint.memory import Kind
@@ -18,9 +18,11 @@ class Entry:
     Attributes:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
-        kind: `snapshot`, with all scalars; `departure`, the tensors alone.
+        kind: `snapshot`, with all scalars; `departure`, the tensors alone; `small`, all but weights and moments.
         node: the machine whose memory holds it.
         name: of its file there.
+        owned: one word for the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where
+            nobody needs to compare them.
     """
 
     rank: int
@@ -28,6 +30,7 @@ class Entry:
     kind: Kind
     node: str
     name: str
+    owned: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,20 @@ class Source:
             when the group broke; `predicted`: nothing of it is left.
         iteration: of the state; for `predicted` the one that is predicted.
         entry: what is read, None from the disk and where it is predicted.
+        small: the rank's own buffers and scalars, where `entry` is another rank's and only its weights and moments,
+            which are the same bit for bit, are taken.
     """
 
     rank: int
     tier: Tier
     iteration: int
     entry: Entry | None = None
+    small: Entry | None = None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All that is read."""
+        return tuple(entry for entry in (self.entry, self.small) if entry is not None)
 
 
 @dataclass(frozen=True)
@@ -83,25 +94,27 @@ def decide(
     checkpoint_iteration: int | None,
     failure_iteration: int | None,
     *,
-    alike: bool,
+    alike: Sequence[int],
     remote: bool = False,
 ) -> Decision:
     """The sources of all ranks; the same on every rank that is given the same.
 
-    A state counts for a rank where it lies on the rank's own machine, or anywhere if it can be fetched. Nothing older
-    than the checkpoint is chosen, and no rank ever gets another iteration than the others.
+    A state counts for a rank where it lies on the rank's own machine, or anywhere if it can be fetched. So do its small
+    state and another rank's snapshot together, where they belong to the same weights and moments, bit for bit. Nothing
+    older than the checkpoint is chosen, and no rank ever gets another iteration than the others.
 
     Args:
         nodes: machine of each rank, by rank.
         entries: of all ranks.
         checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
         failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
-        alike: whether all ranks hold the same state, as without ZeRO: then any rank's does for all.
+        alike: by rank, a label of what it holds: what one rank has left does for all with its label. Without ZeRO all
+            have the same one, or in a pipeline all of a stage.
         remote: whether a state can be fetched from another machine.
     """
     reach = _Reach(nodes, entries, alike=alike, remote=remote)
     newest = -1 if checkpoint_iteration is None else checkpoint_iteration
-    exact = reach.everywhere("snapshot", newest)
+    exact = reach.everywhere(newest)
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
     # Of the small state not all was left: the rest comes from the checkpoint, so that there must be one.
@@ -111,10 +124,10 @@ def decide(
 
 
 class _Reach:
-    def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: bool, remote: bool) -> None:
+    def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int], remote: bool) -> None:
         self._nodes = nodes
         # In an order of their own, so that it does not matter who reported first.
-        self._entries = sorted(entries, key=lambda entry: (entry.iteration, entry.rank, entry.node, entry.name))
+        self._entries = sorted(entries, key=astuple)
         self._alike = alike
         self._remote = remote
 
@@ -125,7 +138,7 @@ class _Reach:
             for entry in self._entries
             if entry.iteration == iteration
             and entry.kind in kinds
-            and (self._alike or entry.rank == rank)
+            and self._alike[entry.rank] == self._alike[rank]
             and (self._remote or entry.node == self._nodes[rank])
         ]
         return min(
@@ -134,17 +147,41 @@ class _Reach:
             default=None,
         )
 
-    def everywhere(self, kind: Kind, after: int) -> tuple[Source, ...]:
-        """Sources of the newest iteration after that one at which every rank has a state of that kind."""
-        ranks = range(len(self._nodes))
+    def everywhere(self, after: int) -> tuple[Source, ...]:
+        """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
         for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
             if iteration <= after:
                 break
-            own = [self.entry(rank, iteration, (kind,)) for rank in ranks]
-            # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
-            if all(entry is not None and entry.rank == rank for rank, entry in enumerate(own)):
-                return tuple(Source(rank, "memory", iteration, own[rank]) for rank in ranks)
+            sources = [self._whole(rank, iteration) for rank in range(len(self._nodes))]
+            found = [source for source in sources if source is not None]
+            if len(found) == len(sources):
+                return tuple(found)
         return ()
+
+    def _whole(self, rank: int, iteration: int) -> Source | None:
+        """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
+        # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
+        own = self._nearest(rank, iteration, "snapshot", lambda entry: entry.rank == rank)
+        if own is not None:
+            return Source(rank, "memory", iteration, own)
+        small = self._nearest(rank, iteration, "small", lambda entry: entry.rank == rank and entry.owned != "")
+        if small is None:
+            return None
+        owned = small.owned
+        tensors = self._nearest(rank, iteration, "snapshot", lambda entry: entry.owned == owned)
+        return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
+
+    def _nearest(self, rank: int, iteration: int, kind: Kind, fits: Callable[[Entry], bool]) -> Entry | None:
+        """Of the states that fit and that the rank can read, one on its own machine before one elsewhere."""
+        here = self._nodes[rank]
+        found = [
+            entry
+            for entry in self._entries
+            if (entry.iteration, entry.kind) == (iteration, kind)
+            and (self._remote or entry.node == here)
+            and fits(entry)
+        ]
+        return min(found, key=lambda entry: entry.node != here, default=None)
 
     def departed(self, after: int) -> tuple[Source, ...]:
         """Sources of the iteration after that one at which most ranks' tensors are there; of two, of the newer."""

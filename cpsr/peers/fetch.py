@@ -24,11 +24,11 @@ def fetch(
     sources: Sequence[Source],
     config: PeersConfig,
     directory: Path = SHARED_MEMORY,
-) -> HeldState | None:
+) -> dict[Entry, HeldState]:
     """Bring every state that lies on another machine than the rank that takes it there; a collective of all ranks.
 
-    The copy lies in shared memory until the caller removes its file. Where the process ends before, the next life
-    finds it as a state of this machine.
+    The copies lie in shared memory until the caller removes their files. Where the process ends before, the next life
+    finds them as states of this machine.
 
     Args:
         run_id: identity of the run.
@@ -39,18 +39,20 @@ def fetch(
         directory: this machine's shared memory.
 
     Returns:
-        What was brought for this rank, verified; None where it needs nothing from elsewhere.
+        What was brought for this rank, verified; nothing of what lies on its own machine.
 
     Raises:
         CheckpointError: a state did not arrive whole; on every rank, so that all choose another source.
     """
     transfers = [
-        (_sender(nodes, source.entry), source.rank, source.entry)
+        (_sender(nodes, entry), source.rank, entry)
         for source in sources
-        if source.entry is not None and source.entry.node != nodes[source.rank]
+        for entry in source.entries
+        if entry.node != nodes[source.rank]
     ]
+    fetched: dict[Entry, HeldState] = {}
     if not transfers:
-        return None
+        return fetched
     # Whoever waits for its turn waits for those before it.
     timeout_seconds = config.timeout_seconds * len(transfers)
     side = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -58,21 +60,21 @@ def fetch(
     def channel(peer: int) -> Channel:
         return Channel(side, peer, config.chunk_bytes, timeout_seconds)
 
-    fetched, problems = None, []
+    problems = []
     for sender, receiver, entry in transfers:  # in the same order on all ranks, so that none waits for one that waits
         try:
             if group.rank == sender:
-                _send(channel(receiver), run_id, directory / entry.name, entry)
+                _send(channel(receiver), directory / entry.name, entry)
             elif group.rank == receiver:
-                path = directory / f"cpsr-{run_id}-rank-{entry.rank:05d}-fetched-{receiver:05d}"
-                fetched = _receive(channel(sender), run_id, path, entry)
+                path = directory / f"cpsr-{run_id}-rank-{entry.rank:05d}-fetched-{receiver:05d}-{entry.kind}"
+                fetched[entry] = _receive(channel(sender), path, entry)
         except (RuntimeError, OSError, CheckpointError) as error:
             problems.append(f"rank {group.rank}, {entry.name} from {entry.node}: {error}")
     told = [problem for part in group.gather(problems) for problem in part]
     dist.destroy_process_group(side)
     if told:
-        if fetched is not None:
-            fetched.path.unlink()
+        for state in fetched.values():
+            state.path.unlink()
         raise CheckpointError("states of other machines did not arrive: " + "; ".join(told))
     return fetched
 
@@ -83,7 +85,7 @@ def _sender(nodes: Sequence[str], entry: Entry) -> int:
     return there[entry.rank % len(there)]
 
 
-def _send(channel: Channel, run_id: str, path: Path, entry: Entry) -> None:
+def _send(channel: Channel, path: Path, entry: Entry) -> None:
     held = held_state(path)
     if held is None or held.iteration != entry.iteration:
         channel.send(Message(Kind.DROPPED))
@@ -92,7 +94,7 @@ def _send(channel: Channel, run_id: str, path: Path, entry: Entry) -> None:
         raise CheckpointError(f"{path} was overwritten while it was sent")
 
 
-def _receive(channel: Channel, run_id: str, path: Path, entry: Entry) -> HeldState:
+def _receive(channel: Channel, path: Path, entry: Entry) -> HeldState:
     try:
         first = channel.receive()
         if first.kind is not Kind.PIECE or not receive_state(channel, first, path):

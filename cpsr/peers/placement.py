@@ -6,17 +6,18 @@ others get nothing, nodes are not looked at, and the limit on a holder's load ma
 were asked for.
 
 What need not travel, by the same section, is in the sizes that a `Member` is given. Without ZeRO all ranks of a
-data-parallel group have the same weights and moments, and only a rank's own buffers and scalars travel within it. At
-ZeRO-1 and 2 the paper counts the parameters as replicated. That holds where they are trained in fp32: in mixed
-precision what all have is the rounded copy, and the master weights are split as the moments are (by DeepSpeed's
-optimizer for bf16 at stage 0 too). At ZeRO-3 everything travels, and everything does to a holder of another group.
+data-parallel group have the same weights and moments, and only a rank's own buffers and scalars travel within it: to
+another machine, which holds those as a rank of its own. A group that is on one machine has its replicas in other
+groups, and travels whole. At ZeRO-1 and 2 the paper counts the parameters as replicated. That holds where they are
+trained in fp32: in mixed precision what all have is the rounded copy, and the master weights are split as the moments
+are (by DeepSpeed's optimizer for bf16 at stage 0 too). At ZeRO-3 everything travels.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-__all__ = ["Member", "Placement", "place"]
+__all__ = ["Member", "Placement", "place", "place_within"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,34 @@ def place(members: Sequence[Member], replicas: int) -> Placement:
             f"{len(nodes)} node{'s' * (len(nodes) > 1)}, and no two copies of a state lie on the same one"
         )
     return Placement(holders, tuple(table.load), bound, shortfall)
+
+
+def place_within(members: Sequence[Member], replicas: int, room_bytes: Mapping[str, int], slots: int) -> Placement:
+    """The placement with as many replicas, up to those asked for, as every machine has memory for; pure, too.
+
+    Args:
+        members: all ranks, in rank order.
+        replicas: how many each rank is to have on other nodes.
+        room_bytes: what each node can give to replicas.
+        slots: of each owner at each holder.
+    """
+    lacking: str | None = None
+    for count in range(replicas, -1, -1):
+        placement = place(members, count)
+        load = dict.fromkeys(room_bytes, 0)
+        for member, received in zip(members, placement.load_bytes, strict=True):
+            load[member.node] += slots * received
+        tight = max(load, key=lambda node: (load[node] - room_bytes[node], node))
+        if load[tight] <= room_bytes[tight]:
+            break
+        kept = len(placement.holders[0])
+        lacking = (
+            f"{replicas} replicas of each rank's state are asked for, and there is memory for {kept - 1}: with {kept} "
+            f"the machine {tight} would hold {load[tight]} bytes for other ranks, and {room_bytes[tight]} are to be "
+            "had there beside its own snapshots. Add memory or shared memory (docker: --shm-size), or ask for fewer "
+            "(peers.replicas)"
+        )
+    return placement if lacking is None else replace(placement, shortfall=lacking)
 
 
 class _Table:

@@ -1,23 +1,31 @@
 """Keeps this rank's newest snapshots in the host memory of other nodes, and theirs in this one's, beside training."""
 
 import logging
-import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from cpsr.checkpoint.buffers import layout_bytes
-from cpsr.checkpoint.memory import PAGE_BYTES, SHARED_MEMORY, SharedMemory, held_state, held_states
+from cpsr.checkpoint.memory import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    SHARED_MEMORY,
+    SharedMemory,
+    held_state,
+    held_states,
+    shared_memory_left,
+)
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.group import Group
-from cpsr.peers.placement import Member, place
+from cpsr.group import Group, this_node
+from cpsr.peers.placement import Member, place_within
 from cpsr.peers.small import SmallStates, fingerprint, small_bytes
 from cpsr.peers.transport import (
     Channel,
@@ -30,21 +38,16 @@ from cpsr.peers.transport import (
     sealed,
     send_state,
 )
+from cpsr.peers.twins import Twins
 from cpsr.state import Shard
 
-__all__ = ["NODE_VARIABLE", "Replicator", "Tell", "replica_path", "this_node"]
+__all__ = ["Replicator", "Tell", "replica_path"]
 
 # Kind of the event, one sentence, iteration, level of logging.
 Tell = Callable[[str, str, int | None, int], None]
 
-NODE_VARIABLE = "CPSR_NODE"
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
-
-
-def this_node() -> str:
-    """Identity of the machine that this process runs on: its host name, unless the environment gives another."""
-    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Path = SHARED_MEMORY) -> Path:
@@ -60,12 +63,14 @@ class Replicator:
     them, each holder gets the newest whenever it has the one before.
 
     Opening it is a collective of all ranks, and so is closing it in good order. It may be opened before the run is
-    restored: what earlier lives left stays until newer states take its place, or `remove_stale`.
+    restored: what earlier lives left stays until newer states take its place, or `remove_stale`. It is opened after
+    this machine's ranks have taken the memory for their own snapshots: replicas are as many as the rest is enough for.
 
     Where the ranks of a data-parallel group own the same weights and moments (no ZeRO), a holder of that group is sent
-    the small state alone, of the kind `small`: with the holder's own snapshot it makes the owner's. At ZeRO-1 and 2 all
-    of a rank's state travels. In fp32 its weights need not by the paper's rule, but then a holder would have to copy
-    the owner's slice out of its own parameters at the very iteration, and training would wait for that.
+    the small state alone, of the kind `small`: with the holder's own snapshot it makes the owner's. That they do is
+    looked up in every checkpoint that is committed; where they do not, whole states travel from then on. At ZeRO-1 and
+    2 all of a rank's state travels. In fp32 its weights need not by the paper's rule, but then a holder would have to
+    copy the owner's slice out of its own parameters at the very iteration, and training would wait for that.
 
     Args:
         run_id: identity of the run.
@@ -75,13 +80,11 @@ class Replicator:
         template: the shard whose keys, shapes and dtypes every snapshot has.
         config: how many replicas, and how they travel.
         tell: records an event; called from several threads.
-        small_suffices: a restart can put a state together (`cpsr.peers.small.load_together`).
-        node: this machine, the same on all its ranks and on no others.
+        checkpoints: the run's directory of them, where all ranks see it.
 
     Attributes:
         placement: who holds what.
         nodes: machine of each rank.
-        host_bytes: memory of this machine that the replicas which this rank holds take.
     """
 
     def __init__(
@@ -94,16 +97,15 @@ class Replicator:
         config: PeersConfig,
         tell: Tell,
         *,
-        small_suffices: bool,
-        node: str | None = None,
+        checkpoints: Path,
     ) -> None:
         self._run_id, self._rank = run_id, group.rank
         self._directory = memory.path("").parent
         self._tell = tell
-        members = _gathered(group, node or this_node(), min(data_parallel_ranks), template, small_suffices)
+        self._twins = Twins(checkpoints)
+        members = _gathered(group, this_node(), min(data_parallel_ranks), template, self._twins)
         self.nodes = [member.node for member in members]
-        self.placement = place(members, config.replicas)
-        self.host_bytes = SLOTS * self.placement.load_bytes[group.rank]
+        self.placement = place_within(members, config.replicas, self._room_bytes(group), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self.nodes)) == 1
             tell("replicas", self.placement.shortfall, None, logging.INFO if alone else logging.WARNING)
@@ -113,10 +115,12 @@ class Replicator:
         self._takes_small: set[int] = set()
         if own.bytes_within < own.bytes_beyond:
             self._takes_small = {holder for holder in holders if members[holder].group == own.group}
-        self._small = self._small_states(memory, template) if self._takes_small else None
+        self._small = self._small_states(memory, template)
         limit = config.rate_limit_bytes_per_second
         share = None if limit is None or not holders else limit / len(holders)
-        self._outgoing = [_Outgoing(self._channel(holder, config), share, tell) for holder in holders]
+        self._outgoing = [
+            _Outgoing(self._channel(holder, config), share, tell, partial(self._is_twin, holder)) for holder in holders
+        ]
         self._incoming = [
             _Incoming(
                 self._channel(owner, config),
@@ -137,18 +141,20 @@ class Replicator:
             return
         try:
             whole = sealed(file, snapshot.iteration)
-            small = sealed(self._small.seal(snapshot), snapshot.iteration) if self._small is not None else None
+            small = None
+            if self._small is not None and self._takes_small:
+                small = sealed(self._small.seal(snapshot), snapshot.iteration, small=True)
         except (SaveError, OSError) as error:
             told = f"the snapshot of iteration {snapshot.iteration} is not replicated: {error}"
             self._tell("not replicated", told, snapshot.iteration, logging.WARNING)
             return
         for outgoing in self._outgoing:
-            state = small if outgoing.peer in self._takes_small else whole
-            if state is not None:
-                outgoing.offer(state)
+            outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
     def forget_after(self, iteration: int) -> None:
         """Replicas of later iterations count no more, from when the holders have heard it: the run has gone back."""
+        if self._small is not None:
+            self._small.forget_after(iteration)
         for outgoing in self._outgoing:
             outgoing.forget_after(iteration)
 
@@ -204,35 +210,64 @@ class Replicator:
         return ((owner, holder) for owner, held in enumerate(self.placement.holders) for holder in held)
 
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
+        if not self._takes_small:
+            return None
         try:
             return SmallStates(memory, template)
         except OSError as error:
-            told = f"ranks {sorted(self._takes_small)} hold no replica of this rank's buffers and scalars: {error}"
-            self._tell("not replicated", told, None, logging.WARNING)
+            told = f"whole states travel where buffers and scalars were enough, which have no place here: {error}"
+            self._tell("replicas", told, None, logging.WARNING)
             return None
+
+    def _is_twin(self, holder: int) -> bool:
+        """Whether a small state is of use to that rank; by each holder's thread before it sends one."""
+        words = self._twins.words(self._rank, holder)
+        if words is None or words[0] == words[1]:
+            return True
+        if holder in self._takes_small:
+            self._takes_small.remove(holder)
+            told = (
+                f"ranks {self._rank} and {holder} are of one data-parallel group and have committed different weights "
+                f"or moments: rank {holder} is sent whole states of this rank from the next snapshot on. Where they "
+                "train one model, it has come apart: look for a step that is not averaged over them"
+            )
+            self._tell("not alike", told, None, logging.WARNING)
+        return False
+
+    def _room_bytes(self, group: Group) -> dict[str, int]:
+        """What each machine can give to replicas, with what those of an earlier life take already."""
+        replicas = self._directory.glob(f"cpsr-{self._run_id}-rank-*-replica-*")
+        taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path in replicas)
+        room = min(available_host_bytes(), shared_memory_left(self._directory)) + taken
+        rooms: dict[str, int] = {}
+        for node, told in zip(self.nodes, group.gather(room), strict=True):
+            rooms[node] = min(rooms.get(node, told), told)
+        return rooms
 
     def _channel(self, peer: int, config: PeersConfig) -> Channel:
         return Channel(self._groups[peer], peer, config.chunk_bytes, config.timeout_seconds)
 
 
-def _gathered(group: Group, node: str, label: int, template: Shard, small_suffices: bool) -> list[Member]:
+def _gathered(group: Group, node: str, label: int, template: Shard, twins: Twins) -> list[Member]:
     """What the placement must know of every rank."""
     whole = PAGE_BYTES + layout_bytes(template)
-    said = group.gather([node, label, whole, small_bytes(template), fingerprint(template)])
-    owned: dict[int, set[str]] = {}
-    for _, other, _, _, word in said:
-        owned.setdefault(other, set()).add(word)
-    return [
-        Member(node, label, small if small_suffices and len(owned[label]) == 1 else whole, whole)
-        for node, label, whole, small, _ in said
-    ]
+    owned = [fingerprint(template), twins.words(group.rank)]
+    said = group.gather([node, label, whole, small_bytes(template), owned])
+    alike: dict[int, bool] = {}
+    for _, label_of_one, _, _, owned_by_one in said:
+        first = next(owned for _, other, _, _, owned in said if other == label_of_one)
+        alike[label_of_one] = alike.get(label_of_one, True) and owned_by_one == first
+    return [Member(node, label, small if alike[label] else whole, whole) for node, label, whole, small, _ in said]
 
 
 class _Outgoing:
     """To one holder: the newest state that was offered, whenever the one before has been sent."""
 
-    def __init__(self, channel: Channel, bytes_per_second: float | None, tell: Tell) -> None:
+    def __init__(
+        self, channel: Channel, bytes_per_second: float | None, tell: Tell, is_twin: Callable[[], bool]
+    ) -> None:
         self._channel = channel
+        self._is_twin = is_twin
         self.peer = channel.peer
         self._bytes_per_second = bytes_per_second
         self._tell = tell
@@ -296,6 +331,8 @@ class _Outgoing:
         if isinstance(order, Message):
             self._channel.send(order)
             return order.kind is not Kind.END
+        if order.small and not self._is_twin():
+            return True
         sent = send_state(self._channel, order, self._stop, self._bytes_per_second)
         if not sent and not self._stop.is_set() and not self._overtaken:
             self._overtaken = True

@@ -1,17 +1,17 @@
-"""What no other rank has of a rank's state, where all own the same weights and moments: its buffers and its scalars."""
+"""What no other rank has of a rank's state, where ranks own the same weights and moments: its buffers and scalars."""
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
-from cpsr.checkpoint.memory import PAGE_BYTES, HeldState, MemoryFile, SharedMemory, load_held
+from cpsr.checkpoint.memory import PAGE_BYTES, HeldState, MemoryFile, SharedMemory, load_held, owned_word
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.errors import CheckpointError
 from cpsr.state import Shard
 
 __all__ = ["SmallStates", "fingerprint", "load_together", "small_bytes"]
 
-_KIND: Any = "small"
 FILES = 2  # taken in turn: one is sent while the next is sealed
 
 
@@ -35,14 +35,26 @@ class SmallStates:
             self._files.append((file, HostBuffer(others, pinned=False, memory=file)))
 
     def seal(self, snapshot: Snapshot) -> Path:
-        """Copy a snapshot's buffers and scalars into a file; SaveError or OSError where that fails."""
+        """Copy a snapshot's buffers and scalars into a file, and say which weights and moments belong to them.
+
+        These are hashed, so that a restart need not believe that another rank's are the same: it sees.
+
+        Raises:
+            SaveError, OSError: the snapshot's buffers are others than the template's, or shared memory is full.
+        """
         file, buffer = self._files[0]
         self._files.reverse()
         file.unseal()
         buffer.copy_others(snapshot.shard)
-        small = _others(buffer.shard({}))
-        file.seal(self._memory.rank, self._memory.life, _KIND, small, snapshot.iteration, snapshot.scalars)
+        small, word = _others(buffer.shard({})), owned_word(snapshot.shard)
+        file.seal(self._memory.rank, self._memory.life, "small", small, snapshot.iteration, snapshot.scalars, word)
         return file.path
+
+    def forget_after(self, iteration: int) -> None:
+        """States of later iterations count no more; not while one is being sealed."""
+        for file, _ in self._files:
+            if file.iteration > iteration:
+                file.unseal()
 
     def close(self, *, remove: bool) -> None:
         """Let the files go; see `MemoryFile.close`."""
@@ -60,13 +72,16 @@ def load_together(small: HeldState, tensors: HeldState, into: Shard) -> Any:
 
     Args:
         small: of the rank that comes back.
-        tensors: of any rank that owns the same.
+        tensors: of any rank with the same weights and moments.
         into: views to be written.
 
     Raises:
-        CheckpointError: one of them is not whole any more, or is of another model or split.
+        CheckpointError: one of them is not whole any more, is of another model or split, or they do not belong
+            together; `into` may be half written.
     """
     load_held(tensors, Shard(into.operators))
+    if owned_word(into) != small.owned:
+        raise CheckpointError(f"{small.path} and {tensors.path} do not belong together: other weights or moments")
     return load_held(small, _others(into))
 
 

@@ -1,6 +1,7 @@
 """The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces."""
 
 import enum
+import errno
 import os
 import threading
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cpsr.checkpoint.memory import PAGE_BYTES, held_state, verify_held
+from cpsr.checkpoint.memory import BLOCK_BYTES, PAGE_BYTES, held_state, verify_held
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
 
 __all__ = [
@@ -148,18 +150,20 @@ class Sealed:
         path: its file.
         iteration: of the state.
         page: the first page then, which tells of every change: while it is the same, so is the state.
+        small: it is of use only to whom has the same weights and moments.
     """
 
     path: Path
     iteration: int
     page: bytes
+    small: bool = False
 
 
-def sealed(path: Path, iteration: int) -> Sealed:
+def sealed(path: Path, iteration: int, *, small: bool = False) -> Sealed:
     """The state that a file holds now; OSError where it cannot be read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return Sealed(path, iteration, os.pread(descriptor, PAGE_BYTES, 0))
+        return Sealed(path, iteration, os.pread(descriptor, PAGE_BYTES, 0), small)
     finally:
         os.close(descriptor)
 
@@ -212,7 +216,7 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
 
     Raises:
         RuntimeError: the other rank is gone, or sent nothing in time.
-        OSError: shared memory is not there, or is too small.
+        OSError: shared memory is not there, or there is too little memory.
         CheckpointError: the pieces are not those of one state.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -220,6 +224,7 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
         os.fchmod(descriptor, 0o600)
         _erase(descriptor)
         os.ftruncate(descriptor, first.total_bytes)
+        _require_memory(descriptor, first.total_bytes, path)
         os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
         message = first
         while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
@@ -236,6 +241,13 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def _require_memory(descriptor: int, total_bytes: int, path: Path) -> None:
+    """Shared memory is memory: to take what the control group does not have would end a process, perhaps training."""
+    missing = total_bytes - os.fstat(descriptor).st_blocks * BLOCK_BYTES
+    if missing > (available := available_host_bytes()):
+        raise OSError(errno.ENOMEM, f"{missing} bytes of memory are missing, {available} are available", str(path))
 
 
 def _write(descriptor: int, data: memoryview, offset: int) -> None:

@@ -40,7 +40,7 @@ class Fetcher:
     Args:
         place: the target.
         run_dir: the run's directory, on storage that every rank shares.
-        say: told what people should know: kind, message, iteration, level.
+        say: told what people should know, on rank 0: kind, message, iteration, level.
     """
 
     def __init__(self, place: Place, run_dir: Path, say: Say) -> None:
@@ -88,9 +88,9 @@ class Fetcher:
                     self._mark_damaged()
                 return int(chosen["iteration"])
             self._damaged[chosen["folder"]] = problem
-            self._say(
-                "target copy damaged", f"{problem}; trying the next older one", chosen["iteration"], logging.ERROR
-            )
+            if group.rank == 0:
+                told = f"{problem}; trying the next older one"
+                self._say("target copy damaged", told, chosen["iteration"], logging.ERROR)
 
     def _adopt(self) -> None:
         if (self._run_dir / IDENTITY).exists():
@@ -187,13 +187,12 @@ class Fetcher:
             logger.info("fetching checkpoint %d (%d bytes) from %s", iteration, chosen["bytes"], self._place.shown)
         copies: list[Copy] = []
 
-        def prepare() -> str | None:
+        def prepare() -> None:
             copies.append(read_copy(self._place, chosen["folder"]))
             if hashlib.sha256(copies[0].manifest_bytes).hexdigest() != chosen["manifest"]:
                 raise CopyDamagedError(f"{self._place.name(chosen['folder'])} is not the copy that rank 0 has found")
             if group.rank == 0:
                 prepare_fetch(self._run_dir, copies[0])
-            return None
 
         def commit() -> None:
             if group.rank == 0:
@@ -208,8 +207,9 @@ class Fetcher:
             problem = self._together(group, part, iteration)
             if problem is not None:
                 return problem
-        said = f"checkpoint {iteration} ({chosen['bytes']} bytes) was fetched from {self._place.shown} and verified"
-        self._say("target fetched", said, iteration, logging.WARNING)
+        if group.rank == 0:
+            said = f"checkpoint {iteration} ({chosen['bytes']} bytes) was fetched from {self._place.shown} and verified"
+            self._say("target fetched", said, iteration, logging.WARNING)
         return None
 
     def _together(self, group: Group, part: Callable[[], Any], iteration: int) -> str | None:

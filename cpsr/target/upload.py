@@ -86,7 +86,7 @@ def retain(place: Place, run_id: str, keep: int) -> list[str]:
 
     Args:
         place: the target.
-        run_id: whose copies they are; others are never touched.
+        run_id: whose target it is; of other runs goes what they have begun there and not committed.
         keep: how many stay.
 
     Returns:

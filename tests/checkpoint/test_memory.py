@@ -10,19 +10,24 @@ import textwrap
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cpsr.checkpoint.buffers import HostBuffer
 from cpsr.checkpoint.memory import (
     SHARED_MEMORY,
     HeldState,
     MemoryFile,
     SharedMemory,
+    held_bytes,
     held_states,
+    held_word,
     load_held,
+    owned_word,
     remove_held,
     verify_held,
 )
@@ -320,3 +325,69 @@ def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
     (state,) = held_states(run_id)
     assert load_held(state, Shard({}))["iteration"] == 7
     assert state.path.stat().st_size > 0
+
+
+def test_a_state_that_shared_memory_has_no_room_for_is_not_held_and_said(
+    run_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pool_of(run_id)
+    for iteration, scalars in ((1, SCALARS), (2, {"large": torch.zeros(1 << 20)})):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            assert pool.begin(make_shard(3, iteration=iteration), iteration, scalars) is not None
+            snapshot = pool.finish()
+            pool._settle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert snapshot is not None, "it is whole, and goes on to the disk"
+        pool.release(snapshot)
+    assert [state.iteration for state in held_states(run_id)] == [1]
+    assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
+    pool.close()
+
+
+def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = hold(run_id)
+
+    def refusing(template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> HostBuffer:
+        if memory is not None and memory.path == state.path.with_name(f"cpsr-{run_id}-rank-00000-1"):
+            raise SaveError("the second of three could not be pinned")
+        return HostBuffer(template, pinned=pinned, memory=memory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cpsr.checkpoint.snapshot.HostBuffer", refusing)
+        pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1))
+    assert pool.shared_memory_problem == "the second of three could not be pinned"
+    assert held_states(run_id) == [state]
+    assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 1, "what holds nothing takes no memory"
+    pool_of(run_id, life=2)  # nothing is locked
+
+
+def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -> None:
+    for slot in ("00000-0", "00000-small-0", "00001-0", "00001-small-0", "00001-replica-00000-0", "00000-fetched-0"):
+        (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
+    assert held_bytes(run_id, (0,)) == 8192
+    assert held_bytes(run_id, (0, 1)) == 2 * 8192
+    remove_held(run_id, keep_ranks=(0,), replicas=False)
+    left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"*{run_id}*"))
+    assert left == ["00000-0", "00000-small-0", "00001-replica-00000-0"]
+    remove_held(run_id)
+    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
+
+
+def test_one_word_tells_weights_moments_and_slices_apart_and_is_that_of_the_file(run_id: str) -> None:
+    state = hold(run_id)
+    held = make_shard(3, iteration=7)
+    word = owned_word(held)
+    assert held_word(state) == word
+    assert owned_word(Shard(held.operators, {})) == word, "buffers do not count"
+    name, operator = next(iter(held.operators.items()))
+    moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))
+    assert owned_word(Shard({**held.operators, name: moved})) != word
+    for _, values in Shard(held.operators).tensors():
+        if values.numel():
+            values.view(torch.uint8)[-1] ^= 1
+            assert owned_word(held) != word
+            values.view(torch.uint8)[-1] ^= 1
+    assert owned_word(held) == word

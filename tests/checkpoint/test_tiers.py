@@ -5,14 +5,16 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.memory import Kind
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 
 NODES = ("one", "two", "three")
 
 
-def entry(rank: int, iteration: int, kind: str = "snapshot", node: str = "one", name: str = "0") -> Entry:
-    assert kind in ("snapshot", "departure")
-    return Entry(rank, iteration, "snapshot" if kind == "snapshot" else "departure", node, name)
+def entry(
+    rank: int, iteration: int, kind: Kind = "snapshot", node: str = "one", name: str = "0", owned: str = ""
+) -> Entry:
+    return Entry(rank, iteration, kind, node, name, owned)
 
 
 @st.composite
@@ -25,11 +27,12 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
                 Entry,
                 rank=st.integers(0, ranks - 1),
                 iteration=st.integers(5, 16),
-                kind=st.sampled_from(["snapshot", "departure"]),
+                kind=st.sampled_from(["snapshot", "departure", "small"]),
                 node=st.sampled_from(NODES),
                 name=st.sampled_from(["0", "1", "2"]),
+                owned=st.sampled_from(["", "these", "those"]),
             ),
-            max_size=20,
+            max_size=25,
         )
     )
     return {
@@ -37,7 +40,7 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
         "entries": entries,
         "checkpoint_iteration": draw(st.none() | st.integers(1, 12)),
         "failure_iteration": draw(st.none() | st.integers(6, 16)),
-        "alike": draw(st.booleans()),
+        "alike": draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)),
         "remote": draw(st.booleans()),
     }
 
@@ -58,21 +61,31 @@ def test_ranks_never_choose_differently(catalogue: dict[str, object], shuffled: 
 def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: dict[str, object]) -> None:
     decision = decide(**catalogue)  # type: ignore[arg-type]
     nodes, c, f = catalogue["nodes"], catalogue["checkpoint_iteration"], catalogue["failure_iteration"]
+    alike = catalogue["alike"]
     assert isinstance(nodes, list)
+    assert isinstance(alike, list)
     for sources in (decision.exact, decision.departed):
         assert [source.rank for source in sources] in ([], list(range(len(nodes))))
         assert len({source.iteration for source in sources}) <= 1
         for source in sources:
-            if source.entry is None:
-                assert source.tier in ("disk", "predicted")
-                continue
-            assert source.entry in catalogue["entries"]  # type: ignore[operator]
-            assert source.entry.iteration == source.iteration
-            assert catalogue["remote"] or source.entry.node == nodes[source.rank]
-            assert catalogue["alike"] or source.entry.rank == source.rank
+            assert (source.entry is None) == (source.tier in ("disk", "predicted"))
+            for read in source.entries:
+                assert read in catalogue["entries"]  # type: ignore[operator]
+                assert read.iteration == source.iteration
+                assert catalogue["remote"] or read.node == nodes[source.rank]
     for source in decision.exact:
         # With its own scalars: another rank's would deal it another's data.
-        assert source.entry is None or (source.entry.rank, source.entry.kind) == (source.rank, "snapshot")
+        own = source.small or source.entry
+        assert own is None or own.rank == source.rank
+        assert source.entry is None or source.entry.kind == "snapshot"
+        if source.small is not None:
+            assert source.entry is not None
+            assert source.small.kind == "small"
+            assert source.small.owned == source.entry.owned != ""
+    for source in decision.departed:
+        assert source.small is None
+        assert source.entry is None or source.entry.kind != "small"
+        assert source.entry is None or alike[source.entry.rank] == alike[source.rank]
     if isinstance(c, int):
         assert decision.exact_iteration is not None
         assert decision.exact_iteration >= c
@@ -91,20 +104,25 @@ def test_no_newer_whole_state_is_passed_over(catalogue: dict[str, object]) -> No
     assert isinstance(nodes, list)
     assert isinstance(entries, list)
     for iteration in range((decision.exact_iteration or 0) + 1, 20):
-        missing = [
-            rank
+        assert not all(
+            whole_there([one for one in entries if catalogue["remote"] or one.node == node], rank, iteration)
             for rank, node in enumerate(nodes)
-            if not any(
-                (one.rank, one.iteration, one.kind) == (rank, iteration, "snapshot")
-                and (catalogue["remote"] or one.node == node)
-                for one in entries
-            )
-        ]
-        assert missing
+        )
+
+
+def whole_there(entries: list[Entry], rank: int, iteration: int) -> bool:
+    """Whether a rank has its snapshot; or its small state, and a snapshot with its weights and moments."""
+    snapshots = [one for one in entries if (one.iteration, one.kind) == (iteration, "snapshot")]
+    # Of two that say different things of one iteration, which cannot be, it may take either.
+    small = [one.owned for one in entries if (one.rank, one.iteration, one.kind) == (rank, iteration, "small")]
+    wanted = {word for word in small if word}
+    return any(one.rank == rank for one in snapshots) or (
+        len(wanted) == 1 and bool(wanted & {one.owned for one in snapshots})
+    )
 
 
 def test_only_the_lost_rank_is_predicted() -> None:
-    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=False)
+    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=[0, 1])
     assert decision == Decision(
         (Source(0, "disk", 12), Source(1, "disk", 12)),
         (Source(0, "departure", 14, entry(0, 14, "departure")), Source(1, "predicted", 14)),
@@ -113,25 +131,45 @@ def test_only_the_lost_rank_is_predicted() -> None:
 
 
 def test_where_all_ranks_hold_the_same_one_is_enough() -> None:
-    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=True)
+    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=[0, 0])
     assert decision.complete
     assert [source.entry for source in decision.departed] == [entry(0, 14, "departure")] * 2
 
 
+def test_a_rank_of_a_pipeline_takes_what_another_of_its_stage_has_left() -> None:
+    left = [entry(0, 14, "departure"), entry(3, 14, "departure")]  # stages of ranks 0 and 1, and of 2 and 3
+    decision = decide(["one"] * 4, left, 12, 14, alike=[0, 0, 2, 2])
+    assert decision.complete
+    assert [source.entry for source in decision.departed] == [left[0], left[0], left[1], left[1]]
+    decision = decide(["one"] * 4, left[:1], 12, 14, alike=[0, 0, 2, 2])
+    assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
+
+
 def test_what_lies_on_another_machine_counts_where_it_can_be_fetched() -> None:
     entries = [entry(0, 14, node="one"), entry(1, 14, node="two")]
-    assert decide(["one", "one"], entries, 12, 14, alike=False).exact_iteration == 12
-    assert decide(["one", "one"], entries, 12, 14, alike=False, remote=True).exact_iteration == 14
+    assert decide(["one", "one"], entries, 12, 14, alike=[0, 1]).exact_iteration == 12
+    assert decide(["one", "one"], entries, 12, 14, alike=[0, 1], remote=True).exact_iteration == 14
 
 
 def test_memory_serves_where_no_checkpoint_was_committed_yet() -> None:
-    decision = decide(["one"], [entry(0, 3)], None, 4, alike=True)
+    decision = decide(["one"], [entry(0, 3)], None, 4, alike=[0])
     assert decision.exact == (Source(0, "memory", 3, entry(0, 3)),)
     assert decision.departed == ()
 
 
 def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_against_theirs() -> None:
     entries = [entry(0, 14, "departure"), entry(1, 14, "departure"), entry(2, 15, "departure")]
-    decision = decide(["one"] * 4, entries, 12, 14, alike=False)
+    decision = decide(["one"] * 4, entries, 12, 14, alike=range(4))
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
     assert decision.departed_iteration == 14
+
+
+def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_to_it() -> None:
+    mine, small = entry(0, 14, owned="these"), entry(1, 14, "small", "one", "1", "these")
+    decision = decide(["one", "two"], [mine, small], 12, 14, alike=[0, 1], remote=True)
+    assert decision.exact == (Source(0, "memory", 14, mine), Source(1, "memory", 14, mine, small))
+    others = entry(1, 14, "small", "one", "1", "those")
+    assert decide(["one", "two"], [mine, others], 12, 14, alike=[0, 0], remote=True).exact_iteration == 12
+    whole = entry(1, 14, node="three")
+    decision = decide(["one", "two"], [mine, small, whole], 12, 14, alike=[0, 1], remote=True)
+    assert decision.exact[1] == Source(1, "memory", 14, whole), "one file is less to bring than two"

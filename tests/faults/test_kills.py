@@ -22,7 +22,7 @@ EVERY: Parts = {f"kill: {work.name}": 1 for work in WORKS}
 CALLS = {
     "kill: save and commit": 35,
     "kill: save of another rank": 25,
-    "kill: save of both ranks": 45,
+    "kill: save of both ranks": 60,
     "kill: save again": 35,
     "kill: partial save of weights": 20,
     "kill: partial save by link": 15,

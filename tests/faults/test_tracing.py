@@ -88,3 +88,29 @@ def test_a_process_that_is_gone_cannot_be_traced(tmp_path: Path) -> None:
     gone.wait()
     with pytest.raises(CPSRError, match="strace cannot trace"):
         Tracer(gone.pid, tmp_path / "log")
+
+
+# As strace writes them: aligned, and a call that others came between in two parts.
+BETWEEN = """\
+11 openat(AT_FDCWD, "/work/a", O_WRONLY|O_CREAT, 0666) = 3</work/a>
+11 write(3</work/a>, ""..., 9 <unfinished ...>
+12 fsync(4</work/b> <unfinished ...>
+11 <... write resumed>)                    = 5
+12 <... fsync resumed>)                    = 0
+11 fsync(3</work/a>)                       = -1 EIO (Input/output error) (INJECTED)
+12 write(4</work/b>, ""..., 7 <unfinished ...>
+12 +++ killed by SIGKILL +++
+"""
+
+
+def test_calls_that_others_came_between_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(BETWEEN)
+    calls = read_calls(tmp_path / "log", Path("/work"))
+    assert [(call.thread, str(call), call.returned, call.changes) for call in calls] == [
+        (11, "openat 1 of 1: a", 3, True),
+        (11, "write 1 of 1: a", 5, True),
+        (12, "fsync 1 of 1: b", 0, True),
+        (11, "fsync 1 of 1: a", -1, False),
+        (12, "write 1 of 1: b", None, False),
+    ]
+    assert calls[1].arguments == '3</work/a>, ""..., 9'

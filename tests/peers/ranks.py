@@ -18,13 +18,14 @@ LAUNCHER = """
 import json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cpsr.checkpoint.memory import held_states, load_held, verify_held
+from cpsr.checkpoint.memory import held_state, held_states, held_word, load_held, verify_held
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
-from cpsr.group import Group
+from cpsr.group import NODE_VARIABLE, Group, this_node
 from cpsr.peers.fetch import fetch
-from cpsr.peers.replicator import NODE_VARIABLE, Replicator, this_node
+from cpsr.peers.replicator import Replicator
 from tests.peers.states import RUN_ID, States, is_right
 def follow(root, script, nodes):
     ranks, stopped, statuses = {}, set(), {}
@@ -60,10 +61,11 @@ memory = root / this_node()
 memory.mkdir(exist_ok=True)
 def tell(kind, message, iteration, level):
     told.append([kind, message, iteration, level])
-def opened(states, groups=None, small=True, **settings):
+checkpoints = root / "checkpoints"
+def opened(states, groups=None, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
     return Replicator(
-        RUN_ID, states.memory, group, groups[rank], states.template, config, tell, small_suffices=small
+        RUN_ID, states.memory, group, groups[rank], states.template, config, tell, checkpoints=checkpoints
     )
 def held(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''

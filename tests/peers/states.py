@@ -60,10 +60,13 @@ class States:
         return file.path, Snapshot(iteration, held, scalars)
 
 
-def is_right(state: HeldState, tensors: HeldState | None = None, elements: int = 50_000) -> bool:
+def is_right(
+    state: HeldState, tensors: HeldState | None = None, elements: int = 50_000, *, alike: bool = False
+) -> bool:
     """Whether a replica holds, bit for bit, what its owner had; a small one together with another rank's tensors."""
-    expected = shard(state.rank, state.iteration, elements, alike=tensors is not None)
-    found = shard(state.rank, -1, elements, alike=tensors is not None)
+    alike = alike or tensors is not None
+    expected = shard(state.rank, state.iteration, elements, alike=alike)
+    found = shard(state.rank, -1, elements, alike=alike)
     scalars = load_held(state, found) if tensors is None else load_together(state, tensors, found)
     return bool(scalars == {"of": [state.rank, state.iteration]}) and all(
         torch.equal(values, wanted)

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.peers.ranks import run
 
 # Rank 2 has taken the place of a rank whose machine was lost; its state lies at the machines of ranks 0 and 1.
@@ -18,15 +20,13 @@ group.barrier()
 nodes = group.gather(this_node())
 entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in held_states(RUN_ID, memory)]
 entries = [Entry(**one) for part in group.gather([vars(entry) for entry in entries]) for one in part]
-sources = decide(nodes, entries, None, None, alike=False, remote=True).exact
+sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
 own = [source for source in sources if source.rank != 2]
 config = PeersConfig(chunk_bytes=8192, timeout_seconds=5.0)
 fetched = fetch(RUN_ID, group, nodes, sources, config, memory)
-if rank == 2:
-    found["right"] = [fetched.iteration, is_right(fetched), oct(fetched.path.stat().st_mode & 0o777)]
-    fetched.path.unlink()
-else:
-    found["right"] = fetched
+found["right"] = [[s.iteration, is_right(s), oct(s.path.stat().st_mode & 0o777)] for s in fetched.values()]
+for state in fetched.values():
+    state.path.unlink()
 found["nothing"] = fetch(RUN_ID, group, nodes, own, config, memory)
 
 def fails():
@@ -49,9 +49,9 @@ leave()
 
 def test_a_lost_rank_gets_its_state_from_the_machine_that_holds_it(tmp_path: Path) -> None:
     ranks = run(LOST, tmp_path, ["a", "b", "c"])
-    assert [found["right"] for found in ranks] == [None, None, [20, True, "0o600"]]
+    assert [found["right"] for found in ranks] == [[], [], [[20, True, "0o600"]]]
     for found in ranks:
-        assert found["nothing"] is None
+        assert found["nothing"] == {}
         # All say the same, so that all choose another source.
         assert found["damaged"] == ranks[0]["damaged"]
         assert "rank 2, cpsr-0123abcd-rank-00002-replica-00000-0 from a: " in found["damaged"]
@@ -63,7 +63,7 @@ def test_a_lost_rank_gets_its_state_from_the_machine_that_holds_it(tmp_path: Pat
 
 
 LIFE = """
-states = States(memory, rank)
+states = States(memory, rank, alike=alike)
 replicator = opened(states, replicas=2)
 for iteration in (10, 20):
     replicator.offer(*states.seal(iteration))
@@ -74,21 +74,33 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 RESTART = """
 nodes = group.gather(this_node())
-entries = [vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name)) for s in held_states(RUN_ID, memory)]
+entries = [
+    vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name, s.owned or held_word(s)))
+    for s in held_states(RUN_ID, memory)
+]
 entries = [Entry(**one) for part in group.gather(entries) for one in part]
-sources = decide(nodes, entries, None, None, alike=False, remote=True).exact
+sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
 fetched = fetch(RUN_ID, group, nodes, sources, PeersConfig(), memory)
-entry = sources[rank].entry
-(state,) = [s for s in held_states(RUN_ID, memory) if s.path == (fetched.path if fetched else memory / entry.name)]
-found["state"] = [state.rank, state.iteration, is_right(state), fetched is not None]
+own = sources[rank].entries
+*tensors, state = [fetched.get(entry) or held_state(memory / entry.name) for entry in own]
+right = is_right(state, *tensors, alike=alike)
+found["state"] = [state.rank, state.iteration, right, [s.rank for s in tensors], [entry in fetched for entry in own]]
 leave()
 """
 
 
-def test_every_state_is_left_after_a_sigkill_of_all_and_the_loss_of_any_two_of_three_machines(tmp_path: Path) -> None:
-    run(LIFE, tmp_path, ["a", "b", "c"], [-9, -9, -9])
+@pytest.mark.parametrize("alike", [False, True])
+def test_every_state_is_left_after_a_sigkill_of_all_and_the_loss_of_any_two_of_three_machines(
+    tmp_path: Path, alike: bool
+) -> None:
+    said = f"alike = {alike}\n"
+    run(said + LIFE, tmp_path, ["a", "b", "c"], [-9, -9, -9])
     for kept in range(3):
         after = tmp_path / f"after-{kept}"
         shutil.copytree(tmp_path / "abc"[kept], after / "abc"[kept])
-        ranks = run(RESTART, after, ["abc"[rank] if rank == kept else f"new-{rank}" for rank in range(3)])
-        assert [found["state"] for found in ranks] == [[rank, 20, True, rank != kept] for rank in range(3)]
+        nodes = ["abc"[rank] if rank == kept else f"new-{rank}" for rank in range(3)]
+        for rank, found in enumerate(run(said + RESTART, after, nodes)):
+            lost = rank != kept
+            # Where all own the same, the lost ones take it from the one that is left, and the rest from their own.
+            tensors, brought = ([kept], [True, True]) if alike and lost else ([], [lost])
+            assert found["state"] == [rank, 20, True, tensors, brought]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.peers.placement import Member, Placement, place
+from cpsr.peers.placement import Member, Placement, place, place_within
 
 
 def choices(members: Sequence[Member], owner: int, count: int) -> list[tuple[int, ...]]:
@@ -181,3 +181,35 @@ def test_what_is_impossible_is_said() -> None:
     assert "0 possible: the job runs on 1 node," in alone.shortfall
     with pytest.raises(ValueError, match="sends nothing"):
         Member("a", 0, 0, 5)
+
+
+SLOTS = 2
+
+
+def fits(members: Sequence[Member], placement: Placement, room_bytes: dict[str, int]) -> bool:
+    load = dict.fromkeys(room_bytes, 0)
+    for member, received in zip(members, placement.load_bytes, strict=True):
+        load[member.node] += SLOTS * received
+    return all(load[node] <= room for node, room in room_bytes.items())
+
+
+@given(clusters(6), st.integers(0, 3), st.lists(st.integers(0, 120), min_size=5, max_size=5))
+def test_there_are_as_many_replicas_as_every_machine_has_memory_for(
+    members: list[Member], replicas: int, rooms: list[int]
+) -> None:
+    room_bytes = {member.node: rooms[int(member.node[-1])] for member in members}
+    placement = place_within(members, replicas, room_bytes, SLOTS)
+    most = max(count for count in range(replicas + 1) if fits(members, place(members, count), room_bytes))
+    assert placement.holders == place(members, most).holders
+    if len(placement.holders[0]) == len(place(members, replicas).holders[0]):
+        assert placement == place(members, replicas)
+    else:
+        assert "there is memory for" in (placement.shortfall or "")
+
+
+def test_too_little_memory_is_said_with_the_machine_and_its_bytes() -> None:
+    members = [Member(node, 0, 100, 100) for node in "abc"]
+    placement = place_within(members, 2, {"a": 1000, "b": 399, "c": 1000}, SLOTS)
+    assert [len(holders) for holders in placement.holders] == [1, 1, 1]
+    assert placement.shortfall is not None
+    assert "for 1: with 2 the machine b would hold 400 bytes for other ranks, and 399" in placement.shortfall

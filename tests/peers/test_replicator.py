@@ -270,3 +270,114 @@ def test_without_zero_a_holder_of_the_group_is_sent_what_it_has_not(tmp_path: Pa
         assert found["left"] == 0
         assert found["told"] == []
     assert [sorted(found["holders"]) for found in ranks[:3]] == [[1, 2], [0, 2], [0, 1]]
+
+
+TOGETHER = """
+states = States(memory, rank, alike=True)
+replicator = opened(states, [[0, 1], [0, 1], [2, 3], [2, 3]], replicas=2, chunk_bytes=8192)
+found["holders"] = replicator.placement.holders[rank]
+replicator.offer(*states.seal(10))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+group.barrier()
+found["kinds"] = {s.rank: s.kind for s in held_states(RUN_ID, memory) if f"replica-{rank:05d}" in s.path.name}
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_what_a_group_has_on_one_machine_alone_travels_whole(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are alike and share a machine, 2 and 3 are alike on one each: two other machines hold each."""
+    nodes = ["a", "a", "b", "c"]
+    ranks = run(TOGETHER, tmp_path, nodes)
+    for owner, found in enumerate(ranks):
+        assert {nodes[holder] for holder in found["holders"]} == {"a", "b", "c"} - {nodes[owner]}
+        kinds = {holder: ranks[holder]["kinds"][str(owner)] for holder in found["holders"]}
+        assert kinds == {holder: "small" if {owner, holder} == {2, 3} else "snapshot" for holder in found["holders"]}
+
+
+APART = """
+import threading
+states = States(memory, rank, alike=True)
+replicator = opened(states, replicas=1, chunk_bytes=8192)
+store = CheckpointStore(root, rank, 2, RUN_ID, 1, fsync=False)
+def commit(snapshot):
+    store.write(snapshot)
+    group.barrier()
+    if rank == 0:
+        assert store.commit(snapshot.iteration, 5.0, threading.Event()).committed
+    group.barrier()
+def kinds():
+    return sorted([s.iteration, s.kind] for s in held_states(RUN_ID, memory) if s.rank == 1 - rank)
+path, snapshot = states.seal(10)
+replicator.offer(path, snapshot)
+until(lambda: kinds() == [[10, "small"]])
+commit(snapshot)
+replicator.offer(*states.seal(20))
+until(lambda: kinds() == [[10, "small"], [20, "small"]])
+path, snapshot = states.seal(30)
+snapshot.shard.operators["weight"].parameter.values[0] += rank  # each trains a model of its own
+commit(snapshot)
+replicator.offer(*states.seal(40))
+until(lambda: told)
+replicator.offer(*states.seal(50))
+until(lambda: [50, "snapshot"] in kinds())
+group.barrier()
+replicator.close(remove=True)
+group.barrier()
+again = opened(states, replicas=1)
+found["sizes"] = again.placement.load_bytes[rank] > 100_000
+again.close(remove=True)
+leave()
+"""
+
+
+def test_ranks_that_were_taken_for_alike_and_are_not_are_sent_whole_states(tmp_path: Path) -> None:
+    for rank, found in enumerate(run(APART, tmp_path, ["a", "b"])):
+        (told,) = found["told"]
+        assert told[0] == "not alike"
+        assert told[1].startswith(f"ranks {rank} and {1 - rank} are of one data-parallel group and have committed")
+        assert found["sizes"], "the next life knows it from the start"
+
+
+GOES_BACK = """
+states = States(memory, rank, alike=True)
+replicator = opened(states, replicas=1)
+replicator.offer(*states.seal(10))
+replicator.offer(*states.seal(20))
+until(lambda: 20 in held(1 - rank))
+replicator.forget_after(15)
+until(lambda: 20 not in held(1 - rank))
+found["small"] = [s.iteration for s in held_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]
+group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_small_states_behind_which_the_run_has_gone_back_count_no_more(tmp_path: Path) -> None:
+    assert [found["small"] for found in run(GOES_BACK, tmp_path, ["a", "b"])] == [[10], [10]]
+
+
+NO_ROOM = """
+import cpsr.peers.replicator as module
+states = States(memory, rank)
+whole = states.template.state_bytes
+if rank == 1:  # the machine has memory for one replica's slots and a half
+    module.available_host_bytes = lambda: 3 * whole
+replicator = opened(states, replicas=2)
+found["holders"] = replicator.placement.holders[rank]
+replicator.offer(*states.seal(10))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_a_machine_with_too_little_memory_is_spared_and_that_is_said_once(tmp_path: Path) -> None:
+    first, *others = run(NO_ROOM, tmp_path, ["a", "b", "c"])
+    assert [len(found["holders"]) for found in (first, *others)] == [1, 1, 1]
+    ((kind, message, _, level),) = first["told"]
+    assert (kind, level) == ("replicas", logging.WARNING)
+    assert "there is memory for 1: with 2 the machine b would hold" in message
+    assert [found["told"] for found in others] == [[], []]

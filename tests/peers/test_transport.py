@@ -47,6 +47,28 @@ else:
 leave()
 """
 
+NO_MEMORY = """
+import cpsr.peers.transport as transport
+from cpsr.peers.transport import Channel, receive_state, sealed, send_state
+states = States(memory, rank, elements=5000, slots=1)
+channel = Channel(dist.new_group([0, 1], backend="gloo"), 1 - rank, 5000, 5.0)
+path, _ = states.seal(10)
+if rank == 0:
+    import threading
+    try:
+        send_state(channel, sealed(path, 10), threading.Event())
+    except RuntimeError:
+        pass  # by a rank that left
+else:
+    transport.available_host_bytes = lambda: 5000
+    try:
+        receive_state(channel, channel.receive(), memory / "target")
+    except OSError as error:
+        found["refused"] = error.strerror
+    found["blocks"] = (memory / "target").stat().st_blocks
+leave()
+"""
+
 
 def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     sender, receiver = run(TALK, tmp_path, ["a", "b"])
@@ -66,3 +88,9 @@ def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     assert all("CheckpointError: rank 0 sent no message of this version" in one for one in receiver["refused"])
     assert "symbolic links" in receiver["link"]
     assert receiver["after the link"]
+
+
+def test_a_state_that_the_memory_does_not_hold_is_refused_before_it_is_taken(tmp_path: Path) -> None:
+    _, receiver = run(NO_MEMORY, tmp_path, ["a", "b"])
+    assert "bytes of memory are missing, 5000 are available" in receiver["refused"]
+    assert receiver["blocks"] * 512 < 5000  # but for its first page

@@ -3,23 +3,30 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
+from cpsr.checkpoint.memory import held_states
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
-from tests.recovery.test_memory import IN_MEMORY, KILLED, sources
+from tests.recovery.test_memory import IN_MEMORY, KILLED, run_id, sources
 
 
+# Without ZeRO both ranks own the same, and only the rest of a rank's state travels.
+@pytest.mark.parametrize(("zero", "travels"), [(1, "snapshot"), (0, "small")])
 def test_the_state_of_a_lost_machine_comes_back_from_another(
-    job: Job, uninterrupted: Uninterrupted, tmp_path: Path
+    job: Job, uninterrupted: Uninterrupted, tmp_path: Path, zero: int, travels: str
 ) -> None:
-    killed = job.launch(fault="step:0:15", committed=12, held=12, settings=IN_MEMORY, nodes=["a", "b"])
+    killed = job.launch(fault="step:0:15", committed=12, held=12, settings=IN_MEMORY, nodes=["a", "b"], zero=zero)
     assert KILLED in killed.statuses
+    replicas = [state for state in held_states(run_id(job), tmp_path / "memory" / "a") if "replica" in state.path.name]
+    assert {(state.rank, state.kind) for state in replicas} == {(1, travels)}
     shutil.rmtree(job.run_dir / "checkpoints" / "step-0000000012")  # the disk has not come so far
     shutil.rmtree(tmp_path / "memory" / "b")
-    back = job.launch(settings=IN_MEMORY, nodes=["a", "c"])
+    back = job.launch(settings=IN_MEMORY, nodes=["a", "c"], zero=zero)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert sources(job) == [("memory", 12)] * 2
     for rank in range(2):
-        mine, reference = back.result(rank), uninterrupted().result(rank)
+        mine, reference = back.result(rank), uninterrupted(zero=zero).result(rank)
         assert mine["started"]["iteration"] == 12
         assert {key: mine[key] for key in ("state", "rng", "counters")} == {
             key: reference[key] for key in ("state", "rng", "counters")

@@ -7,6 +7,7 @@ import pytest
 from cpsr.journal import JournalReader
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import ITERATIONS, OF_THE_START, Job
+from tests.recovery.test_memory import IN_MEMORY, sources
 
 CHECKPOINT, FAILURE, MICRO_BATCHES = 20, 23, 2
 PIPELINE: dict[str, Any] = {"zero": 0, "micro_batches": MICRO_BATCHES}
@@ -76,3 +77,16 @@ def test_a_vetoed_prediction_is_undone_on_every_stage(job: Job, uninterrupted: U
         exact = uninterrupted(ranks=2, stages=2, **PIPELINE).result(rank)
         assert "vetoed" in back.result(rank)["started"]["reason"]
         assert back.result(rank)["state"] == exact["state"]
+
+
+def test_a_rank_that_is_lost_takes_what_another_of_its_stage_has_left(job: Job, uninterrupted: Uninterrupted) -> None:
+    """Two stages of two ranks each, which hold the same without ZeRO: nothing has to be predicted."""
+    four: dict[str, Any] = {"ranks": 4, "stages": 2, "zero": 0}
+    ended = job.launch("auto", fault=f"step:1:{FAILURE}", committed=CHECKPOINT, settings=IN_MEMORY, **four)
+    assert ended.statuses[1] == -9, ended.output
+    back = job.launch("auto", settings=IN_MEMORY, **four)
+    assert back.statuses == [0] * 4, back.output[0][-3000:]
+    assert sources(job) == [("departure", FAILURE)] * 4
+    reference = uninterrupted(iterations=FAILURE, **four)
+    for rank in range(4):
+        assert back.result(rank)["state_at_start"] == reference.result(rank)["state"]

@@ -245,14 +245,16 @@ from cpsr.errors import CPSRError
 from cpsr.group import Group
 from cpsr.target.place import open_place
 from cpsr.target.restart import Fetcher
-from tests.target.conftest import RUN, assert_whole, silent
+from tests.target.conftest import RUN, assert_whole
 
 dist.init_process_group("gloo")
 group, base = Group(), Path(sys.argv[1]).parent
-found = []
+found, said = [], []
+def say(kind, message, iteration, level):
+    said.append(kind)
 for name in ("whole", "hurt"):
     run = base / f"new-{name}"
-    fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, silent)
+    fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, say)
     fetcher.adopt_run(group)
     store = CheckpointStore(run, group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
@@ -260,7 +262,7 @@ for name in ("whole", "hurt"):
     found.append(fetcher.fetch(store, group, ()))
     assert_whole(store, found[-1], group.rank)
 try:
-    fetcher = Fetcher(open_place(f"file://{base}/lost"), base / "new-lost", silent)
+    fetcher = Fetcher(open_place(f"file://{base}/lost"), base / "new-lost", say)
     fetcher.adopt_run(group)
     store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
@@ -268,7 +270,7 @@ try:
     fetcher.fetch(store, group, ())
 except CPSRError as error:
     found.append(str(error))
-Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps(found))
+Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([found, said]))
 dist.destroy_process_group()
 """
 
@@ -283,7 +285,11 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
             send(place, tmp_path / "run", directory)
         if name != "whole":
             place.write("step-0000000020", "rank-00001.params.safetensors", b"damaged")
-    first, second = two_ranks.run(TWO_RANKS, tmp_path)
+    (first, told), (second, told_twice) = two_ranks.run(TWO_RANKS, tmp_path)
+    once = ["target adopted", "target fetched"]
+    damaged = ["target adopted", "target copy damaged", "target fetched"]
+    assert told == [*once, *damaged, "target adopted", "target copy damaged"]
+    assert told_twice == [], "what all ranks do is said once"
     assert first == second
     assert first[:2] == [20, 10]
     assert "rank 1" in first[2]

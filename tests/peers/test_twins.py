@@ -1,0 +1,50 @@
+"""What committed checkpoints say of ranks that may hold the same."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.peers.twins import Twins
+from tests.peers.states import RUN_ID, shard
+
+ELEMENTS = 100
+
+
+def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...]) -> Path:
+    """A checkpoint of as many ranks; its directory."""
+    stores = [CheckpointStore(run_dir, rank, len(alike), RUN_ID, 1, fsync=False) for rank in range(len(alike))]
+    for rank, store in enumerate(stores):
+        held = shard(rank, iteration, ELEMENTS, alike=alike[rank])
+        store.write(Snapshot(iteration, held, {"origin": "trained"}))
+    assert stores[0].commit(iteration, 5.0, threading.Event()).committed
+    return run_dir / "checkpoints" / f"step-{iteration:010d}"
+
+
+def test_of_ranks_that_committed_the_same_the_words_are_equal(tmp_path: Path) -> None:
+    twins = Twins(tmp_path / "checkpoints")
+    assert twins.words(0, 1) is None
+    commit(tmp_path, 10, (True, True, False))
+    words = twins.words(0, 1, 2)
+    assert words is not None
+    assert words[0] == words[1] != words[2]
+
+
+def test_the_newest_checkpoint_counts(tmp_path: Path) -> None:
+    twins = Twins(tmp_path / "checkpoints")
+    commit(tmp_path, 10, (True, True))
+    before = twins.words(0)
+    commit(tmp_path, 20, (True, False))
+    words = twins.words(0, 1)
+    assert words is not None
+    assert words[0] != words[1]
+    assert [words[0]] != before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "COMMIT"])
+def test_of_a_damaged_one_nothing_is_known(tmp_path: Path, name: str) -> None:
+    path = commit(tmp_path, 10, (True, True)) / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert Twins(tmp_path / "checkpoints").words(0, 1) is None
