@@ -18,6 +18,7 @@ from cpsr.errors import ConfigError
 __all__ = [
     "CPSRConfig",
     "CheckpointConfig",
+    "CoordinatorConfig",
     "FitterConfig",
     "GuardConfig",
     "JournalConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "PlannerPolicy",
     "PredictorConfig",
     "RehearsalConfig",
+    "ServiceConfig",
     "read_model",
 ]
 
@@ -152,12 +154,22 @@ class PredictorConfig(_Section):
         default=1 << 20, ge=1024, description="Elements predicted at a time: bounds the predictor's memory."
     )
     learning_budget_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="Share of one core that learning from checkpoints may take; 0 is off."
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of one core that learning from checkpoints may take while training does not wait; 0 is off, "
+        "in waits too. In a pipeline over gloo it learns only while its stage waits for another.",
+    )
+    memory_limit_bytes: int = Field(
+        default=200_000_000,
+        ge=1,
+        description="Host memory of a rank that predicting and learning may take, by their arithmetic; a job that "
+        "needs more does not start. On the device they take nothing.",
     )
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the predictor."""
-        return self.model_dump(exclude={"learning_budget_fraction"})
+        return self.model_dump(exclude={"learning_budget_fraction", "memory_limit_bytes"})
 
 
 class GuardConfig(_Section):
@@ -200,6 +212,17 @@ class RehearsalConfig(_Section):
     )
 
 
+class CoordinatorConfig(_Section):
+    """How the job makes room on a device that is short of memory."""
+
+    offload_activations_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Activations of a rank that lie in host memory between forward and backward, at most; 0 is off. "
+        "Not at ZeRO-3.",
+    )
+
+
 class LivenessConfig(_Section):
     """When ranks that no longer answer are given up, and the job leaves so that its launcher restarts it."""
 
@@ -226,7 +249,11 @@ class LivenessConfig(_Section):
 class PeersConfig(_Section):
     """How snapshots are replicated to the host memory of other nodes."""
 
-    replicas: int = Field(default=2, ge=0, description="Other nodes that hold each rank's newest snapshots; 0 is off.")
+    replicas: int = Field(
+        default=2,
+        ge=0,
+        description="Other nodes that hold each rank's newest snapshots, as far as they have the memory; 0 is off.",
+    )
     # Large enough that what is done for each in Python is lost beside the network, and small beside any state.
     chunk_bytes: int = Field(
         default=4 << 20, ge=1 << 12, description="Sent at a time; every sender and receiver has a buffer of this size."
@@ -248,6 +275,31 @@ class JournalConfig(_Section):
 
     flush_iterations: int = Field(
         default=20, ge=1, description="Losses stay on the device and are written this often, without a sync."
+    )
+    full_steps: int | None = Field(
+        default=100_000,
+        ge=20_000,  # the fit of the loss looks back as far
+        description="The newest so many steps are all kept; of older ones every second, of those twice as old every "
+        "fourth, and so on: 10 million steps become about 430,000 rows. null keeps every step.",
+    )
+
+
+class ServiceConfig(_Section):
+    """The HTTP service as a child process of rank 0; without it `cpsr serve` answers just as well."""
+
+    enabled: bool = Field(
+        default=False, description="Start it with the job, and end it with the job. Its death changes nothing."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback needs a token.")
+    port: int = Field(default=8712, ge=0, le=65535, description="Port; 0 takes a free one, which its log names.")
+    token_file: Path | None = Field(
+        default=None,
+        strict=False,
+        description="Holds the token that every request needs; null takes the environment variable CPSR_SERVICE_TOKEN, "
+        "if there is one.",
+    )
+    allow_writes: bool = Field(
+        default=False, description="Without a token: everybody on this machine may report failures and override plans."
     )
 
 
@@ -272,9 +324,11 @@ class CPSRConfig(_Section):
     predictor: PredictorConfig = PredictorConfig()
     guard: GuardConfig = GuardConfig()
     rehearsal: RehearsalConfig = RehearsalConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
     liveness: LivenessConfig = LivenessConfig()
     peers: PeersConfig = PeersConfig()
     journal: JournalConfig = JournalConfig()
+    service: ServiceConfig = ServiceConfig()
 
     @classmethod
     def load(cls, source: "CPSRConfig | Mapping[str, Any] | str | Path") -> "CPSRConfig":

@@ -28,7 +28,7 @@ class Exchange:
         return sorted({entry for part in self._group.gather(list(entries)) for entry in part})
 
     def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sum float64 matrices by operator over the ranks that hold slices of it; a rank's own operators come back.
+        """Sum float64 matrices by operator over the ranks that give one; those of all operators come back.
 
         Raises:
             ValueError: ranks hold matrices of different sizes for one operator (on every rank).
@@ -50,8 +50,7 @@ class Exchange:
             return {}
         total = self._group.reduce(torch.cat(everything))
         parts = torch.split(total, [rows * columns for rows, columns in shapes.values()])
-        summed = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        return {name: summed[name] for name in products}
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
     def held_twice(self, shard: Shard) -> str | None:
         """First operator of which two ranks hold the same elements; None where each is held once.

@@ -1,49 +1,100 @@
-"""Lets the predictor learn from committed checkpoints beside the training: in a thread of its own, within a budget."""
+"""Lets the predictor learn from committed checkpoints beside the training: in a thread of its own, at a pace."""
 
+import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.predictor.protocol import StatePredictor
 
-__all__ = ["Learner"]
+__all__ = ["BudgetPace", "Learner", "Pace"]
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
 THREAD_NAME = "cpsr-learner"
-# Longer than any slice: a thread that does not end by then hangs in the file system, and the exit does not wait for it.
-CLOSE_SECONDS = 5.0
+# Longer than any slice. Who waits for one longer goes on without: it hangs, in the file system most likely. Nor does
+# the exit wait longer for the thread.
+SLICE_LIMIT_SECONDS = 5.0
+_DONE = object()  # no value that work yields
+
+
+class Pace(Protocol):
+    """When slices may run; called on the learner's thread."""
+
+    def before_slice(self) -> None:
+        """Wait until a slice may run, or until the pace was closed."""
+
+    def after_slice(self, used_seconds: float) -> None:
+        """A slice has just ended, and took that long."""
+
+    def close(self) -> None:
+        """Let nobody wait any more; on any thread."""
+
+
+class BudgetPace:
+    """Rests between slices, so that they take a fixed share of the time.
+
+    Args:
+        fraction: of one core, in (0, 1].
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._due = 0.0
+        self._closing = threading.Event()
+
+    def rest_seconds(self) -> float:
+        """How long until the next slice may run."""
+        return max(self._due - time.perf_counter(), 0.0)
+
+    def before_slice(self) -> None:
+        """Rest for what is left."""
+        self._closing.wait(self.rest_seconds())
+
+    def after_slice(self, used_seconds: float) -> None:
+        """The next one may run when this one is a small enough share of the time."""
+        self._due = max(self._due, time.perf_counter() + used_seconds / self._fraction - used_seconds)
+
+    def close(self) -> None:
+        """End the rest."""
+        self._closing.set()
 
 
 class Learner:
     """Owns the predictor while training runs: whoever else uses it then holds it with `held()`.
 
-    Between two slices it sleeps, so that its share of a core stays within the budget. Where checkpoints come faster
-    than it can take them in, it goes on with the newest. A failure in it never reaches training: what was learned up
-    to the last complete checkpoint is kept, learning ends for this life, and `failure` says why.
+    The thread learns on a copy; what it has learned becomes the predictor's when a checkpoint is taken in, all at once.
+    Where checkpoints come faster than that, it goes on with the newest. A failure in it never reaches training:
+    nothing else ever waits for a slice longer than `SLICE_LIMIT_SECONDS`, what was learned up to the last complete
+    checkpoint is kept and saved with the next ones, learning ends for this life, and `failure` says why. A recovery
+    then predicts from what is kept; all ranks must do so alike, so that no rank falls back further by itself.
 
     Args:
-        predictor: what learns.
-        budget_fraction: of one core, in [0, 1]; 0 never starts the thread.
+        predictor: what learns; a plain object whose `learn` replaces attributes and changes none in place.
+        pace: of the slices; None never starts the thread.
     """
 
-    def __init__(self, predictor: StatePredictor, budget_fraction: float) -> None:
+    def __init__(self, predictor: StatePredictor, pace: Pace | None) -> None:
         self._predictor = predictor
-        self._budget_fraction = budget_fraction
-        self._lock = threading.Lock()
+        self._pace = pace
+        self._lock = threading.Lock()  # of the predictor; another one after the thread was left behind with it
+        self._replacing = threading.Lock()  # of the lock itself, and of what the thread hands over; never held for long
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows whenever somebody else changed the predictor: work under way is then dropped
         self._checked: set[int] = set()
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._failure: str | None = None
+        self._slice_began: float | None = None
+        self._ended = self._left_behind = False
+        self._complete: dict[str, Any] = {}  # the last state that could be had
         self._thread: threading.Thread | None = None
 
     def start(self, store_directory: Path, rank: int) -> None:
@@ -53,7 +104,8 @@ class Learner:
             store_directory: the run's `checkpoints`.
             rank: whose part is read.
         """
-        if self._budget_fraction > 0:
+        if self._pace is not None:
+            self._complete = self._predictor.state_dict()
             arguments = store_directory, rank
             self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
             self._thread.start()
@@ -79,28 +131,43 @@ class Learner:
         What the thread was about to take in is dropped: the block may change the predictor or the checkpoints.
         """
         self._generation += 1  # before the lock: the thread would otherwise take it again, slice after slice
-        with self._lock:
+        with self._taken():
             self._wanted = None
             self._wake.clear()
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What the predictor has learned from complete checkpoints; waits for one slice at most."""
-        with self._lock:
-            return self._predictor.state_dict()
+        """What the predictor has learned from complete checkpoints; waits for one slice at most.
+
+        Where the predictor cannot say, it is the last state that it could.
+        """
+        with self._taken():
+            try:
+                self._complete = self._predictor.state_dict()
+            except Exception as error:  # whatever it is, the checkpoint can be saved without it
+                logger.exception("the predictor could not say what it has learned")
+                self._end(f"it could not say what it has learned: {_told(error)}")
+            return self._complete
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
         """Ask the predictor something that changes nothing; waits for one slice at most."""
-        with self._lock:
+        with self._taken():
             return question()
 
     def record(self, outcome: dict[str, Any]) -> None:
         """Hand the predictor an outcome; waits for one slice at most."""
-        with self._lock:
-            self._predictor.record(outcome)
+        with self._taken():
+            try:
+                self._predictor.record(outcome)
+            except Exception as error:  # whatever it is, training goes on
+                logger.exception("the predictor refused an outcome")
+                self._end(f"it refused the outcome of a recovery: {_told(error)}")
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""
+        lock, began = self._lock, self._slice_began
+        if began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS:
+            self._leave_behind(lock)
         failure, self._failure = self._failure, None
         return failure
 
@@ -108,50 +175,124 @@ class Learner:
         """Stop after the present slice and join the thread."""
         self._closing.set()
         self._wake.set()
+        if self._pace is not None:
+            self._pace.close()
         if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(0.0 if self._left_behind else SLICE_LIMIT_SECONDS)
             if self._thread.is_alive():
-                logger.warning("the learner's thread did not end within %g s; it is left behind", CLOSE_SECONDS)
+                logger.warning("the learner's thread did not end within %g s; it is left behind", SLICE_LIMIT_SECONDS)
+
+    # What the training thread and others do without the thread, where they must
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Hold the predictor; from a slice that does not end it is taken away."""
+        while not (lock := self._lock).acquire(timeout=SLICE_LIMIT_SECONDS):
+            self._leave_behind(lock)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _leave_behind(self, lock: threading.Lock) -> None:
+        """Whoever holds this lock keeps it; what it does to its copy of the predictor will not count."""
+        with self._replacing:
+            if self._lock is not lock:
+                return  # another thread did so a moment ago
+            self._lock, self._slice_began = threading.Lock(), None
+            self._left_behind = True
+        self._end(f"a piece of its work did not end within {SLICE_LIMIT_SECONDS:g} s")
+
+    def _end(self, why: str) -> None:
+        """Learn no more in this life."""
+        if not self._ended:
+            self._ended = True
+            self._failure = (
+                f"the predictor stopped learning for the rest of this life ({why}); what it had learned from complete "
+                "checkpoints is kept, saved with the next ones and used by a recovery, training is not affected"
+            )
+
+    # On the learner's thread
 
     def _run(self, store_directory: Path, rank: int) -> None:
         try:
-            while self._wake.wait():
+            while not self._stopping() and self._wake.wait():
                 with self._lock:
                     self._wake.clear()
                     wanted, generation = self._wanted, self._generation
-                if self._closing.is_set():  # looked at after clearing, or an end in between would be missed
+                    student = copy.copy(self._predictor)
+                if self._stopping():  # looked at after clearing, or an end in between would be missed
                     return
                 if wanted is not None:
-                    self._take_in(store_directory, rank, *wanted, generation)
+                    with closing(self._work(student, store_directory, rank, *wanted)) as work:
+                        self._take_in(student, work, generation)
         except Exception as error:
-            self._failure = (
-                f"the predictor stopped learning for the rest of this life ({type(error).__name__}: {error}); what it "
-                "had learned from complete checkpoints is kept, training is not affected"
-            )
             logger.exception("learning from checkpoints failed")
+            self._end(_told(error))
 
-    def _take_in(self, store_directory: Path, rank: int, iteration: int, history_start: int, generation: int) -> None:
-        started = time.perf_counter()
+    def _stopping(self) -> bool:
+        return self._closing.is_set() or self._ended
+
+    def _take_in(self, student: StatePredictor, work: Iterator[None], generation: int) -> None:
+        """Learn from one checkpoint at the pace, and hand over what was learned."""
+        before = dict(vars(student))
+        while True:
+            pace = self._pace
+            assert pace is not None  # or there is no thread
+            pace.before_slice()
+            if self._stopping():  # a pace that was closed lets everybody pass
+                return
+            lock = self._lock
+            if not lock.acquire(blocking=False):
+                with lock:  # somebody else has the predictor; the pace's moment may be over when they are done
+                    continue
+            try:
+                if self._generation != generation:
+                    self._checked = set()  # the same iterations may have been saved anew
+                    return
+                if not self._slice(work, pace):
+                    self._hand_over(student, before, lock)
+                    return
+            finally:
+                lock.release()
+
+    def _work(
+        self, student: StatePredictor, store_directory: Path, rank: int, iteration: int, history_start: int
+    ) -> Generator[None, None, None]:
         # Without partial checkpoints: what all ranks learn from was taken at one time.
         history = DiskHistory(
-            store_directory, rank, before=iteration + 1, since=history_start, checked=self._checked, partial=False
+            store_directory,
+            rank,
+            before=iteration + 1,
+            since=history_start,
+            checked=self._checked,
+            partial=False,
+            opened=False,
         )
         try:
+            yield from history.open()
             self._checked = {entry.iteration for entry in history.entries}
-            self._rest(time.perf_counter() - started)  # it has hashed what is new
-            work = self._predictor.learn(history)
-            while not self._closing.is_set():
-                started = time.perf_counter()
-                with self._lock:
-                    if self._generation != generation:
-                        self._checked = set()  # the same iterations may have been saved anew
-                        return
-                    if next(work, self) is self:  # a value that no slice yields
-                        return
-                self._rest(time.perf_counter() - started)
+            yield
+            yield from student.learn(history)
         finally:
             history.close()
 
-    def _rest(self, used_seconds: float) -> None:
-        """Pause for as long as keeps the budget."""
-        self._closing.wait(used_seconds / self._budget_fraction - used_seconds)
+    def _slice(self, work: Iterator[None], pace: Pace) -> bool:
+        """One piece of work; False when there is none left."""
+        began = self._slice_began = time.perf_counter()
+        try:
+            return next(work, _DONE) is not _DONE
+        finally:
+            self._slice_began = None
+            pace.after_slice(time.perf_counter() - began)
+
+    def _hand_over(self, student: StatePredictor, before: dict[str, Any], lock: threading.Lock) -> None:
+        """What `learn` has replaced in the copy becomes the predictor's own; outcomes that came meanwhile stay."""
+        learned = {name: value for name, value in vars(student).items() if before.get(name) is not value}
+        with self._replacing:
+            if self._lock is lock:  # else this thread was left behind, and the predictor is in use
+                vars(self._predictor).update(learned)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

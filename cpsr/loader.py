@@ -7,6 +7,7 @@ skipped in the sampler, without loading them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeGuard
@@ -34,6 +35,8 @@ class ResumableLoader(Iterator[Any]):
         on_positioned: called whenever the loader was moved to a saved position, before the next batch is fetched: the
             random states of training are put back here, since positioning draws from them.
         on_batch: called with every batch before it is dealt.
+        waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Where
+            there are none it loads the batch itself, which is no waiting, and any other iterable does who knows what.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ResumableLoader(Iterator[Any]):
         sets_epoch: bool = True,
         on_positioned: Callable[[], None] = lambda: None,
         on_batch: Callable[[Any], None] = lambda batch: None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         given = loader
         if is_repeating(loader):
@@ -56,6 +60,7 @@ class ResumableLoader(Iterator[Any]):
         self._generators = _generators(loader)
         self._on_positioned = on_positioned
         self._on_batch = on_batch
+        self._waiting = waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
         self.position = self._normalised(position)
         self._moved = position.states is not None
@@ -92,7 +97,8 @@ class ResumableLoader(Iterator[Any]):
             if self._iterator is None:
                 self._iterator = self._open()
             try:
-                batch = next(self._iterator)
+                with self._waiting():
+                    batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
                 continue

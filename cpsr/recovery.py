@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -23,6 +24,9 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
 from cpsr.coordinator.lag import SLOPE_LOSSES_MAX
+from cpsr.coordinator.memory import allot_memory
+from cpsr.coordinator.offload import offloaded_activations
+from cpsr.coordinator.pace import bubbles_of, pace_of
 from cpsr.coordinator.recovered import RecoveredLag
 from cpsr.coordinator.schedule import Rehearsals
 from cpsr.departure import Departure
@@ -49,6 +53,8 @@ from cpsr.run_state import RunState, Stateful
 from cpsr.rundir import RunDirectory, open_run
 from cpsr.saver import Saver, disk_bytes
 from cpsr.scalars import Scalars
+from cpsr.service_process import ServiceProcess
+from cpsr.sharing import Sharing
 from cpsr.state import Shard
 from cpsr.target.target import CheckpointTarget
 from cpsr.terminal import log_to_terminal
@@ -129,16 +135,21 @@ class CPSRRecovery:
         self._probes = Probes(self._adapter, self.config.guard.probe_batches, loss_fn, probe_batches)
         self._losses = LossRecorder(self.config.journal.flush_iterations)
         self._exchange = Exchange()
+        self._sharing = Sharing()
         self._predictor = VITPPredictor(
             **self.config.predictor.settings(),
             trains=self._adapter.rank == 0,
             agree=self._exchange.agree,
             reduce=self._exchange.reduce,
             broadcast=self._exchange.broadcast,
+            share=self._sharing,
         )
         self._nothing_learned = self._predictor.state_dict()
-        self._learner = Learner(self._predictor, self.config.predictor.learning_budget_fraction)
-        self._state = RunState(self._adapter, self._losses, self._probes, self._learner)
+        self._bubbles = bubbles_of(self._adapter)
+        budget = self.config.predictor.learning_budget_fraction
+        self._learner = Learner(self._predictor, pace_of(self._adapter, self._bubbles, budget, self._tell_starved))
+        waiting = partial(self._bubbles.waiting, "data")
+        self._state = RunState(self._adapter, self._losses, self._probes, self._learner, waiting)
         self._iteration_seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._watch: RecoveryWatch | None = None
         self._recovered: RecoveredLag | None = None
@@ -277,8 +288,17 @@ class CPSRRecovery:
         self._losses.add(loss)
         self._rehearsals.on_loss(loss)
 
+    def wait_begins(self, place: str) -> None:
+        """The thread is about to wait for another pipeline stage."""
+        self._bubbles.begin(place)
+
+    def wait_ends(self) -> None:
+        """It goes on."""
+        self._bubbles.end()
+
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
+        self._bubbles.end_iteration()
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now
         if applied:
@@ -357,22 +377,32 @@ class CPSRRecovery:
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
-        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held_bytes(run.run_id))
+        held = held_bytes(run.run_id, run.local_ranks)
+        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life: int = group.broadcast(newest_life(config.run_dir))
-        self._recorder = Recorder(config.run_dir, group, config.mode, last_life)
+        self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
         opened.callback(self._close_record)
+        if group.rank == 0:
+            service = ServiceProcess(config.service, config.run_dir, self._recorder.event)
+            opened.callback(service.close)
+            service.start()
         store = self._store = CheckpointStore(
             config.run_dir, group.rank, group.size, run.run_id, self._recorder.life, fsync=config.checkpoint.fsync
         )
         if group.rank == 0:
             store.prepare()
         group.barrier()
+        self._sharing.open(group, shard, adapter.data_parallel_ranks, store.directory)
+        on_disk: int = group.broadcast(len(store.catalogue()) if group.rank == 0 else None)
+        allot_memory(self._predictor, len(shard.operators), on_disk, config, group, self._recorder.event)
         self._memory = HostMemory(
             run, self._recorder.life, group, shard, adapter.data_parallel_ranks, config, self._recorder.event
         )
         opened.callback(lambda: self._memory.close(in_order=self._ending != "error", safe=self._last_is_safe))
         pool = self._pool = self._memory.pool
+        if adapter.pipeline_stage is not None:
+            pool.copy_in(self._bubbles)
         ladder = Ladder(run.run_id, group, shard, last_life, config.peers)
         self._restorer = Restorer(
             adapter, group, store, pool, ladder, self._predictor, self._probes, config, self._target
@@ -398,7 +428,7 @@ class CPSRRecovery:
         self._liveness.start()
         self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
         opened.callback(self._progress.close)
-        opened.callback(self._learner.close)
+        opened.callback(self._close_learner)
         config = self.config = self._possible(config, shard)
         self._planner = JobPlanner(
             config,
@@ -414,6 +444,8 @@ class CPSRRecovery:
         opened.callback(self._close_writer)
         adapter.attach(self)
         opened.callback(adapter.detach)
+        offloaded = offloaded_activations(adapter, config.coordinator, self._recorder.event)
+        opened.enter_context(offloaded)
         self._handle_sigterm(handlers)
 
     def _possible(self, config: CPSRConfig, shard: Shard) -> CPSRConfig:
@@ -517,6 +549,13 @@ class CPSRRecovery:
         for said in self._target.said():
             self._recorder.event(*said)
 
+    def _close_learner(self) -> None:
+        self._learner.close()
+        self._tell_ended()
+        account = self._bubbles.account()
+        if account.bubble_seconds > 0:
+            self._recorder.event("bubbles", account.told(), self._adapter.iteration)
+
     def _close_record(self) -> None:
         self._recorder.steps(self._losses.flush(wait=True))
         self._recorder.close(self._ending)
@@ -560,12 +599,18 @@ class CPSRRecovery:
             self._learner.notify(self._saver.saved_iteration, self._state.history_start)
         self._target.notify(self._saver.saved_iteration)
         self._tell_of_target()
-        failure = self._learner.failure()
-        if failure is not None:
-            self._recorder.event("learning ended", failure, level=logging.ERROR)
+        self._tell_ended()
         failure = self._planner.failure()
         if failure is not None:
             self._recorder.event("planning ended", failure, level=logging.ERROR)
+
+    def _tell_ended(self) -> None:
+        failure = self._learner.failure()
+        if failure is not None:
+            self._recorder.event("learning ended", failure, level=logging.ERROR)
+
+    def _tell_starved(self, message: str) -> None:
+        self._recorder.event("learning waits", message, level=logging.WARNING)
 
     def _situation(self, iteration: int) -> Situation:
         return Situation(

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -39,13 +40,22 @@ class RunState:
         losses: this rank's training losses.
         probes: recent inputs.
         learner: what the predictor has learned is saved with every checkpoint.
+        waiting: as in `ResumableLoader`.
     """
 
-    def __init__(self, adapter: EngineAdapter, losses: LossRecorder, probes: Probes, learner: Learner) -> None:
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        losses: LossRecorder,
+        probes: Probes,
+        learner: Learner,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._adapter = adapter
         self._losses = losses
         self._probes = probes
         self._learner = learner
+        self._waiting = waiting
         self._registered: dict[str, Stateful] = {}
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
@@ -93,6 +103,7 @@ class RunState:
             sets_epoch=repeat or epochs is not None,
             on_positioned=self._put_back_rng,
             on_batch=self._deal,
+            waiting=self._waiting,
         )
         return self._stream
 

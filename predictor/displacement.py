@@ -100,7 +100,7 @@ def of_length(forecast: Forecast, length: float) -> Forecast:
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float64)
+    return torch.zeros(shape, dtype=torch.float64, device="cpu")
 
 
 def _used(forecast: Forecast, operator: str) -> list[int]:

@@ -43,8 +43,8 @@ def gram(
     if length < 1:
         raise ValueError(f"block_elements = {block_elements}: too few for {len(places)} snapshots")
     numel = history.numel(operator)
-    total = torch.zeros(len(places) - 1, len(places) - 1, dtype=torch.float64)
-    differences = torch.empty(len(places) - 1, min(length, numel), dtype=torch.float64)
+    total = torch.zeros(len(places) - 1, len(places) - 1, dtype=torch.float64, device="cpu")
+    differences = torch.empty(len(places) - 1, min(length, numel), dtype=torch.float64, device="cpu")
     for start in range(0, numel, length):
         stop = min(start + length, numel)
         block = differences[:, : stop - start]

@@ -2,27 +2,34 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr import learner as module
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.learner import Learner
+from cpsr.coordinator.bubbles import Bubbles
+from cpsr.coordinator.pace import BubblePace
+from cpsr.learner import BudgetPace, Learner
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import History
 from tests.checkpoint.conftest import save
 
 PATIENCE_SECONDS = 10.0
+LIMIT_SECONDS = 0.2
 
 
 class Reader(LinePredictor):
-    """Learns which iterations there are, two slices a checkpoint."""
+    """Learns which iterations there are, three slices a checkpoint; waits in the second, or in the last."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, *, waits_last: bool = False) -> None:
         super().__init__()
         self.fails_at = fails_at
+        self.waits_last = waits_last
+        self.waiting = threading.Event()
+        self.mute = False
         self.known: list[int] = []
         self.taken_in: list[list[int]] = []
         self.begun = threading.Event()
@@ -35,12 +42,21 @@ class Reader(LinePredictor):
         if known[-1] == self.fails_at:
             raise RuntimeError("no such tensor")
         yield
-        assert self.go_on.wait(PATIENCE_SECONDS)
+        if not self.waits_last:
+            self._wait()
         yield
+        if self.waits_last:
+            self._wait()
         self.known = known
         self.taken_in.append(known)
 
+    def _wait(self) -> None:
+        self.waiting.set()
+        assert self.go_on.wait(PATIENCE_SECONDS)
+
     def state_dict(self) -> dict[str, Any]:
+        if self.mute:
+            raise OSError("cannot say")
         return super().state_dict() | {"known": self.known}
 
 
@@ -62,7 +78,7 @@ def _wait_for(predictor: Reader, known: list[int]) -> None:
 
 def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, 1.0)
+    learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled.directory, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
@@ -76,7 +92,7 @@ def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
 
 def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, 1.0)
+    learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled.directory, 0)
     predictor.go_on.clear()
     learner.notify(20, 0)
@@ -93,7 +109,7 @@ def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(fi
 
 def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> None:
     predictor = Reader(fails_at=30)
-    learner = Learner(predictor, 1.0)
+    learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled.directory, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
@@ -109,8 +125,160 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
     learner.close()
 
 
+def hanging(filled: CheckpointStore, predictor: Reader) -> Learner:
+    """A learner that has taken in two checkpoints, and whose slice over the third does not end."""
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    learner.notify(20, 0)
+    _wait_for(predictor, [10, 20])
+    predictor.waiting.clear()
+    predictor.go_on.clear()
+    learner.notify(30, 0)
+    assert predictor.waiting.wait(PATIENCE_SECONDS)
+    return learner
+
+
+ASKED: dict[str, Callable[[Learner], object]] = {
+    "held": lambda learner: _hold(learner),
+    "state_dict": lambda learner: learner.state_dict(),
+    "record": lambda learner: learner.record({"kind": "recovery"}),
+    "ask": lambda learner: learner.ask(lambda: None),
+    "failure": lambda learner: time.sleep(2 * LIMIT_SECONDS),  # nobody else asks: a look at a step boundary tells it
+}
+
+
+def _hold(learner: Learner) -> None:
+    with learner.held():
+        pass
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("waits_last", [False, True])
+def test_a_slice_without_an_end_is_left_behind(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch, asked: str, waits_last: bool
+) -> None:
+    monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
+    predictor = Reader(waits_last=waits_last)
+    learner = hanging(filled, predictor)
+    thread = learner._thread
+    assert thread is not None
+    ASKED[asked](learner)
+    failure = learner.failure()
+    assert failure is not None
+    assert "did not end within" in failure
+    assert learner.failure() is None  # said once
+    # From here on nobody waits for it, and what was complete is there.
+    started = time.monotonic()
+    learner.record({"kind": "rehearsal"})
+    assert learner.state_dict()["known"] == [10, 20]
+    assert learner.state_dict()["outcomes"][-1] == {"kind": "rehearsal"}
+    with learner.held():
+        predictor.known = [10]
+    assert time.monotonic() - started < LIMIT_SECONDS
+    # Should the slice end after all, what it has done does not count, and the thread ends.
+    predictor.go_on.set()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert predictor.known == [10]
+    learner.close()
+
+
+def test_the_exit_does_not_wait_for_a_slice_without_an_end(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
+    predictor = Reader()
+    learner = hanging(filled, predictor)
+    started = time.monotonic()
+    learner.close()
+    assert time.monotonic() - started < PATIENCE_SECONDS / 2
+    assert learner._thread is not None
+    assert learner._thread.is_alive()
+    predictor.go_on.set()
+    learner._thread.join(PATIENCE_SECONDS)
+    assert not learner._thread.is_alive()
+
+
+def test_a_predictor_that_cannot_be_saved_costs_the_newest_only(filled: CheckpointStore) -> None:
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    learner.notify(20, 0)
+    _wait_for(predictor, [10, 20])
+    assert learner.state_dict()["known"] == [10, 20]
+    predictor.known, predictor.mute = [], True
+    assert learner.state_dict()["known"] == [10, 20]
+    failure = learner.failure()
+    assert failure is not None
+    assert "OSError: cannot say" in failure
+    learner.close()
+
+
+def test_an_outcome_that_is_refused_does_not_reach_training(filled: CheckpointStore) -> None:
+    learner = Learner(Reader(), BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    learner.record({"kind": object()})
+    failure = learner.failure()
+    assert failure is not None
+    assert "refused the outcome" in failure
+    learner.close()
+
+
+def test_outcomes_that_come_while_it_learns_are_kept(filled: CheckpointStore) -> None:
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    predictor.go_on.clear()
+    learner.notify(20, 0)
+    assert predictor.begun.wait(PATIENCE_SECONDS)
+    release = threading.Timer(0.1, predictor.go_on.set)  # the slice that waits holds the predictor
+    release.start()
+    learner.record({"kind": "recovery"})
+    _wait_for(predictor, [10, 20])
+    assert learner.state_dict()["outcomes"] == [{"kind": "recovery"}]
+    learner.close()
+
+
+def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> None:
+    predictor, bubbles = Reader(), Bubbles()
+    learner = Learner(predictor, BubblePace(bubbles, None, pytest.fail))
+    learner.start(filled.directory, 0)
+    learner.notify(30, 0)
+    time.sleep(0.1)
+    assert not predictor.begun.is_set()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while predictor.known != [10, 20, 30]:
+        assert time.monotonic() < deadline
+        with bubbles.waiting("grad"):
+            time.sleep(0.03)
+        bubbles.end_iteration()
+    learner.notify(20, 0)  # work that has no bubble before the end
+    time.sleep(0.05)
+    learner.close()
+    account = bubbles.account()
+    assert account.slices >= 3
+    assert account.outside_seconds == 0.0
+    assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
+
+
+def test_an_error_of_training_inside_a_bubble_leaves_no_thread(filled: CheckpointStore) -> None:
+    bubbles = Bubbles()
+    learner = Learner(Reader(), BubblePace(bubbles, None, pytest.fail))
+    learner.start(filled.directory, 0)
+    learner.notify(30, 0)
+
+    def train() -> None:
+        with bubbles.waiting("grad"):
+            raise RuntimeError("the peer is gone")
+
+    with pytest.raises(RuntimeError, match="the peer"):
+        train()
+    learner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
+
+
 def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
-    learner = Learner(Reader(), 0.0)
+    learner = Learner(Reader(), None)
     learner.start(filled.directory, 0)
     learner.notify(20, 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
@@ -119,7 +287,7 @@ def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
 
 def test_the_budget_holds(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, 0.1)
+    learner = Learner(predictor, BudgetPace(0.1))
     learner.start(filled.directory, 0)
     predictor.go_on.clear()
     learner.notify(30, 0)
@@ -140,7 +308,7 @@ def test_an_end_between_two_looks_is_not_missed(filled: CheckpointStore) -> None
             self.set()
             super().clear()
 
-    learner = Learner(Reader(), 1.0)
+    learner = Learner(Reader(), BudgetPace(1.0))
     learner._wake = EndsWhenCleared()
     learner.start(filled.directory, 0)
     assert learner._thread is not None

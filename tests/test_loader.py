@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -187,3 +188,21 @@ def test_another_shuffling_is_refused() -> None:
     next(stream)
     with pytest.raises(RecoveryError, match="same sampler"):
         next(ResumableLoader(LOADERS["in order"](), stream.position, until_epoch=1))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_batches_of_other_processes_are_waited_for(workers: int) -> None:
+    waits: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append("begins")
+        yield
+        waits.append("ends")
+
+    loader = DataLoader(DATA, batch_size=ITEMS, num_workers=workers)
+    stream = ResumableLoader(
+        loader, DataPosition(), until_epoch=1, on_batch=lambda batch: waits.append("dealt"), waiting=waiting
+    )
+    assert next(stream)[0].tolist() == list(range(ITEMS))
+    assert waits == (["begins", "ends", "dealt"] if workers else ["dealt"])

@@ -1,13 +1,16 @@
 """The small state is put back after something was tried out, and what did not change is left alone."""
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import TorchAdapter
+from cpsr.coordinator.bubbles import Bubbles
 from cpsr.learner import Learner
 from cpsr.losses import LossRecorder
 from cpsr.predictor.line import LinePredictor
@@ -37,7 +40,7 @@ def draws() -> list[float]:
 def test_random_states_and_changed_objects_are_put_back() -> None:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), 0.0))
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
     changed, untouched = Counter(), Counter()
     state.register("changed", changed)
     state.register("untouched", untouched)
@@ -52,3 +55,14 @@ def test_random_states_and_changed_objects_are_put_back() -> None:
     assert changed.values["seen"] == 1
     assert changed.values["mean"][0] == 1.0
     assert (changed.loaded, untouched.loaded) == (1, 0)
+
+
+def test_waits_for_batches_of_other_processes_are_told() -> None:
+    module = nn.Linear(2, 1)
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    bubbles = Bubbles()
+    waiting = partial(bubbles.waiting, "data")
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None), waiting)
+    loader = DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2, num_workers=1)
+    assert len(list(state.stream(loader, epochs=1, repeat=False))) == 1
+    assert bubbles.account().bubble_seconds > 0

@@ -9,7 +9,7 @@ from cpsr.checkpoint.memory import MemoryFile
 from cpsr.errors import SaveError
 from cpsr.state import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "Span", "layout_bytes", "plan_spans"]
+__all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
 
 _ALIGNMENT_BYTES = 64  # a cache line; also a multiple of every element size
 
@@ -154,6 +154,21 @@ def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) 
         else:
             spans.append(Span(offset, tensor))
     return spans
+
+
+def cut(spans: list[Span], piece_bytes: int) -> list[Span]:
+    """The same copies in pieces of at most so many bytes; what is not contiguous stays in one."""
+    pieces: list[Span] = []
+    for span in spans:
+        size = span.source.element_size()
+        length = max(1, piece_bytes // size)
+        if span.source.numel() <= length or not span.source.is_contiguous():
+            pieces.append(span)
+            continue
+        flat = span.source.reshape(-1)
+        starts = range(0, flat.numel(), length)
+        pieces += [Span(span.offset + start * size, flat[start : start + length]) for start in starts]
+    return pieces
 
 
 def _layout(template: Shard) -> dict[str, int]:

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from safetensors.torch import save, save_file
 
 from cpsr.errors import SaveError
 
-__all__ = ["Digest", "hash_file", "is_temporary", "make_directory", "open_plain", "read_bytes", "remove_entry"]
-__all__ += ["remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes", "write_tensors"]
+__all__ = ["Digest", "hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
+__all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
+__all__ += ["write_tensors"]
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +144,21 @@ def hash_file(path: Path) -> Digest:
     Raises:
         OSError: see `open_plain`.
     """
+    pieces = hash_in_pieces(path)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            digest: Digest = end.value
+            return digest
+
+
+def hash_in_pieces(path: Path) -> Generator[None, None, Digest]:
+    """Size and hash of a file: every `next` reads 4 MiB.
+
+    Raises:
+        OSError: see `open_plain`.
+    """
     state, size = xxhash.xxh3_128(), 0
     descriptor = open_plain(path)
     try:
@@ -150,6 +166,7 @@ def hash_file(path: Path) -> Digest:
         while count := os.readv(descriptor, [buffer]):
             state.update(buffer[:count])
             size += count
+            yield
     finally:
         os.close(descriptor)
     return Digest(size, state.hexdigest())

@@ -2,17 +2,17 @@
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
-from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, file_name
-from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_manifest, read_rank_manifest
+from cpsr.checkpoint.manifest import RankManifest, file_name
+from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 
@@ -21,10 +21,19 @@ __all__ = ["DiskHistory"]
 _log = logging.getLogger(__name__)
 
 
+class _Slice(NamedTuple):
+    global_shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
 @dataclass(frozen=True)
 class _Checkpoint:
+    """What is kept of a manifest, which takes 2 kB an operator: that of all checkpoints, and slices mostly once."""
+
     entry: HistoryEntry
-    manifest: RankManifest
+    slices: Mapping[str, _Slice]
+    taken_at: Mapping[str, int]  # of the operators that were not taken with the entry
     file: Any  # safetensors' open file: it maps the weights, nothing is read before it is asked for
     partial: bool
 
@@ -43,6 +52,7 @@ class DiskHistory:
         since: only checkpoints of this and later iterations.
         checked: iterations of checkpoints whose hash this process has checked before; they are not read again for it.
         partial: False leaves partial checkpoints out: then every operator of every rank was taken with its entry.
+        opened: False opens no checkpoint yet: `open` does it piece by piece.
 
     Attributes:
         excluded: iteration -> why that checkpoint is left out.
@@ -60,6 +70,7 @@ class DiskHistory:
         checked: Collection[int] = (),
         *,
         partial: bool = True,
+        opened: bool = True,
     ) -> None:
         if (store_directory / "checkpoints").is_dir():
             raise ValueError(f"{store_directory} is the run's directory; the history reads its 'checkpoints'")
@@ -70,10 +81,21 @@ class DiskHistory:
         for problem in [*catalogue.problems, *catalogue.unreadable]:
             if problem.iteration is not None and since <= problem.iteration < end:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
+        self._rank = rank
+        self._found = [
+            info for info in catalogue.checkpoints if since <= info.iteration < end and (partial or not info.partial)
+        ]
         self._checkpoints: list[_Checkpoint] = []
-        for info in catalogue.checkpoints:
-            if since <= info.iteration < end and (partial or not info.partial):
-                self._add(info, rank)
+        self._operators: dict[str, _Slice] = {}
+        if opened:
+            for _ in self.open():
+                pass
+
+    def open(self) -> Iterator[None]:
+        """Open the checkpoints, once: every `next` reads one's manifests, or 4 MiB of weights to check their hash."""
+        for info in self._found:
+            yield from self._add(info)
+            yield
         self._operators = self._common_operators()
 
     @property
@@ -97,7 +119,8 @@ class DiskHistory:
 
     def taken_at(self, operator: str, entry: int) -> int:
         """Iteration at which the operator was taken in that entry."""
-        return self._checkpoints[entry].manifest.operators[operator].iteration
+        checkpoint = self._checkpoints[entry]
+        return checkpoint.taken_at.get(operator, checkpoint.entry.iteration)
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
         """Weights `[start, stop)` of the operator in that entry: 1-D float32; a view of the file where it is float32.
@@ -127,7 +150,8 @@ class DiskHistory:
             checkpoint.file.__exit__(None, None, None)
         self._checkpoints = []
 
-    def _add(self, info: CheckpointInfo, rank: int) -> None:
+    def _add(self, info: CheckpointInfo) -> Iterator[None]:
+        rank = self._rank
         try:
             manifest = read_manifest(info.directory)
             if rank >= manifest.world_size:
@@ -139,7 +163,7 @@ class DiskHistory:
             if name not in record.files:
                 raise DamagedFileError(path, "is not listed in its manifest")
             if info.iteration not in self._checked:
-                check_file(path, record.files[name])
+                yield from check_in_pieces(path, record.files[name])
             file: Any = open_tensors(path)
             absent = {f"param/{operator}" for operator in record.operators} - set(file.keys())
             if absent:
@@ -151,31 +175,35 @@ class DiskHistory:
         if isinstance(entry, str):
             self._exclude(info.iteration, entry)
             return
-        self._checkpoints.append(_Checkpoint(entry, record, file, info.partial))
+        taken_at = {
+            name: operator.iteration
+            for name, operator in record.operators.items()
+            if operator.iteration != record.iteration
+        }
+        self._checkpoints.append(_Checkpoint(entry, self._slices(record), taken_at, file, info.partial))
+
+    def _slices(self, record: RankManifest) -> Mapping[str, _Slice]:
+        """Slices by operator: the same mapping for all checkpoints that hold the same."""
+        slices = {name: _Slice(one.global_shape, one.offset, one.numel) for name, one in record.operators.items()}
+        before = self._checkpoints[-1].slices if self._checkpoints else None
+        return slices if before is None or before != slices else before
 
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason
         _log.warning("checkpoint %d is left out of the prediction: %s", iteration, reason)
 
-    def _common_operators(self) -> dict[str, OperatorRecord]:
+    def _common_operators(self) -> dict[str, _Slice]:
         if not self._checkpoints:
             return {}
-        newest = self._checkpoints[-1].manifest.operators
+        different = list({id(checkpoint.slices): checkpoint.slices for checkpoint in self._checkpoints}.values())
+        newest = self._checkpoints[-1].slices
         common = {
-            name: operator
-            for name, operator in newest.items()
-            if all(_same_slice(operator, checkpoint.manifest.operators.get(name)) for checkpoint in self._checkpoints)
+            name: operator for name, operator in newest.items() if all(one.get(name) == operator for one in different)
         }
-        known = {name for checkpoint in self._checkpoints for name in checkpoint.manifest.operators}
+        known = {name for one in different for name in one}
         if left_out := sorted(known - common.keys()):
             _log.warning("operators that are new, gone or changed in shape cannot be predicted: %s", left_out)
         return common
-
-
-def _same_slice(operator: OperatorRecord, other: OperatorRecord | None) -> bool:
-    if other is None:
-        return False
-    return (operator.global_shape, operator.offset, operator.numel) == (other.global_shape, other.offset, other.numel)
 
 
 def _entry(record: RankManifest) -> HistoryEntry | str:

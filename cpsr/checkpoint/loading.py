@@ -1,5 +1,6 @@
 """One rank's part of a committed checkpoint, back into memory: everything is checked before anything is written."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest
 from cpsr.codec import decode
-from cpsr.errors import RunMismatchError
+from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state import OperatorState, Shard
 
-__all__ = ["dtype_name", "load_shard", "operator_record", "tensor_record"]
+__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "operator_record", "tensor_record"]
+
+SCALARS = "scalars"  # the names of their tensors begin with it
 
 
 def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> Any:
@@ -52,6 +55,32 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
         if operator.iteration != record.operators[name].iteration:
             into.operators[name] = replace(operator, iteration=record.operators[name].iteration)
     return scalars
+
+
+def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[str]) -> Any:
+    """One branch of the scalars that a rank saved; the rest of its files, which may be large, is not read.
+
+    Numbers are covered by hashes up to the commit record. Tensors are not: who reads them knows them again.
+
+    Raises:
+        CheckpointCorruptError: the rank's manifest is damaged, or the file of the tensors is none.
+        UnreadableFileError: the file system refuses to give a file now.
+        CheckpointError: that rank saved no such branch.
+    """
+    record = read_rank_manifest(directory, manifest, rank)
+    branch = record.scalars
+    for key in path:
+        if not isinstance(branch, dict) or key not in branch:
+            raise CheckpointError(f"{directory}: rank {rank} saved no {'.'.join(path)}")
+        branch = branch[key]
+    prefix = ".".join([SCALARS, *path, ""])
+    with ExitStack() as stack:
+        file: Any = stack.enter_context(open_tensors(directory / file_name(rank, "extra")))
+        try:
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
+        except SafetensorError as error:
+            raise DamagedFileError(directory / file_name(rank, "extra"), f"is no safetensors file: {error}") from error
+    return _decoded(directory / rank_manifest_name(rank), branch, tensors)
 
 
 def operator_record(operator: OperatorState) -> OperatorRecord:
@@ -117,9 +146,13 @@ def _open(stack: ExitStack, path: Path) -> dict[str, torch.Tensor]:
 
 def _scalars(path: Path, record: RankManifest, saved: dict[str, torch.Tensor]) -> Any:
     # Clones, because the file's mapping must not live as long as the scalars.
-    tensors = {key: tensor.clone() for key, tensor in saved.items() if key.startswith("scalars")}
+    tensors = {key: tensor.clone() for key, tensor in saved.items() if key.startswith(SCALARS)}
+    return _decoded(path, record.scalars, tensors)
+
+
+def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor]) -> Any:
     try:
-        return decode(record.scalars, tensors)
+        return decode(data, tensors)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
 import torch
 
 from cpsr.checkpoint.boundary import BoundaryBuffers
-from cpsr.checkpoint.buffers import HostBuffer, Span, layout_bytes, plan_spans
-from cpsr.checkpoint.memory import Kind, SharedMemory
+from cpsr.checkpoint.buffers import HostBuffer, Span, cut, layout_bytes, plan_spans
+from cpsr.checkpoint.memory import Kind, MemoryFile, SharedMemory
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Split, Waits, copy_on_host
 from cpsr.checkpoint.partial import weights_of
 from cpsr.codec import decode, encode
 from cpsr.errors import SaveError
@@ -29,6 +29,8 @@ _Source = tuple[int, int, torch.dtype]
 
 logger = logging.getLogger(__name__)
 
+# What is copied at a time where there are waits to copy in: less than a millisecond, so that it ends within short ones.
+PIECE_BYTES = 4 << 20
 BOUNDARY_SECONDS = 10.0  # for the device to finish a step whose orders it has; launchers kill after 30 s
 
 
@@ -43,6 +45,7 @@ class Snapshot:
         stall_seconds: how long the training thread was blocked by this snapshot so far.
         copy_seconds: how long the asynchronous copy itself took.
         part: what it holds; nothing was copied, and no buffer is held, where weights are carried.
+        split: when its bytes were copied, where the pool copies in waits.
     """
 
     iteration: int
@@ -51,6 +54,7 @@ class Snapshot:
     stall_seconds: float = 0.0
     copy_seconds: float = 0.0
     part: Part = "whole"
+    split: Split | None = None
 
 
 class SnapshotPool:
@@ -88,7 +92,8 @@ class SnapshotPool:
                 self._sealed[index] = buffer.memory.iteration
         self._placeholder = Shard({})  # the views of a snapshot are made by the thread that copies it
         self._lock = threading.Lock()
-        self._running: tuple[Snapshot, Future[float] | _DeviceCopy] | None = None
+        self._running: tuple[Snapshot, Future[float] | PacedCopy | _DeviceCopy] | None = None
+        self._pace: CopyPace | None = None
         self._recovery: Snapshot | None = None
         self._pins = 0
         self._planned: dict[Part, tuple[list[_Source], list[Span]]] = {}  # the spans of the shard seen last
@@ -103,6 +108,14 @@ class SnapshotPool:
     def recovery(self) -> Snapshot | None:
         """The newest durable or restored state, None while there is none."""
         return self._recovery
+
+    def copy_in(self, waits: Waits) -> None:
+        """From now on copy what fits while the training thread waits, and the rest, as before, beside its work.
+
+        For state on the host. What is copied from a GPU is given whole to a stream of its own, whose copies the device
+        runs beside its kernels.
+        """
+        self._pace = CopyPace(waits)
 
     def begin(self, shard: Shard, iteration: int, scalars: Any, part: Part = "whole") -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
@@ -155,6 +168,8 @@ class SnapshotPool:
         self._running = None
         try:
             snapshot.copy_seconds = copy.result()
+            if isinstance(copy, PacedCopy):
+                snapshot.split = copy.split
         except Exception as error:
             self._free(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
@@ -214,7 +229,7 @@ class SnapshotPool:
         try:
             if self._stream is None:
                 buffer.copy_others(others)
-                self._complete(buffer, snapshot, shard, _copy)
+                self._complete(buffer, snapshot, shard, copy_on_host)
             else:
                 copy = _DeviceCopy(self._stream, shard, self._boundary)
                 copy.prepare(lambda: buffer.copy_others(others))
@@ -291,6 +306,7 @@ class SnapshotPool:
         Args:
             remove: nothing stays in shared memory; else it stays for the next life.
         """
+        self._hurry()
         self._worker.shutdown(wait=True)
         for buffer in self._buffers:
             if buffer.memory is not None:
@@ -298,17 +314,27 @@ class SnapshotPool:
 
     def _settle(self) -> None:
         """Wait for what is being sealed."""
+        self._hurry()
         self._worker.submit(lambda: None).result()
+
+    def _hurry(self) -> None:
+        """Let a running copy wait for nothing any more."""
+        running = self._running
+        if running is not None and isinstance(running[1], PacedCopy):
+            running[1].hurry()
 
     def _made(self, template: Shard, count: int) -> list[HostBuffer]:
         """The buffers; in the process's own memory where there is too little that is shared."""
         pinned = self._device is not None
         if self._memory is not None:
+            files: list[MemoryFile] = []
             try:
                 files = self._memory.files(count, layout_bytes(template))
                 return [HostBuffer(template, pinned=pinned, memory=file) for file in files]
             except (OSError, SaveError) as error:
                 self.shared_memory_problem = str(error)
+                for file in files:
+                    file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
         return [HostBuffer(template, pinned=pinned) for _ in range(count)]
 
     def _take(self, iteration: int, spare: int | None = None) -> tuple[HostBuffer, Snapshot] | None:
@@ -362,7 +388,11 @@ class SnapshotPool:
                 return index
         raise ValueError(f"the snapshot of iteration {snapshot.iteration} holds no buffer of this pool")
 
-    def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> "Future[float] | _DeviceCopy":
+    def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> "Future[float] | PacedCopy | _DeviceCopy":
+        if self._stream is None and self._pace is not None:
+            paced = PacedCopy(self._pace)
+            self._worker.submit(paced.run, lambda: self._pieces(buffer, snapshot, shard))
+            return paced
         if self._stream is None:
             return self._worker.submit(self._copy_on_host, buffer, snapshot, shard)
         copy = _DeviceCopy(self._stream, shard)
@@ -371,37 +401,37 @@ class SnapshotPool:
 
     def _copy_on_host(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> float:
         started = time.perf_counter()
-        self._complete(buffer, snapshot, shard, _copy)
+        self._complete(buffer, snapshot, shard, copy_on_host)
         return time.perf_counter() - started
+
+    def _pieces(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> list[Piece]:
+        """What `_copy_on_host` copies, in pieces."""
+        spans = self._spans(buffer, snapshot, shard)
+        snapshot.shard = _held(buffer, snapshot, shard)
+        return list(buffer.pairs(cut(spans, PIECE_BYTES)))
 
     def _complete(
         self,
         buffer: HostBuffer,
         snapshot: Snapshot,
         shard: Shard,
-        copy: Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], None],
+        copy: Callable[[Iterator[Piece]], None],
     ) -> None:
+        copy(buffer.pairs(self._spans(buffer, snapshot, shard)))
+        snapshot.shard = _held(buffer, snapshot, shard)
+
+    def _spans(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> list[Span]:
         part = snapshot.part
         sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
         if part not in self._planned or sources != self._planned[part][0]:
             self._planned[part] = (sources, plan_spans(buffer, shard, weights_only=part == "weights"))
-        copy(buffer.pairs(self._planned[part][1]))
-        held = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
-        snapshot.shard = held if part == "whole" else weights_of(held)
+        return self._planned[part][1]
 
 
-def _copy(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy on the host, with this thread alone.
-
-    Torch's own copy would start a second team of threads, and the one that trains would wait at its barriers for those
-    of its threads that were displaced.
-    """
-    with torch.no_grad():
-        for target, source in pairs:
-            if source.is_contiguous():
-                numpy.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
-            else:
-                target.copy_(source)
+def _held(buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> Shard:
+    """The buffer's views of what the snapshot holds."""
+    held = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
+    return held if snapshot.part == "whole" else weights_of(held)
 
 
 class _DeviceCopy:
@@ -420,7 +450,7 @@ class _DeviceCopy:
         self._start = _event()
         self._end = _event()
 
-    def enqueue(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def enqueue(self, pairs: Iterator[Piece]) -> None:
         if self._after is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         else:

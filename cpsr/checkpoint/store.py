@@ -36,7 +36,7 @@ from cpsr.checkpoint.commit import (
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
-from cpsr.checkpoint.loading import load_shard, operator_record, tensor_record
+from cpsr.checkpoint.loading import SCALARS, load_shard, operator_record, tensor_record
 from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.partial import CarriedWeights
 from cpsr.checkpoint.snapshot import Snapshot
@@ -292,7 +292,7 @@ class CheckpointStore:
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
         """Write this rank's part, its manifest last; returns the bytes that were new."""
         shard = snapshot.shard
-        data, scalar_tensors = encode(snapshot.scalars, prefix="scalars")
+        data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
         operators = {name: operator_record(operator) for name, operator in shard.operators.items()}
         carries = snapshot.part == "carried"
         files: dict[str, FileRecord] = {}

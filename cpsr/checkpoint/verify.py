@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from cpsr.checkpoint.files import hash_file, open_plain, read_bytes
+from cpsr.checkpoint.files import Digest, hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -26,8 +26,8 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "is_thinned", "open_tensors"]
-__all__ += ["read_manifest", "read_rank_manifest", "verify_checkpoint", "verify_run"]
+__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_thinned"]
+__all__ += ["open_tensors", "read_manifest", "read_rank_manifest", "verify_checkpoint", "verify_run"]
 
 # What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -133,7 +133,25 @@ def check_file(path: Path, record: FileRecord) -> None:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    found = _persistently(hash_file, path)
+    _compare(path, _persistently(hash_file, path), record)
+
+
+def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
+    """`check_file`, where every `next` reads 4 MiB at most; only what the file system refuses is read again as a whole.
+
+    Raises:
+        CheckpointCorruptError: as `check_file`.
+        UnreadableFileError: as `check_file`.
+    """
+    try:
+        found = yield from hash_in_pieces(path)
+    except OSError:
+        check_file(path, record)
+        return
+    _compare(path, found, record)
+
+
+def _compare(path: Path, found: Digest, record: FileRecord) -> None:
     if found.bytes != record.bytes:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
     if found.xxh3_128 != record.xxh3_128:

@@ -1,1 +1,1 @@
-"""Work that is done beside training, within a budget: rehearsals of a recovery."""
+"""Work that is done beside training: in the waits of its thread, or within a budget; rehearsals of a recovery."""

@@ -4,13 +4,14 @@
 """
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from cpsr.state import Shard
 
-__all__ = ["EngineAdapter", "StepObserver"]
+__all__ = ["EngineAdapter", "Stage", "StepObserver"]
 
 
 class StepObserver(Protocol):
@@ -42,6 +43,29 @@ class StepObserver(Protocol):
     def after_external_load(self, iteration: int) -> None:
         """The user's own `load_checkpoint` left the engine at `iteration`."""
 
+    def wait_begins(self, place: str) -> None:
+        """The thread is about to wait for another pipeline stage.
+
+        Args:
+            place: the kind of wait; those of one kind come in the same order in every iteration.
+        """
+
+    def wait_ends(self) -> None:
+        """It goes on, or failed."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which part of a pipeline a rank is.
+
+    Attributes:
+        index: of the stage, from 0.
+        count: of the stages, at least 2.
+    """
+
+    index: int
+    count: int
+
 
 class EngineAdapter(Protocol):
     """Read, write and watch the training state of one rank."""
@@ -61,6 +85,14 @@ class EngineAdapter(Protocol):
     @property
     def micro_batches_per_iteration(self) -> int:
         """Batches of the data loader that one optimizer step consumes on this rank."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Whose forward is called for training; on a pipeline, this rank's stage."""
+
+    @property
+    def pipeline_stage(self) -> Stage | None:
+        """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
 
     @property
     def can_evaluate(self) -> bool:

@@ -8,7 +8,7 @@ import deepspeed
 import torch
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import StepObserver
+from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -84,6 +84,19 @@ class DeepSpeedAdapter:
     def micro_batches_per_iteration(self) -> int:
         """Gradient accumulation steps; each takes one batch from the loader."""
         return int(self._engine.gradient_accumulation_steps())
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The engine's module."""
+        module: torch.nn.Module = self._engine.module
+        return module
+
+    @property
+    def pipeline_stage(self) -> Stage | None:
+        """The engine's stage in its pipeline."""
+        if not self._pipeline or self._engine.num_stages < 2:
+            return None
+        return Stage(int(self._engine.stage_id), int(self._engine.num_stages))
 
     @property
     def can_evaluate(self) -> bool:

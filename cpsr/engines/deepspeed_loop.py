@@ -9,6 +9,7 @@ from torch.utils.weak import TensorWeakRef
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
+from cpsr.engines.deepspeed_pipeline import watch_receives
 from cpsr.engines.evaluation import loss_of
 from cpsr.engines.hooks import Hooks
 
@@ -37,6 +38,12 @@ class _Unobserved:
         pass
 
     def after_external_load(self, iteration: int) -> None:
+        pass
+
+    def wait_begins(self, place: str) -> None:
+        pass
+
+    def wait_ends(self) -> None:
         pass
 
 
@@ -97,6 +104,7 @@ class DeepSpeedLoop:
         hooks.wrap(engine, "load_checkpoint", self._around_load)
         if self._pipeline:
             hooks.wrap(engine, "train_batch", self._around_train_batch)
+            watch_receives(engine, hooks, self._watching)
             return
         hooks.wrap(engine, "backward", self._around_backward)
         hooks.wrap(engine, "step", self._around_step)

@@ -28,12 +28,17 @@ class Hooks:
 
     def wrap(self, instance: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Let `instance.name(*args)` call `wrapper(original, *args)`; the class and other instances are untouched."""
-        own = vars(instance).get(name, _ABSENT)
         original = getattr(instance, name)
 
         @wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
+
+        self.replace(instance, name, wrapped)
+
+    def replace(self, instance: Any, name: str, value: Any) -> None:
+        """Let `instance.name` be `value`; the class and other instances are untouched."""
+        own = vars(instance).get(name, _ABSENT)
 
         def undo() -> None:
             if own is _ABSENT:
@@ -41,7 +46,7 @@ class Hooks:
             else:
                 setattr(instance, name, own)
 
-        setattr(instance, name, wrapped)
+        setattr(instance, name, value)
         self._undo.append(undo)
 
     def wrap_by_class(self, instance: Any, name: str, wrapper: Callable[..., Any]) -> None:

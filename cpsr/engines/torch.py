@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import StepObserver
+from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.naming import (
     module_identity,
@@ -90,6 +90,16 @@ class TorchAdapter:
     def micro_batches_per_iteration(self) -> int:
         """As given to the constructor."""
         return self._micro_batches
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module inside any wrapper."""
+        return self._module
+
+    @property
+    def pipeline_stage(self) -> Stage | None:
+        """None: a plain torch loop has no pipeline."""
+        return None
 
     @property
     def can_evaluate(self) -> bool:

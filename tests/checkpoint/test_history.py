@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint import files
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.manifest import file_name, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.predictor.protocol import History
@@ -107,4 +109,29 @@ def test_what_cannot_be_read_now_is_left_out_and_said(
     assert [entry.iteration for entry in history.entries] == [20]
     assert "cannot be read now: Input/output error" in history.excluded[10]
     assert "checkpoint 10 is left out" in caplog.text
+    history.close()
+
+
+def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    weights = store.directory / step_name(20) / file_name(0, "params")
+    pieces = 4
+    monkeypatch.setattr(files, "_CHUNK_BYTES", -(-weights.stat().st_size // pieces))
+    history = DiskHistory(store.directory, 0, checked={10, 30}, opened=False)
+    assert not history.entries
+    assert len(list(history.open())) == 3 + pieces
+    assert [entry.iteration for entry in history.entries] == [10, 20, 30]
+    assert list(history.operators) == list(make_shard().operators)
+    history.close()
+    abandoned = DiskHistory(store.directory, 0, opened=False)
+    next(iter(abandoned.open()))
+    abandoned.close()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    history = DiskHistory(store.directory, 0, opened=False)
+    assert len(list(history.open())) == 3 * (1 + pieces)
+    assert [entry.iteration for entry in history.entries] == [10, 30]
+    assert "its xxh3-128 is" in history.excluded[20]
     history.close()

@@ -48,7 +48,8 @@ def train(
     built, batches = worker.build(one, rank)
     faults = worker.Faults(one, rank)
     with CPSRRecovery(built, config, **worker.probe_arguments(one, built, batches)) as recovery:
-        dealt = worker.train(recovery, built, batches, one, faults)
+        loop = worker.train_pipeline if one.stages else worker.train
+        dealt = loop(recovery, built, batches, one, faults)
         result = {"batches": dealt} | worker.final_state(recovery, built)
     mock.patch.stopall()  # what the fault had put in place
     return result

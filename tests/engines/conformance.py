@@ -88,6 +88,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
         self.losses: list[torch.Tensor] = []
+        self.waits: list[str] = []
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.at_step_end: Callable[[int], None] = lambda iteration: None
         self.at_change: Callable[[], None] = lambda: None
@@ -115,6 +116,12 @@ class Recorder:
 
     def after_external_load(self, iteration: int) -> None:
         self.events.append(("after_external_load", iteration))
+
+    def wait_begins(self, place: str) -> None:
+        self.waits.append(place)
+
+    def wait_ends(self) -> None:
+        self.waits.append("")
 
     def steps(self) -> list[tuple[int, bool]]:
         return [(event[1], event[2]) for event in self.events if event[0] == "after_step"]

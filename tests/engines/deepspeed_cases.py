@@ -15,7 +15,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.nn import functional
 
+from cpsr.coordinator.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_order
 from cpsr.engines import adapt
+from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
+from cpsr.engines.hooks import Hooks
 from cpsr.errors import UnsupportedEngineError
 from tests.engines.conformance import (
     AFTER,
@@ -396,6 +399,47 @@ def pipeline(stage: int, precision: str) -> None:
     assert any("embed" in name for name in result["description"]["tensors"])
 
 
+def receives_are_waits() -> None:
+    """Each receive of a training batch is told of, in the order that the schedule is taken to have."""
+    job, recorder = PipelineJob(pipeline_engine(0, "fp32")), Recorder()
+    stage = job.adapter.pipeline_stage
+    assert stage is not None
+    assert (stage.index, stage.count) == (torch.distributed.get_rank(), 2)
+    micro_batches = job.adapter.micro_batches_per_iteration
+    job.adapter.attach(recorder)
+    job.train_step(0)
+    receives = {
+        "forward": RECEIVE_ACTIVATION if stage.index > 0 else None,
+        "backward": RECEIVE_GRADIENT if stage.index + 1 < stage.count else None,
+    }
+    order = [receives[kind] for kind, _ in stage_order(stage.count, micro_batches, stage.index)]
+    expected = [told for place in order if place is not None for told in (place, "")]
+    assert recorder.waits == expected
+    shares = idle_shares(stage.count, micro_batches, stage.index)
+    assert sum(len(one) for one in shares.values()) == len(expected) // 2
+    job.engine.eval_batch(iter([token_batch(1, micro, 0) for micro in range(micro_batches)]))
+    assert recorder.waits == expected  # an evaluation's receives come in another order
+    job.adapter.detach()
+    assert "_INSTRUCTION_MAP" not in vars(job.engine)
+    job.train_step(1)
+    assert recorder.waits == expected
+
+
+def a_receive_that_fails_ends_the_wait() -> None:
+    def fails(engine: Any, buffer_id: int) -> None:
+        raise RuntimeError("the other stage is gone")
+
+    engine, hooks, recorder = pipeline_engine(0, "fp32"), Hooks(), Recorder()
+    engine._INSTRUCTION_MAP = dict.fromkeys(RECEIVES, fails)
+    watch_receives(engine, hooks, lambda: recorder)
+    for receive in RECEIVES:
+        with pytest.raises(RuntimeError, match="the other stage is gone"):
+            engine._INSTRUCTION_MAP[receive](engine, buffer_id=0)
+    assert recorder.waits == [RECEIVE_ACTIVATION, "", RECEIVE_GRADIENT, ""]
+    hooks.remove()
+    assert engine._INSTRUCTION_MAP[RECEIVES[0]] is fails
+
+
 def evaluated(stage: int, precision: str, skip: int = 0, **options: Any) -> None:
     result = resume(stage, precision, skip, **options)
     assert len(result["evaluations"]) == AFTER
@@ -447,6 +491,8 @@ OTHER: dict[str, Case] = {
     "own-checkpoints-zero3": partial(own_checkpoints, 3),
     "ddp": lambda: check_resume(build_ddp, skip=2),
     "refusals": refusals,
+    "receives-are-waits": receives_are_waits,
+    "a-receive-fails": a_receive_that_fails_ends_the_wait,
     "pipeline-zero0-fp32": partial(pipeline, 0, "fp32"),
     "pipeline-zero0-fp16": partial(pipeline, 0, "fp16"),
     "pipeline-zero0-bf16": partial(pipeline, 0, "bf16"),

@@ -269,7 +269,7 @@ class Faults:
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
-        held = [state.rank for state in held_states(run_id) if state.iteration == iteration]
+        held = {state.rank for state in held_states(run_id) if state.iteration == iteration}
         return len(held) == torch.distributed.get_world_size()
 
     def _arm(self) -> None:

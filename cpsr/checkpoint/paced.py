@@ -1,0 +1,271 @@
+"""Copying a snapshot on the host in pieces: what fits while the training thread waits, the rest beside its work.
+
+Source: MoEtion, section 5.3, Algorithm 4: split into what is copied in the bubbles of a pipeline, and the rest.
+"""
+
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy
+import torch
+
+__all__ = ["CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
+
+# To look whether the copy is wanted now, however long the next wait of the training thread is in coming: whoever
+# needs the thread of copies for something else waits so long at most.
+PATIENCE_SECONDS = 0.02
+# Where `wait` returns at once with nothing, as it does at the end of a life: no thread may turn in circles.
+RETRY_SECONDS = 0.005
+# After a copy that did not fit into the waits that were forecast, as much is tried as did fit; and so many times as
+# much as the time before for as long as that fits.
+GROWTH = 2.0
+# How long a snapshot has until the update is the median of so many; one that is wanted at once does not count for much.
+RECENT_SNAPSHOTS = 8
+# Of that time: pieces that were put off go beside the work so long before they would be late.
+MARGIN = 0.1
+
+Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
+When = Literal["in_waits", "beside", "late", "at_once"]
+
+
+class Waits(Protocol):
+    """When the training thread waits, and for how long it will."""
+
+    def remaining_seconds(self) -> float:
+        """Forecast rest of the wait that is open; 0 while the training thread works."""
+
+    def iteration_forecast_seconds(self) -> float:
+        """Forecast of all waits of one iteration."""
+
+    def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
+        """Until a wait with that much left is open; False when the time is out."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """When the bytes of a snapshot were copied.
+
+    Attributes:
+        in_waits: while the training thread waited.
+        beside: while it worked, as without waits.
+        late: the same, for waits that had not come when it was time.
+        at_once: for waits that had not come when the update was about to: the training thread waited for these.
+    """
+
+    in_waits: int = 0
+    beside: int = 0
+    late: int = 0
+    at_once: int = 0
+
+
+def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) -> int:
+    """How much of a snapshot to copy while the training thread waits (MoEtion, Algorithm 4).
+
+    All of it where that takes less time than the waits, else `floor(n * t_bubble / t_ss)`.
+
+    Args:
+        total_bytes: n, of the snapshot.
+        copy_seconds: t_ss, for all of it.
+        waits_seconds: t_bubble, of one iteration.
+    """
+    if copy_seconds < waits_seconds:
+        return total_bytes
+    return int(total_bytes * waits_seconds / copy_seconds) if waits_seconds > 0 else 0
+
+
+class CopyPace:
+    """Plans each snapshot's split by how the copies before it went.
+
+    The first one tells how fast copies are, and is copied beside the training's work.
+
+    Args:
+        waits: forecasts them.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits = waits
+        self._bytes_per_second = 0.0
+        self._limit_bytes: int | None = None  # where forecasts promised more than there was
+        self._until_update: deque[float] = deque(maxlen=RECENT_SNAPSHOTS)
+
+    def seconds(self, count_bytes: int) -> float:
+        """How long a copy of so many bytes takes; 0 while that is not known."""
+        return count_bytes / self._bytes_per_second if self._bytes_per_second else 0.0
+
+    def plan(self, total_bytes: int) -> int:
+        """How many bytes of a snapshot to copy in waits."""
+        if not self._bytes_per_second:
+            return 0
+        planned = bytes_in_waits(total_bytes, self.seconds(total_bytes), self.waits.iteration_forecast_seconds())
+        return planned if self._limit_bytes is None else min(planned, self._limit_bytes)
+
+    def patience_seconds(self, left_bytes: int) -> float:
+        """From the beginning of a snapshot on, how long so many bytes may be put off."""
+        until_update = statistics.median(self._until_update) if self._until_update else 0.0
+        return (1.0 - MARGIN) * until_update - self.seconds(left_bytes)
+
+    def note(self, split: Split, copy_seconds: float, until_update_seconds: float, piece_bytes: int) -> None:
+        """A snapshot was copied.
+
+        Args:
+            split: when.
+            copy_seconds: for copying alone.
+            until_update_seconds: from its beginning until it was wanted.
+            piece_bytes: of the largest piece.
+        """
+        total = split.in_waits + split.beside + split.late + split.at_once
+        if total and copy_seconds > 0:
+            self._bytes_per_second = total / copy_seconds
+        self._until_update.append(until_update_seconds)
+        if split.late or split.at_once:
+            self._limit_bytes = max(split.in_waits, piece_bytes)  # one piece, to see when there are waits again
+        elif self._limit_bytes is not None:
+            self._limit_bytes = int(GROWTH * self._limit_bytes)
+
+
+class PacedCopy:
+    """The copy of one snapshot. Its thread is in `run`; whoever needs it complete calls `result`, and helps.
+
+    Whatever the waits are, and whether they come at all, `result` returns with everything copied. Pieces that were put
+    off to waits go beside the work in time where these do not come, so that the update seldom waits for them.
+
+    Args:
+        pace: plans the split, and learns from it.
+    """
+
+    def __init__(self, pace: CopyPace) -> None:
+        self._pace = pace
+        self._began = time.perf_counter()
+        self._for_waits: deque[Piece] = deque()
+        self._for_work: deque[Piece] = deque()
+        self._prepared = threading.Event()
+        self._hurried = threading.Event()
+        self._changed = threading.Condition(threading.Lock())  # guards all below
+        self._in_flight = 0
+        self._largest_bytes = self._put_off_bytes = 0
+        self._copied: Counter[str] = Counter()  # bytes, by the names of `Split`
+        self._seconds = 0.0
+        self._error: Exception | None = None
+        self._noted = False
+
+    @property
+    def split(self) -> Split:
+        """When what is copied by now was."""
+        return Split(**self._copied)
+
+    def run(self, prepare: Callable[[], Sequence[Piece]]) -> None:
+        """Copy, until all is done; returns soon after somebody else has done the rest.
+
+        Args:
+            prepare: gives the pieces; what it raises `result` raises.
+        """
+        try:
+            self._divide(prepare())
+        except Exception as error:  # noqa: BLE001 - told to whoever asks for the result
+            self._error = error
+        finally:
+            self._prepared.set()
+        needed = self._pace.seconds(self._largest_bytes)
+        while self._for_waits or self._for_work:
+            when = self._when(needed)
+            if when is not None and self._copy_next(self._for_waits, when):
+                continue
+            if not self._copy_next(self._for_work, "beside"):
+                self._wait(needed)
+
+    def hurry(self) -> None:
+        """Wait for nothing any more; returns at once."""
+        self._hurried.set()
+
+    def result(self) -> float:
+        """Copy what is left, and wait for what others are copying; from any thread, as often as wanted.
+
+        Returns:
+            Seconds that copying took, over all threads.
+
+        Raises:
+            Exception: what `prepare` or a copy raised.
+        """
+        until_update = time.perf_counter() - self._began
+        self._hurried.set()
+        self._prepared.wait()
+        while self._copy_next(self._for_waits, "at_once") or self._copy_next(self._for_work, "beside"):
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight == 0)
+            if self._error is not None:
+                raise self._error
+            if not self._noted:
+                self._noted = True
+                self._pace.note(self.split, self._seconds, until_update, self._largest_bytes)
+            return self._seconds
+
+    def _divide(self, pieces: Sequence[Piece]) -> None:
+        sizes = [source.nbytes for _, source in pieces]
+        left = self._pace.plan(sum(sizes))
+        self._largest_bytes = max(sizes, default=0)
+        for piece, size in zip(pieces, sizes, strict=True):
+            left -= size
+            if left >= 0:
+                self._for_waits.append(piece)
+                self._put_off_bytes += size
+            else:
+                self._for_work.append(piece)
+
+    def _when(self, needed_seconds: float) -> When | None:
+        """As what a piece that was put off would count now; None: it waits."""
+        if self._hurried.is_set():
+            return "at_once"
+        if self._pace.waits.remaining_seconds() >= needed_seconds:
+            return "in_waits"
+        return "late" if self._patience_seconds() <= 0.0 else None
+
+    def _patience_seconds(self) -> float:
+        return self._began + self._pace.patience_seconds(self._put_off_bytes) - time.perf_counter()
+
+    def _wait(self, needed_seconds: float) -> None:
+        """For a wait of the training thread, for as long as there is time."""
+        patience = min(self._patience_seconds(), PATIENCE_SECONDS)
+        if patience > 0 and not self._hurried.is_set() and not self._pace.waits.wait(needed_seconds, patience):
+            self._hurried.wait(min(patience, RETRY_SECONDS))
+
+    def _copy_next(self, pieces: deque[Piece], when: When) -> bool:
+        """Copy one piece; False where there is none."""
+        with self._changed:
+            if not pieces:
+                return False
+            piece = pieces.popleft()
+            self._in_flight += 1
+        error, started = None, time.perf_counter()
+        try:
+            copy_on_host([piece])
+        except Exception as raised:  # noqa: BLE001 - told to whoever asks for the result
+            error = raised
+        seconds = time.perf_counter() - started
+        with self._changed:
+            self._in_flight -= 1
+            self._seconds += seconds
+            self._error = self._error or error
+            self._copied[when] += piece[1].nbytes
+            self._put_off_bytes -= piece[1].nbytes if pieces is self._for_waits else 0
+            self._changed.notify_all()
+        return True
+
+
+def copy_on_host(pieces: Iterable[Piece]) -> None:
+    """Copy with this thread alone.
+
+    Torch's own copy would start a second team of threads, and the one that trains would wait at its barriers for those
+    of its threads that were displaced.
+    """
+    with torch.no_grad():
+        for target, source in pieces:
+            if source.is_contiguous():
+                numpy.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
+            else:
+                target.copy_(source)

@@ -1,0 +1,104 @@
+"""What the predictor's own memory consists of, and the sizes of pieces with which it stays within a limit."""
+
+from dataclasses import dataclass
+
+from cpsr.predictor.statistics import SLICE_ELEMENTS
+
+__all__ = ["MIN_ELEMENTS", "Footprint", "fitted"]
+
+# Below this a piece costs more in calls than in work.
+MIN_ELEMENTS = 1 << 14
+# Bounds on what was measured, on Linux with glibc and torch 2.13; tests hold them.
+# What libraries keep of the first use: threads' heaps, workspaces of matrix products, autograd's own. Few megabytes for
+# small tensors; with the tensors of a model of 350 million weights all of it took 79.5 MB, and this bound is 80.3.
+LIBRARY_BYTES = 40_000_000
+# The head, its copy, the examples, and the largest batch of operators forward and backward.
+NETWORK_BYTES = 24_000_000
+# Products of the differences, those in the making, a state that is being saved, and rows while a failure is answered.
+OPERATOR_BYTES = 24_000
+# An operator's place in the header of an open checkpoint, and its coefficient.
+OPERATOR_CHECKPOINT_BYTES = 500
+# Of a slice of learning: float64 differences and two pieces of float32, each of half a slice at most.
+SLICE_BYTES_PER_ELEMENT = 8 + 2 * 2
+# Of predicting: pivot, correction, difference, a piece that is read, and two of those who consume what is predicted.
+CHUNK_BYTES_PER_ELEMENT = 6 * 4
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Host memory that the predictor takes at most; mapped files are page cache and not counted.
+
+    On the device it takes nothing: checkpoints come from files, and training keeps the device to itself.
+
+    Attributes:
+        operators: that this rank holds a slice of.
+        checkpoints: in the history.
+        slice_elements: weights that one slice of learning reads.
+        chunk_elements: weights that are predicted at a time.
+    """
+
+    operators: int
+    checkpoints: int
+    slice_elements: int
+    chunk_elements: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What does not depend on the model."""
+        return LIBRARY_BYTES + NETWORK_BYTES
+
+    @property
+    def operators_bytes(self) -> int:
+        """What grows with the number of operators, not with their size."""
+        return self.operators * (OPERATOR_BYTES + OPERATOR_CHECKPOINT_BYTES * self.checkpoints)
+
+    @property
+    def pieces_bytes(self) -> int:
+        """Weights that are looked at together; it learns or predicts, never both."""
+        return max(SLICE_BYTES_PER_ELEMENT * self.slice_elements, CHUNK_BYTES_PER_ELEMENT * self.chunk_elements)
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it."""
+        return self.fixed_bytes + self.operators_bytes + self.pieces_bytes
+
+    def require(self, limit_bytes: int) -> None:
+        """Refuse what is above the limit.
+
+        Raises:
+            ValueError: it is; the message says what takes how much.
+        """
+        if self.peak_bytes > limit_bytes:
+            raise ValueError(
+                f"the predictor takes {self.peak_bytes} bytes of host memory, {limit_bytes} are allowed: "
+                f"{self.fixed_bytes} whatever the model, {self.operators_bytes} for {self.operators} operators over "
+                f"{self.checkpoints} checkpoints, {self.pieces_bytes} for weights that are looked at together"
+            )
+
+
+def fitted(limit_bytes: int, operators: int, checkpoints: int, chunk_elements: int) -> Footprint:
+    """The largest pieces with which the predictor stays within a limit.
+
+    Args:
+        limit_bytes: of host memory.
+        operators: that this rank holds a slice of.
+        checkpoints: in the history, at most.
+        chunk_elements: no larger chunks are wanted.
+
+    Raises:
+        ValueError: the smallest pieces take more; the message says what takes how much.
+    """
+    least = Footprint(operators, checkpoints, MIN_ELEMENTS, min(MIN_ELEMENTS, chunk_elements))
+    least.require(limit_bytes)
+    room = limit_bytes - least.fixed_bytes - least.operators_bytes
+    return Footprint(
+        operators,
+        checkpoints,
+        min(SLICE_ELEMENTS, _power_of_two(room // SLICE_BYTES_PER_ELEMENT)),
+        min(chunk_elements, _power_of_two(room // CHUNK_BYTES_PER_ELEMENT)),
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The largest one that is not above `number`, which is positive."""
+    return 1 << (number.bit_length() - 1)

@@ -1,0 +1,61 @@
+"""One branch of a rank's scalars, read alone."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr.checkpoint.loading import load_branch
+from cpsr.checkpoint.manifest import file_name, rank_manifest_name
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.errors import CheckpointCorruptError, CheckpointError
+from tests.checkpoint.conftest import make_snapshot
+
+LEARNED: dict[str, Any] = {"of": {"ours": [1, (2.5, None)], "products": torch.arange(4.0)}, "offer": torch.ones(1)}
+
+
+@pytest.fixture
+def directory(store: CheckpointStore) -> Path:
+    whole = make_snapshot(10)
+    snapshot = Snapshot(10, whole.shard, {**whole.scalars, "learned": LEARNED, "plain": 3})
+    store.write(snapshot)
+    assert store.commit(10, 5.0, threading.Event()).committed
+    return store.catalogue()[0].directory
+
+
+def test_it_is_what_was_saved_of_it(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    found = load_branch(directory, manifest, 0, ("learned", "of"))
+    assert found["ours"] == [1, (2.5, None)]
+    assert torch.equal(found["products"], LEARNED["of"]["products"])
+    assert found.keys() == {"ours", "products"}
+    (directory / file_name(0, "extra")).unlink()  # what was read does not lie there any more
+    assert found["products"].sum() == 6.0
+
+
+def test_what_is_not_there_is_said(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    for path in (("learned", "off"), ("plain", "of"), ("taught",)):
+        with pytest.raises(CheckpointError, match=rf"rank 0 saved no {'.'.join(path)}"):
+            load_branch(directory, manifest, 0, path)
+
+
+def test_damage_is_said(directory: Path) -> None:
+    manifest = read_manifest(directory)
+    extra = directory / file_name(0, "extra")
+    data = extra.read_bytes()
+    extra.write_bytes(data[:20])
+    with pytest.raises(CheckpointCorruptError, match=r"extra\.safetensors"):
+        load_branch(directory, manifest, 0, ("learned", "of"))
+    extra.unlink()
+    with pytest.raises(CheckpointCorruptError, match="is missing"):
+        load_branch(directory, manifest, 0, ("learned", "of"))
+    extra.write_bytes(data)
+    record = directory / rank_manifest_name(0)
+    record.write_bytes(record.read_bytes().replace(b"2.5", b"2.6"))
+    with pytest.raises(CheckpointCorruptError, match="SHA-256"):
+        load_branch(directory, manifest, 0, ("learned", "of"))

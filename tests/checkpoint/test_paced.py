@@ -1,0 +1,344 @@
+"""Snapshots that are copied while the training thread waits: always whole, whatever the waits are."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.checkpoint import snapshot as snapshot_module
+from cpsr.checkpoint.memory import SharedMemory, held_states
+from cpsr.checkpoint.paced import GROWTH, MARGIN, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Piece, Split, bytes_in_waits
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.coordinator.bubbles import Bubbles
+from cpsr.errors import SaveError
+from cpsr.state import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+
+PATIENCE_SECONDS = 10.0
+FAR = 1e3  # seconds: a wait with room for any copy
+SIZES = (5, 0, 300, 7000, 1)
+
+
+class Opened:
+    """Waits that the test opens and closes."""
+
+    def __init__(self, forecast_seconds: float = FAR, *, opened: bool = False) -> None:
+        self.forecast_seconds = forecast_seconds
+        self._changed = threading.Condition()
+        self._open = opened
+        self.asked = threading.Event()
+
+    def set(self, *, opened: bool) -> None:
+        with self._changed:
+            self._open = opened
+            self._changed.notify_all()
+
+    def remaining_seconds(self) -> float:
+        return FAR if self._open else 0.0
+
+    def iteration_forecast_seconds(self) -> float:
+        return self.forecast_seconds
+
+    def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
+        self.asked.set()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open, timeout_seconds)
+
+
+class Closed(Opened):
+    """What a life's end leaves: nobody waits for anything."""
+
+    def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
+        self.asked.set()
+        return False
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
+    """Its pieces are small."""
+    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 1000)
+    return SnapshotPool(make_shard(0, SIZES))
+
+
+def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
+    """The snapshot that tells how fast copies are; it seemed to have that much time."""
+    pool.copy_in(waits)
+    assert split_of(take(pool, 1)) == Split(beside=TOTAL)
+    assert pool._pace is not None
+    pool._pace._until_update.extend([until_update] * RECENT_SNAPSHOTS)
+    waits.asked.clear()
+
+
+def take(pool: SnapshotPool, seed: int, work: Callable[[], object] = lambda: None) -> Snapshot:
+    """One snapshot, with something in between, and the engine's update after it."""
+    shard = make_shard(seed, SIZES, iteration=seed)
+    assert pool.begin(shard, seed, {"seed": seed}) is not None
+    work()
+    snapshot = pool.finish()
+    assert snapshot is not None
+    for _, tensor in shard.tensors():
+        tensor.zero_()
+    assert_same_bits(snapshot.shard, make_shard(seed, SIZES))
+    assert {operator.iteration for operator in snapshot.shard.operators.values()} == {seed}
+    pool.release(snapshot)
+    return snapshot
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def split_of(snapshot: Snapshot) -> Split:
+    assert snapshot.split is not None
+    return snapshot.split
+
+
+def copied_bytes(shard: Shard) -> int:
+    return sum(tensor.nbytes for name, tensor in shard.tensors() if not name.startswith("other/"))
+
+
+TOTAL = copied_bytes(make_shard(0, SIZES))
+
+
+@given(st.integers(0, 10**12), st.floats(0, 1e3), st.floats(0, 1e3))
+def test_the_share_of_the_waits_is_what_fits_into_them(total: int, copy_seconds: float, waits_seconds: float) -> None:
+    found = bytes_in_waits(total, copy_seconds, waits_seconds)
+    if copy_seconds < waits_seconds:
+        assert found == total
+    elif waits_seconds == 0:
+        assert found == 0
+    else:
+        assert 0 <= found <= total
+        assert found == int(total * waits_seconds / copy_seconds)
+
+
+def test_half_of_it_where_the_waits_take_half_as_long() -> None:
+    assert bytes_in_waits(1000, 2.0, 1.0) == 500
+    assert bytes_in_waits(1000, 1.0, 1.0) == 1000
+    assert bytes_in_waits(1000, 3.0, 1.0) == 333
+
+
+def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
+    pace = CopyPace(Opened(forecast_seconds=1.0))
+    assert pace.plan(1000) == 0  # nothing is known of the speed
+    pace.note(Split(beside=500), 1.0, 9.0, 100)
+    assert pace.seconds(1000) == 2.0
+    assert pace.plan(1000) == 500
+    pace.note(Split(in_waits=200, beside=500, at_once=300), 2.0, 9.0, 100)
+    assert pace.plan(1000) == 200  # the forecast promised too much
+    pace.note(Split(in_waits=200, beside=800), 2.0, 9.0, 100)
+    assert pace.plan(1000) == int(GROWTH * 200)
+    pace.note(Split(beside=750, late=250), 2.0, 9.0, 100)
+    assert pace.plan(1000) == 100  # one piece still looks for waits
+
+
+def test_pieces_are_put_off_for_as_long_as_there_is_time() -> None:
+    pace = CopyPace(Opened())
+    assert pace.patience_seconds(0) == 0.0
+    for until_update in (10.0, 10.0, 0.0):  # one was wanted at once
+        pace.note(Split(beside=1000), 1.0, until_update, 100)
+    assert pace.patience_seconds(0) == pytest.approx((1 - MARGIN) * 10.0)
+    assert pace.patience_seconds(2000) == pytest.approx((1 - MARGIN) * 10.0 - 2.0)
+
+
+def test_without_waits_nothing_is_split() -> None:
+    pool = SnapshotPool(make_shard(0, SIZES))
+    assert [take(pool, seed).split for seed in range(2)] == [None, None]
+    pool.close()
+
+
+def test_the_first_copy_is_beside_the_work_and_the_next_in_waits(pool: SnapshotPool) -> None:
+    waits = Opened()
+    first(pool, waits)
+    waits.set(opened=True)
+    second = take(pool, 2, lambda: wait_for(lambda: running(pool).split.in_waits == TOTAL))
+    assert split_of(second) == Split(in_waits=TOTAL)
+    pool.close()
+
+
+def running(pool: SnapshotPool) -> PacedCopy:
+    assert pool._running is not None
+    copy = pool._running[1]
+    assert isinstance(copy, PacedCopy)
+    return copy
+
+
+def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
+    waits = Opened()
+    first(pool, waits)
+
+    def work() -> None:
+        assert waits.asked.wait(PATIENCE_SECONDS)
+        assert running(pool).split == Split()
+        waits.set(opened=True)
+        wait_for(lambda: running(pool).split == Split(in_waits=TOTAL))
+
+    take(pool, 2, work)
+    pool.close()
+
+
+def test_what_does_not_fit_goes_beside_the_work(pool: SnapshotPool) -> None:
+    waits = Opened()
+    first(pool, waits)
+    assert pool._pace is not None
+    waits.forecast_seconds = 0.5 * pool._pace.seconds(TOTAL)
+
+    def work() -> None:
+        assert waits.asked.wait(PATIENCE_SECONDS)  # which it is when all the rest is copied
+        beside = running(pool).split.beside
+        assert 0.5 * TOTAL <= beside <= 0.5 * TOTAL + 2000
+        waits.set(opened=True)
+        wait_for(lambda: running(pool).split == Split(in_waits=TOTAL - beside, beside=beside))
+
+    take(pool, 2, work)
+    pool.close()
+
+
+@pytest.mark.parametrize("kind", [Opened, Closed])
+def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Opened]) -> None:
+    waits = kind()
+    first(pool, waits)
+    snapshot = take(pool, 2, lambda: waits.asked.wait(PATIENCE_SECONDS))
+    assert split_of(snapshot) == Split(at_once=TOTAL)
+    third = split_of(take(pool, 3, lambda: wait_for(lambda: running(pool).split.beside > 0)))
+    assert 0 < third.at_once + third.late <= 1000  # it has learned not to count on it
+    pool.close()
+
+
+def test_a_wait_that_does_not_come_in_time_is_not_waited_for(pool: SnapshotPool) -> None:
+    first(pool, Opened(), until_update=0.05)
+    snapshot = take(pool, 2, lambda: wait_for(lambda: running(pool).split.late == TOTAL))
+    assert split_of(snapshot) == Split(late=TOTAL)
+    pool.close()
+
+
+def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
+    waits = Opened()
+    pool.copy_in(waits)
+    ended = threading.Event()
+    chance = random.Random(3)
+
+    def flicker() -> None:
+        while not ended.wait(chance.random() * 1e-3):
+            waits.set(opened=chance.random() < 0.5)
+
+    thread = threading.Thread(target=flicker)
+    thread.start()
+    splits = []
+    for seed in range(150):
+        splits.append(split_of(take(pool, seed, lambda: time.sleep(chance.random() * 2e-3))))
+    ended.set()
+    thread.join()
+    assert {sum(asdict(split).values()) for split in splits} == {TOTAL}
+    assert any(split.in_waits for split in splits)
+    pool.close()
+
+
+def test_bubbles_of_a_training_thread(pool: SnapshotPool) -> None:
+    """The real ones, of this thread, which waits 20 ms in every iteration."""
+    bubbles = Bubbles()
+    pool.copy_in(bubbles)
+
+    def iteration() -> None:
+        bubbles.begin("receive")
+        time.sleep(0.02)
+        bubbles.end()
+        bubbles.end_iteration()
+
+    for _ in range(6):
+        iteration()
+    assert split_of(take(pool, 1, iteration)).beside == TOTAL
+    splits = [split_of(take(pool, seed, iteration)) for seed in range(2, 6)]
+    assert any(split.in_waits for split in splits)
+    pool.close()
+
+
+def test_several_may_ask_for_the_result_at_once() -> None:
+    sources = [torch.randn(50_000) for _ in range(40)]
+    pace = CopyPace(Opened())
+    pace.note(Split(beside=1000), 1e-3, FAR, 1000)
+    targets = [torch.zeros(50_000) for _ in sources]
+    copy = PacedCopy(pace)
+    pieces: list[Piece] = list(zip(targets, sources, strict=True))
+    whole: list[bool] = []
+
+    def ask() -> None:
+        copy.result()
+        whole.append(all(torch.equal(target, source) for target, source in pieces))
+
+    threads = [threading.Thread(target=copy.run, args=(lambda: pieces,))]
+    threads += [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert whole == [True] * 3
+
+
+def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(pool: SnapshotPool) -> None:
+    first(pool, Opened())
+    for _ in range(4):  # one more than there are buffers
+        wrong = make_shard(2, (*SIZES[:-1], 2))
+        assert pool.begin(wrong, 2, None) is not None
+        with pytest.raises(SaveError, match=r"iteration 2 failed.*layers\.4/weight"):
+            pool.finish()
+    take(pool, 3)
+    pool.close()
+
+
+def test_an_end_does_not_wait_for_a_wait(pool: SnapshotPool) -> None:
+    first(pool, Opened())
+    assert pool.begin(make_shard(2, SIZES), 2, None) is not None
+    pool.forget_after(0)  # looks at what is being sealed, which the same thread does
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 5.0
+
+
+def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dump takes a running copy over, whatever it waits for."""
+    monkeypatch.setenv("CPSR_SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 1000)
+    pool = SnapshotPool(make_shard(0, SIZES), memory=SharedMemory("run", 0, 1))
+    assert pool.shared_memory_problem is None
+    waits = Opened()
+    first(pool, waits)
+    shard = make_shard(2, SIZES, iteration=2)
+    assert pool.begin(shard, 2, {"seed": 2}) is not None
+    assert waits.asked.wait(PATIENCE_SECONDS)
+    pool.mark_boundary()
+    pool.dump(shard, 2, {"seed": 2})
+    assert [state.iteration for state in held_states("run") if state.iteration == 2] == [2]
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert_same_bits(snapshot.shard, make_shard(2, SIZES))
+    pool.close()
+
+
+def test_mixed_types_strides_and_empty_tensors(pool: SnapshotPool) -> None:
+    flat = torch.randn(6400)
+    operators = {
+        "strided": OperatorState("strided", ParamSlice(flat[::2], (3200,)), {"exp_avg": flat[1::2]}, 0),
+        "half": OperatorState("half", ParamSlice(torch.randn(999).half(), (999,)), {"n": torch.arange(777)}, 0),
+        "empty": OperatorState("empty", ParamSlice(torch.empty(0), (9,), 9), {}, 0),
+    }
+    shard = Shard(operators, {"transposed": torch.randn(4, 5).t(), "flag": torch.tensor(True)})
+    mixed = SnapshotPool(shard)
+    mixed.copy_in(Opened(opened=True))
+    for iteration in range(3):
+        mixed.begin(shard, iteration, None)
+        snapshot = mixed.finish()
+        assert snapshot is not None
+        assert_same_bits(snapshot.shard, shard)
+        mixed.release(snapshot)
+    mixed.close()

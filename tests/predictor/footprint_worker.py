@@ -1,0 +1,68 @@
+"""What the predictor takes in a process of its own, over real checkpoints on disk."""
+
+import threading
+from pathlib import Path
+
+import torch
+
+from cpsr.benchmarks.predictor_cost.memory import MemoryPeak
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.predictor.displacement import measure
+from cpsr.predictor.protocol import Target
+from cpsr.predictor.vitp import VITPPredictor
+from cpsr.state import OperatorState, ParamSlice, Shard
+
+INTERVAL = 20
+LEARNING_RATE = 1e-3
+SMALL_ELEMENTS = 64
+
+
+def write_history(directory: Path, small_operators: int, large_elements: int, checkpoints: int) -> None:
+    """Checkpoints of many small operators and a large one, whose weights turn as they move."""
+    store = CheckpointStore(directory, 0, 1, "run", 1, fsync=False)
+    store.prepare()
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, large_elements, generator=generator)
+    for number in range(1, checkpoints + 1):
+        iteration = number * INTERVAL
+        angle = torch.tensor(0.05 * number)
+        large = angle.sin() * first + angle.cos() * second
+        names = [("large", large), *((f"layers.{i}.bias", large[:SMALL_ELEMENTS] + i) for i in range(small_operators))]
+        operators = {
+            name: OperatorState(name, ParamSlice(values, (values.numel(),)), {}, iteration) for name, values in names
+        }
+        scalars = {"cumulative_learning_rate": iteration * LEARNING_RATE, "learning_rate": LEARNING_RATE}
+        store.write(Snapshot(iteration, Shard(operators), scalars))
+        assert store.commit(iteration, 10.0, threading.Event()).committed
+
+
+def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int, int]:
+    """Learn from the last checkpoints one after another, save what was learned, and predict.
+
+    Returns:
+        Peak of the process's own memory above the level before, what the predictor's arithmetic allows for, and how
+        often its network was trained.
+    """
+    torch.set_num_threads(1)
+    # What a training process has anyway, before the level is taken.
+    torch.ones(1 << 20).sum()
+    torch.optim.AdamW([torch.zeros(1)])
+    predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20, direction="vitp")
+    with MemoryPeak() as memory:
+        footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
+        newest = checkpoints * INTERVAL
+        for end in (newest - 2 * INTERVAL, newest - INTERVAL, newest):
+            history = DiskHistory(directory / "checkpoints", 0, before=end + 1)
+            for _ in predictor.learn(history):
+                pass
+            history.close()
+            state = predictor.state_dict()
+        history = DiskHistory(directory / "checkpoints", 0)
+        target = Target(newest + 15, (newest + 15) * LEARNING_RATE, LEARNING_RATE)
+        forecast = predictor.forecast(history, target)
+        assert forecast.feasible, forecast.reason
+        measure(history, forecast, predictor.predict(history, forecast))
+        history.close()
+    return memory.above_before.anonymous_bytes, footprint.peak_bytes, state["vitp"]["head"]["steps"]

@@ -1,0 +1,126 @@
+"""One rank of a pipeline whose stages wait for each other long enough for the predictor to learn meanwhile."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+import cpsr.coordinator.pace
+import cpsr.learner
+import cpsr.predictor.examples
+from cpsr import CPSRRecovery
+from tests.recovery import worker
+from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
+
+COMPUTE_SECONDS = 0.02  # of a stage and micro-batch: the other stage waits as long, and a slice takes some milliseconds
+STAGES, MICRO_BATCHES = 2, 2
+LIMIT_SECONDS = 1.0  # in place of the usual one, for a predictor that hangs
+LATER_ITERATIONS = (8, 16)  # likewise: the network is trained on some 30 iterations, and not on 120
+STARVED_SECONDS = 0.3  # likewise: the job takes no longer than some seconds
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the job does.
+
+    Attributes:
+        config: CPSR's configuration.
+        result: where the result goes, `.<rank>.json` appended.
+        iterations: end of the run.
+        alone: train without CPSR.
+        broken: the predictor raises (`raises`) where it should learn, or never comes back (`hangs`).
+        dies_at: the last stage ends its process before that iteration; the other one waits for it.
+        fault, committed: not used here.
+    """
+
+    config: dict[str, Any]
+    result: Path
+    iterations: int
+    alone: bool = False
+    broken: str = ""
+    dies_at: int | None = None
+    fault: str = ""
+    committed: Path | None = None
+
+
+class Slow(nn.Module):
+    """Computes for a while."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(COMPUTE_SECONDS)
+        return x
+
+
+def main(options: Options, rank: int, ranks: int) -> None:
+    cpsr.predictor.examples.LATER_ITERATIONS = LATER_ITERATIONS
+    cpsr.coordinator.pace.STARVED_SECONDS = STARVED_SECONDS
+    worker.initialize_ranks(options.result, rank, ranks)
+    worker.seed()
+    engine = initialize(stages(), configuration(0, "fp32", MICRO_BATCHES))
+    data = loader(dataset(), 1, 0)
+    found: dict[str, Any] = {"losses": []}
+    with nullcontext() if options.dies_at is None else suppress(RuntimeError), ExitStack() as stack:
+        batches: Iterator[Any] = passes(data)
+        if not options.alone:
+            recovery = stack.enter_context(CPSRRecovery(engine, options.config))
+            batches = recovery.resume(data, repeat=True)
+            if options.broken:
+                cpsr.learner.SLICE_LIMIT_SECONDS = LIMIT_SECONDS
+                setattr(recovery._predictor, "learn", BROKEN[options.broken])  # noqa: B010 - mypy refuses to assign
+        pairs = ((inputs, targets) for inputs, targets, _ in batches)
+        for iteration in range(options.iterations):
+            if rank == ranks - 1 and iteration == options.dies_at:
+                os._exit(0)
+            found["losses"].append(engine.train_batch(pairs).item().hex())
+        found["weights"] = [parameter.double().sum().item().hex() for parameter in engine.module.parameters()]
+        if not options.alone:
+            learned = recovery._predictor.state_dict()["vitp"]
+            found["learned"], found["trained"] = learned["statistics"]["seen"], learned["head"] is not None
+    if not options.alone:
+        found["account"] = asdict(recovery._bubbles.account())
+    found["threads"] = [thread.name for thread in threading.enumerate()]
+    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+    if options.dies_at is not None:
+        os._exit(0)  # the group cannot be left in order, the other rank is gone
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def passes(data: Any) -> Iterator[Any]:
+    """Every pass in an order of its own, as `resume(repeat=True)` deals them."""
+    for epoch in count():
+        data.sampler.set_epoch(epoch)
+        yield from data
+
+
+def stages() -> PipelineModule:
+    layers = [
+        LayerSpec(nn.Linear, FEATURES, WIDTH),
+        LayerSpec(Slow),
+        LayerSpec(nn.Dropout, 0.1),
+        LayerSpec(Slow),
+        LayerSpec(nn.Linear, WIDTH, 1),
+    ]
+    return PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss(), partition_method="uniform")
+
+
+def raises(history: Any) -> Iterator[None]:
+    yield
+    raise RuntimeError("out of ideas")
+
+
+def hangs(history: Any) -> Iterator[None]:
+    yield
+    threading.Event().wait()
+
+
+BROKEN = {"raises": raises, "hangs": hangs}

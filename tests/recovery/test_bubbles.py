@@ -1,0 +1,67 @@
+"""The predictor in the bubbles of a real pipeline of two stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.journal import JournalReader
+from tests.recovery.job import Ended, Job
+
+STAGES = 2
+ITERATIONS = 56  # enough for the network to be trained
+FEWER = 24
+WORKER: dict[str, Any] = {"worker": "tests.recovery.bubble_worker"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The job without CPSR."""
+    return Job(tmp_path_factory.mktemp("alone")).launch(alone=True, iterations=ITERATIONS, **WORKER)
+
+
+def events(run_dir: Path, kind: str) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [event.message for event in journal.events() if event.kind == kind]
+
+
+def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> None:
+    ended = job.launch(iterations=ITERATIONS, **WORKER)
+    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
+    for stage in range(STAGES):
+        mine = ended.result(stage)
+        for name in ("losses", "weights"):
+            assert mine[name] == alone.result(stage)[name]
+        account = mine["account"]
+        assert account["iterations"] == ITERATIONS
+        assert mine["learned"]
+        assert mine["trained"] == (stage == 0)  # by rank 0 for all
+        assert account["slices"] > 0
+        assert account["outside_seconds"] == 0.0
+        assert account["used_seconds"] > account["late_seconds"]
+        assert account["bubble_seconds"] > account["used_seconds"]
+        assert mine["threads"] == alone.result(stage)["threads"]
+    assert any("pieces of work" in message for message in events(job.run_dir, "bubbles"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"), [("raises", "RuntimeError: out of ideas"), ("hangs", "did not end within")]
+)
+def test_a_broken_predictor_does_not_reach_training(job: Job, alone: Ended, broken: str, told: str) -> None:
+    ended = job.launch(broken=broken, iterations=FEWER, **WORKER)
+    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
+    for stage in range(STAGES):
+        assert ended.result(stage)["losses"] == alone.result(stage)["losses"][:FEWER]
+        assert ended.result(stage)["learned"] == []
+    messages = events(job.run_dir, "learning ended")
+    assert len(messages) == STAGES  # once on every rank
+    assert all(told in message for message in messages)
+
+
+def test_a_stage_that_dies_in_a_bubble_leaves_no_thread(job: Job) -> None:
+    ended = job.launch(dies_at=FEWER // 2, iterations=FEWER, **WORKER)
+    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
+    waited = ended.result(0)
+    assert len(waited["losses"]) == FEWER // 2
+    assert waited["account"]["used_seconds"] > 0
+    assert waited["threads"] == ["MainThread"]

@@ -1,0 +1,87 @@
+"""Real jobs whose ranks hold the same state: each learns from its share of the operators, and a lost one is no loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.loading import load_branch
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.journal import JournalReader
+from tests.recovery.job import RANKS, Job
+
+CHECKPOINT, FAILURE = 20, 23
+LEARNING = {"window_iterations": 100, "direction": "vitp", "learning_budget_fraction": 1.0}
+SHARED: dict[str, Any] = {"zero": 0, "settings": {"predictor": LEARNING}, "worker": "tests.recovery.sharing_worker"}
+
+
+def learned(job: Job, ranks: int = RANKS) -> list[set[str]]:
+    """Of each rank, the operators that it had learned of by any of the checkpoints."""
+    found: list[set[str]] = [set() for _ in range(ranks)]
+    for info in scan(job.run_dir / "checkpoints").checkpoints:
+        manifest = read_manifest(info.directory)
+        for rank in range(ranks) if info.full else ():
+            branch = load_branch(info.directory, manifest, rank, ("learned", "vitp", "statistics"))
+            found[rank] |= branch["operators"].keys()
+    return found
+
+
+def comes_back(job: Job, copies: Sequence[tuple[int, int]] = ((0, 1),), **options: Any) -> None:
+    """By prediction in a learned direction, for all operators, and alike on ranks that hold copies."""
+    back = job.launch(mode="predict", **SHARED | options)
+    assert set(back.statuses) == {0}, back.output
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    assert recovery is not None
+    assert recovery.method == "vitp"
+    assert recovery.settings["direction"] == "vitp"
+    assert recovery.settings["line_operators"] == 0
+    for one, other in copies:
+        first, second = back.result(one), back.result(other)
+        assert first["started"]["iteration"] == second["started"]["iteration"] == recovery.failure_iteration
+        assert first["state_at_start"] == second["state_at_start"]  # copies are predicted bit for bit alike
+
+
+def test_each_rank_learns_from_its_share(job: Job) -> None:
+    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **SHARED)
+    assert killed.statuses[1] == -9, killed.output
+    first, second = learned(job)
+    assert first
+    assert second
+    assert not first & second
+    comes_back(job)
+
+
+def test_in_a_pipeline_the_ranks_of_each_stage_share(job: Job) -> None:
+    """Two stages of two ranks, which learn while they wait for the other stage, or not at all."""
+    stages: dict[str, Any] = {"ranks": 4, "stages": 2, "micro_batches": 2}
+    killed = job.launch(fault=f"step:3:{FAILURE}", committed=CHECKPOINT, **SHARED | stages)
+    assert killed.statuses[3] == -9, killed.output
+    found = learned(job, ranks=4)
+    assert not found[0] & found[1]
+    assert not found[2] & found[3]
+    comes_back(job, copies=((0, 1), (2, 3)), **stages)
+
+
+def test_at_higher_stages_nothing_is_shared(job: Job) -> None:
+    ended = job.launch(**SHARED | {"zero": 1})
+    assert ended.statuses == [0, 0], ended.output
+    first, second = learned(job)
+    assert first & second  # what ZeRO has cut in two both learn from, each from its slice
+
+
+def test_a_rank_killed_while_it_learns(job: Job) -> None:
+    killed = job.launch(fault="killed:1:16", iterations=10_000, **SHARED)
+    assert (job.directory / "life-1.killed").exists(), killed.output
+    assert killed.statuses[1] == -9
+    comes_back(job)
+
+
+def test_a_rank_that_learns_nothing_costs_its_share_alone(job: Job) -> None:
+    """Its operators are read at the recovery."""
+    killed = job.launch(fault=f"failed:1:{FAILURE}", committed=CHECKPOINT, **SHARED)
+    assert killed.statuses[1] == -9, killed.output
+    first, second = learned(job)
+    assert first
+    assert not second
+    assert "no more memory for this rank's share" in killed.output[1]
+    comes_back(job)
