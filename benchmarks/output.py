@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpsr.benchmarks.intervals import Estimate
 
-__all__ = ["interval_text", "progress_bar", "save", "verdict", "warnings_only", "work_directory"]
+__all__ = ["interval_text", "progress_bar", "save", "save_beside", "verdict", "warnings_only", "work_directory"]
 
 DOTS_PER_INCH = 130
 
@@ -51,7 +51,15 @@ def save(path: Path, report: dict[str, Any], figure: Figure) -> Path:
     """Write the JSON file and the plot beside it; returns the plot's path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    plot = path.with_suffix(".png")
+    return _draw(path.with_suffix(".png"), figure)
+
+
+def save_beside(path: Path, name: str, figure: Figure) -> Path:
+    """Write one more plot beside the JSON file or its plot, under their name and `name`; returns its path."""
+    return _draw(path.with_name(f"{path.stem}-{name}.png"), figure)
+
+
+def _draw(plot: Path, figure: Figure) -> Path:
     matplotlib.use("Agg")
     figure.savefig(plot, dpi=DOTS_PER_INCH)
     return plot

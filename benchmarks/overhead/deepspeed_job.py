@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr.benchmarks.overhead.blocks import configuration, measure_pairs
+from cpsr.benchmarks.overhead.launch import start_gloo
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import adapt
@@ -24,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--pairs", type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
     arguments = parser.parse_args()
     engine = _engine()
     adapter = adapt(engine)
@@ -39,14 +40,13 @@ def main() -> None:
     with CPSRRecovery(adapter, configuration(arguments.run_dir)) as recovery:
         pairs = measure_pairs(adapter, recovery, loader, step, arguments.pairs)
     if adapter.rank == 0:
-        arguments.result.write_text(json.dumps([asdict(pair) for pair in pairs]), encoding="utf-8")
+        found = json.dumps([asdict(pair) for pair in pairs])
+        (arguments.results / f"{adapter.rank}.json").write_text(found, encoding="utf-8")
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
 def _engine() -> Any:
-    # Without this, DeepSpeed compiles a shared-memory collective for 70 s.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    start_gloo()
     torch.manual_seed(0)
     model = GPT(GPTConfig())
     engine, *_ = deepspeed.initialize(

@@ -1,31 +1,40 @@
-"""Start one DeepSpeed job of two ranks and read what its rank 0 measured."""
+"""Start a DeepSpeed job of two ranks and read what they measured."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from cpsr.benchmarks.overhead.blocks import Pair
 from cpsr.errors import CPSRError
 
-__all__ = ["RANKS", "run"]
+__all__ = ["RANKS", "launch", "start_gloo"]
 
 RANKS = 2
 TIMEOUT_SECONDS = 900
 LOG_LINES = 15  # of a job that failed, in the message: its directory is removed
 
 
-def run(directory: Path, pairs: int) -> list[Pair]:
+def launch(directory: Path, module: str, **options: int) -> list[Any]:
     """One run of the job in `directory`.
+
+    Args:
+        directory: for the job's run directory, log and results.
+        module: of this package, the job; it takes `--run-dir`, `--results` and the options.
+        options: numbers of its command line.
+
+    Returns:
+        What each rank wrote as JSON into `<results>/<rank>.json`, by rank; ranks that wrote nothing are left out.
 
     Raises:
         CPSRError: the job failed or hung; the message ends with its last lines.
     """
-    log_path, result = directory / "job.log", directory / "result.json"
+    log_path, results = directory / "job.log", directory / "results"
+    results.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["-m", "cpsr.benchmarks.overhead.deepspeed_job", f"--run-dir={directory / 'run'}"]
-    command += [f"--pairs={pairs}", f"--result={result}"]
+    command += ["-m", f"cpsr.benchmarks.overhead.{module}", f"--run-dir={directory / 'run'}", f"--results={results}"]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with log_path.open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
         try:
@@ -38,7 +47,16 @@ def run(directory: Path, pairs: int) -> list[Pair]:
                 job.wait()
     if status != 0:
         raise CPSRError(f"the job ended with status {status}\n{_tail(log_path)}")
-    return [Pair(**pair) for pair in json.loads(result.read_text(encoding="utf-8"))]
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.iterdir())]
+
+
+def start_gloo() -> None:
+    """Join the other ranks; called in a job."""
+    import deepspeed  # the starting process does without
+
+    # Else DeepSpeed compiles a shared-memory collective for 70 s.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
 
 
 def _tail(log_path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From blocks of steps to the wrapper's overhead."""
+"""From blocks of steps with something and without it to its overhead."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ from typing import Any
 from cpsr.benchmarks.intervals import Estimate, median_interval
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, Pair
 
-__all__ = ["OVERHEAD_AIM", "VariantResult", "summarise"]
+__all__ = ["COORDINATOR_AIM", "OVERHEAD_AIM", "VariantResult", "summarise"]
 
 OVERHEAD_AIM = 0.01  # of a step
+COORDINATOR_AIM = 0.03  # of a step, where stages and the predictor share the processors
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class VariantResult:
 
     Attributes:
         variant: its name.
-        step_seconds: median step without the wrapper.
+        aim: the overhead should be below.
+        step_seconds: median step without what is measured.
         overheads: relative overhead of every `with, without, without, with`, by run.
         overhead: median of all of them.
         run_medians: median of each run.
     """
 
     variant: str
+    aim: float
     step_seconds: float
     overheads: list[list[float]]
     overhead: Estimate
@@ -34,14 +37,16 @@ class VariantResult:
     @property
     def met(self) -> bool:
         """Whether the median is below the aim."""
-        return self.overhead.value < OVERHEAD_AIM
+        return self.overhead.value < self.aim
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"aims": {f"{self.variant}: below {OVERHEAD_AIM:.0%} of a step": self.met}}
+        return asdict(self) | {"aims": {f"{self.variant}: below {self.aim:.0%} of a step": self.met}}
 
 
-def summarise(variant: str, runs: Sequence[Sequence[Pair]]) -> VariantResult:
+def summarise(
+    variant: str, runs: Sequence[Sequence[Pair]], block_steps: int = BLOCK_STEPS, aim: float = OVERHEAD_AIM
+) -> VariantResult:
     """The figures of one variant.
 
     Two neighbouring pairs have opposite orders and are taken together: a machine that speeds up or slows down steadily
@@ -50,11 +55,14 @@ def summarise(variant: str, runs: Sequence[Sequence[Pair]]) -> VariantResult:
     Args:
         variant: its name.
         runs: an even number of pairs each, in the order they ran.
+        block_steps: of each block.
+        aim: what the overhead should be below.
     """
     overheads = [_overheads(run) for run in runs]
     return VariantResult(
         variant=variant,
-        step_seconds=statistics.median(pair.detached_seconds / BLOCK_STEPS for run in runs for pair in run),
+        aim=aim,
+        step_seconds=statistics.median(pair.detached_seconds / block_steps for run in runs for pair in run),
         overheads=overheads,
         overhead=median_interval([overhead for run in overheads for overhead in run]),
         run_medians=[statistics.median(run) for run in overheads],

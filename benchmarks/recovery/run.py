@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from cpsr.benchmarks.output import DOTS_PER_INCH, save
+from cpsr.benchmarks.output import save, save_beside
 from cpsr.benchmarks.recovery.grid import Point, Selection, points
 from cpsr.benchmarks.recovery.hindsight import chosen_outcomes
 from cpsr.benchmarks.recovery.jobs import Job, Run, measure
@@ -46,7 +44,7 @@ def main(selection: Selection, cache: Path = CACHE, json_path: Path | None = Non
     show(console, result)
     if json_path is not None:
         plot = save(json_path, result.to_json(outcomes), draw_cost(result))
-        beside = _save_beside(plot, "gap", draw_gaps(result, outcomes))
+        beside = save_beside(plot, "gap", draw_gaps(result, outcomes))
         console.print(f"figures: {json_path}   plots: {plot}, {beside}")
 
 
@@ -78,10 +76,3 @@ def _points(iterations: int, selection: Selection) -> tuple[Point, ...]:
         for fraction in selection.fractions
         for point in points(iterations, interval, fraction, selection.points)
     )
-
-
-def _save_beside(plot: Path, name: str, figure: Figure) -> Path:
-    beside = plot.with_name(f"{plot.stem}-{name}.png")
-    matplotlib.use("Agg")
-    figure.savefig(beside, dpi=DOTS_PER_INCH)
-    return beside
