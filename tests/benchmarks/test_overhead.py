@@ -75,6 +75,7 @@ def test_a_tiny_run_of_the_wrapper_leaves_figures_samples_and_a_plot_and_cleans_
     assert "DeepSpeed" in capsys.readouterr().out  # further words may be on other lines
 
 
+@pytest.mark.slow
 def test_a_tiny_pipeline_commits_checkpoints_and_accounts_for_its_bubbles(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     main(path, TINY, ["bubbles"], tmp_path / "work")
@@ -90,6 +91,7 @@ def test_a_tiny_pipeline_commits_checkpoints_and_accounts_for_its_bubbles(tmp_pa
     assert path.with_name("overhead-bubbles.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_over_time_fails_is_predicted_and_its_memory_stays_within_the_arithmetic(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     main(path, TINY, ["memory"], tmp_path / "work")
