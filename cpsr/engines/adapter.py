@@ -76,7 +76,10 @@ class EngineAdapter(Protocol):
 
     @property
     def data_parallel_ranks(self) -> list[int]:
-        """Ranks among which the batch is split, this one included: they train the same parameters."""
+        """Ranks among which the batch is split, this one included.
+
+        They train the same parameters, but for the experts that expert-parallel ranks share among themselves.
+        """
 
     @property
     def iteration(self) -> int:

@@ -1,4 +1,4 @@
-"""DeepSpeed engines: ZeRO 0 to 3 in fp32, bf16 and fp16, and pipelines at ZeRO 0 and 1."""
+"""DeepSpeed engines: ZeRO 0 to 3 in fp32, bf16 and fp16, pipelines at ZeRO 0 and 1, MoE layers at ZeRO 0 to 2."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +9,7 @@ import torch
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
+from cpsr.engines.deepspeed_experts import expert_names
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -51,6 +52,9 @@ class DeepSpeedAdapter:
     Pipelines: the loss observed is the result of `train_batch` (the mean over the step, known on every rank), forward
     inputs are not observed (they exist on the first stage only) and `can_evaluate` is False.
 
+    MoE layers: experts are named by their numbers over all ranks (see `expert_names`). Where ranks share a layer's
+    experts, `evaluate` is collective, too.
+
     Args:
         engine: the first element of what `deepspeed.initialize` returned.
 
@@ -67,7 +71,8 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
         self._schedule = Schedule(engine.lr_scheduler)
-        self._names = parameter_names(engine.module)
+        self._rename = expert_names(engine.module)
+        self._names = parameter_names(engine.module, self._rename)
         self._loop = DeepSpeedLoop(engine, self._pipeline)
 
     @property
@@ -117,7 +122,7 @@ class DeepSpeedAdapter:
             "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             "optimizer": type(torch_optimizer(engine)).__name__,
             "tensors": tensors,
-            "module": module_identity(engine.module, self._frozen(), tensors),
+            "module": module_identity(engine.module, self._frozen(), tensors, self._rename),
         }
 
     def shard(self) -> Shard:
@@ -147,7 +152,7 @@ class DeepSpeedAdapter:
         others = {}
         for parameter, name in self._outside():
             others[name] = owned_frozen(self._engine.optimizer, parameter)
-        return others | named_buffers(self._engine.module)
+        return others | named_buffers(self._engine.module, self._rename)
 
     def _frozen(self) -> set[str]:
         return {name for _, name in self._outside()}
@@ -287,7 +292,7 @@ class DeepSpeedAdapter:
                 discard_gradients(engine.optimizer)
 
     def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one forward through the engine; collective under ZeRO-3."""
+        """Loss of one forward through the engine; collective as `evaluate` is."""
         loss = loss_of(self._engine(*args, **kwargs))
         if loss is None:
             raise UnsupportedEngineError(
@@ -302,13 +307,18 @@ class DeepSpeedAdapter:
 
     @contextmanager
     def _quiet_engine(self) -> Iterator[None]:
-        """Keep DeepSpeed's throughput and forward timers out of an evaluation."""
+        """Keep DeepSpeed's throughput and forward timers, and those of MoE layers, out of an evaluation."""
         engine = self._engine
+        timed = [layer for layer in (*engine.moe_layers, *engine.gate_modules) if layer.wall_clock_breakdown]
         forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
         engine.engine_timers.forward_timers = []
+        for layer in timed:
+            layer.wall_clock_breakdown = False
         try:
             yield
         finally:
+            for layer in timed:
+                layer.wall_clock_breakdown = True
             engine.engine_timers.forward_timers = forward_timers
             vars(engine.tput_timer).clear()
             vars(engine.tput_timer).update(throughput)
@@ -326,7 +336,7 @@ class DeepSpeedAdapter:
                 settle_after_forward(self._engine.optimizer)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one forward input inside `evaluation()`; collective under ZeRO-3.
+        """Loss of one forward input inside `evaluation()`; collective under ZeRO-3 and where ranks share experts.
 
         The module is called, not the engine: `engine.forward` clears what it knows of the last backward.
 

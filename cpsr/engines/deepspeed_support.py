@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cpsr.engines.deepspeed_experts import unsupported_experts
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_supported"]
@@ -36,12 +37,12 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
         ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
         ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
         ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
-        ("MoE layers (their experts differ between ranks under one name)", bool(engine.has_moe_layers)),
         ("torch_autocast", bool(engine.torch_autocast_enabled())),
         ("bf16.bf16_optimizer_states", bool(engine.bf16_optimizer_states())),
         ("compile.deepcompile", bool(engine.is_deepcompile_enabled())),
         ("managed_gradient_accumulation=false", not engine.managed_gradient_accumulation()),
         ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
+        *unsupported_experts(engine),
     ]
 
 

@@ -1,20 +1,36 @@
 """Names and identities of a module's tensors, the same on every start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["module_identity", "named_buffers", "parameter_names", "parameters_outside", "tensor_identity"]
+__all__ = [
+    "Rename",
+    "module_identity",
+    "named_buffers",
+    "parameter_names",
+    "parameters_outside",
+    "plain_name",
+    "tensor_identity",
+]
 
 _COMPILED = "_orig_mod."  # torch.compile puts this into every name
 
+# From a tensor's name in a rank's own module to the one that it is saved by.
+Rename = Callable[[str], str]
 
-def parameter_names(module: torch.nn.Module) -> dict[int, str]:
+
+def plain_name(name: str) -> str:
+    """A tensor's name, compiled or not."""
+    return name.replace(_COMPILED, "")
+
+
+def parameter_names(module: torch.nn.Module, rename: Rename = plain_name) -> dict[int, str]:
     """Name of every parameter by its id; a tied parameter has the first of its names."""
-    return {id(parameter): name.replace(_COMPILED, "") for name, parameter in module.named_parameters()}
+    return {id(parameter): rename(name) for name, parameter in module.named_parameters()}
 
 
 def parameters_outside(
@@ -26,7 +42,7 @@ def parameters_outside(
             yield parameter, names[id(parameter)]
 
 
-def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_buffers(module: torch.nn.Module, rename: Rename = plain_name) -> dict[str, torch.Tensor]:
     """Every buffer by name, non-persistent ones included: they may carry training state all the same.
 
     Raises:
@@ -39,17 +55,20 @@ def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
                 f"buffer {name} of shape {tuple(buffer.shape)} is an expanded view and cannot be written back; "
                 "register a contiguous copy"
             )
-        buffers[name.replace(_COMPILED, "")] = buffer.detach()
+        buffers[rename(name)] = buffer.detach()
     return buffers
 
 
-def module_identity(module: torch.nn.Module, frozen: set[str], tensors: dict[str, Any]) -> dict[str, Any]:
+def module_identity(
+    module: torch.nn.Module, frozen: set[str], tensors: dict[str, Any], rename: Rename = plain_name
+) -> dict[str, Any]:
     """How the module's own state dict differs from the tensors that are saved by name.
 
     Args:
         module: the module.
         frozen: names of the parameters that the optimizer does not move.
         tensors: see `EngineAdapter.describe`.
+        rename: gives the names that the module's tensors are saved by.
 
     Returns:
         Plain data. `aliases`: further name of a tied tensor -> its first; `transient`: buffers that the state dict
@@ -61,11 +80,11 @@ def module_identity(module: torch.nn.Module, frozen: set[str], tensors: dict[str
     whole: dict[str, list[int]] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for full_name, tensor in named:
-            name = full_name.replace(_COMPILED, "")
+            name = rename(full_name)
             if first.setdefault(id(tensor), name) != name:
                 tied[name] = first[id(tensor)]
             whole[name] = list(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO-3 empties its parameters
-    kept = {name.replace(_COMPILED, "") for name in module.state_dict(keep_vars=True)}
+    kept = {rename(name) for name in module.state_dict(keep_vars=True)}
     return {
         "aliases": {name: first_name for name, first_name in tied.items() if name in kept},
         "transient": sorted(whole.keys() - kept - tied.keys()),

@@ -13,7 +13,7 @@ class Place:
 
     Attributes:
         layer: name of the layer's module; empty where the model is the layer.
-        expert: the expert's number among those of this rank; None for the layer's gate.
+        expert: the expert's number in the name; None for the layer's gate.
     """
 
     layer: str

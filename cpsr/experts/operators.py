@@ -95,17 +95,18 @@ def operators_of(
 
     Args:
         parameters: all names that the model on this rank has, in its own order, so that all ranks count its layers
-            alike. The names of a shard will not do: a rank may own no part of some layer.
+            alike. Experts have their numbers over all ranks, as engine adapters name them, or each rank's own ones are
+            numbered from 0, as DeepSpeed does. The names of a shard will not do: a rank may own no part of some layer.
         naming: how names tell experts and gates.
         expert_parallel: the group that shares the experts of every layer; None where each rank holds all.
 
     Raises:
-        UnsupportedEngineError: a layer's experts are not numbered from 0 without a gap.
+        UnsupportedEngineError: a layer's experts are not numbered without a gap.
         ValueError: a name comes twice.
     """
     group = expert_parallel or ExpertParallel()
     places = _places(parameters, naming)
-    experts = _numbers_of_experts(places)
+    experts = _owned(places, group)
     order = {layer: position for position, layer in enumerate(experts)}
     found: dict[Operator, list[str]] = {}
     for name, place in places.items():
@@ -114,8 +115,9 @@ def operators_of(
         elif place.expert is None:
             operator = Gate(order[place.layer])
         else:
-            first = group.rank * experts[place.layer]
-            operator = Expert(order[place.layer], first + place.expert)
+            numbers = experts[place.layer]
+            first = group.rank * len(numbers)
+            operator = Expert(order[place.layer], first + place.expert - numbers.start)
         found.setdefault(operator, []).append(name)
     return ModelOperators(tuple(experts), {operator: tuple(names) for operator, names in found.items()}, group)
 
@@ -129,17 +131,24 @@ def _places(parameters: Iterable[str], naming: Naming) -> dict[str, Place | None
     return places
 
 
-def _numbers_of_experts(places: Mapping[str, Place | None]) -> dict[str, int]:
-    """Layer -> experts that this rank has of it."""
+def _owned(places: Mapping[str, Place | None], group: ExpertParallel) -> dict[str, range]:
+    """Layer -> numbers, as they are in names, of the experts that this rank has of it."""
     numbers: dict[str, set[int]] = {}
     for place in places.values():
         if place is not None and place.expert is not None:
             numbers.setdefault(place.layer, set()).add(place.expert)
+    owned = {}
     for layer, found in numbers.items():
-        absent = sorted(set(range(max(found) + 1)) - found)
-        if absent:
+        first = group.rank * len(found) if min(found) else 0
+        owned[layer] = range(first, first + len(found))
+        if found != set(owned[layer]):
             raise UnsupportedEngineError(
-                f"layer {layer!r} has parameters of expert {max(found)} and none of {', '.join(map(str, absent))}; "
-                "nothing was read: give every parameter of the model, frozen ones too"
+                f"layer {layer!r} has parameters of experts {_listed(found)}, and so many on rank {group.rank} of "
+                f"{group.size} would be {_listed(owned[layer])}; nothing was read: give every parameter of the model, "
+                "frozen ones too"
             )
-    return {layer: len(found) for layer, found in numbers.items()}
+    return owned
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -27,7 +27,7 @@ __all__ = ["WholeState", "open_whole"]
 
 Kind = Literal["params", "moments", "extra"]
 
-# DeepSpeed's MoE layers put these into the names of what differs between ranks under one name.
+# DeepSpeed's MoE layers put these into names. Its own checkpoints keep each expert in a file by itself.
 _EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
 
 
@@ -302,11 +302,11 @@ def _tiles(covered: dict[int, int], total: int) -> bool:
 
 
 def _require_name(directory: Path, name: str) -> None:
-    """Refuse names that are not one entry of a directory, and what stands for different tensors on the ranks."""
+    """Refuse names that are not one entry of a directory, and those of MoE layers."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise UnsupportedEngineError(f"{directory}: {name!r} cannot be the name of a folder. Nothing was exported")
     if any(mark in f".{name}." for mark in _EXPERTS):
         raise UnsupportedEngineError(
-            f"{directory}: {name} belongs to an MoE layer, whose experts differ between ranks under one name. Nothing "
-            "was exported"
+            f"{directory}: {name} belongs to an MoE layer, which is not exported yet; the checkpoint itself is whole, "
+            "and its job restarts from it. Nothing was exported"
         )

@@ -31,6 +31,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero 2 bf16": {"zero": 2, "precision": "bf16"},
     "zero 3": {"zero": 3},
     "zero 3 bf16 accumulating": {"zero": 3, "precision": "bf16", "micro_batches": 2},
+    "experts shared by ranks": {"zero": 1, "expert_parallel": 2},
     "loss_fn": {"zero": 1, "probes": "of a batch"},
     "loss_fn at zero 3": {"zero": 3, "precision": "bf16", "micro_batches": 2, "probes": "of a batch"},
 }

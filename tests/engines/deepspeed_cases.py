@@ -11,6 +11,9 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOE_TIMER
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.nn import functional
@@ -75,6 +78,9 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     else:
         decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        if any(isinstance(layer, MoE) for layer in module.modules()):
+            named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
+            groups = split_params_into_different_moe_groups_for_optimizer(named)
         tuned = torch.optim.AdamW(groups, lr=0.01)
     scheduler = None
     if schedule == "cosine":
@@ -312,26 +318,29 @@ def roll_back_from_after_step() -> None:
     assert_bitwise(again, uninterrupted)
 
 
-def evaluation_leaves_no_trace(stage: int) -> None:
+def evaluation_leaves_no_trace(stage: int, model: Callable[[], nn.Module] = TinyLM) -> None:
     """Also between the micro-batches of a step: same training, same counters, same timers."""
     finals = []
     for evaluating in (False, True):
         seed(1)
         config = configuration(stage, "bf16", 2, wall_clock_breakdown=True)
-        job, recorder = DeepSpeedJob(initialize(TinyLM(), config)), Recorder()
+        job, recorder = DeepSpeedJob(initialize(model(), config)), Recorder()
         job.adapter.attach(recorder)
 
         def evaluate(job: DeepSpeedJob = job, recorder: Recorder = recorder) -> None:
             engine = job.engine
             assert recorder.inputs is not None
             kept = engine.micro_steps, dict(vars(engine.tput_timer)), engine.timers("fwd").elapsed(reset=False)
+            routing = [layer.timers(MOE_TIMER).elapsed(reset=False) for layer in engine.moe_layers]
             available = [p.numel() for p in engine.module.parameters()]
             with job.adapter.evaluation():
                 first = job.adapter.evaluate(*recorder.inputs)
+            with job.adapter.evaluation():  # gates draw random numbers in evaluation, too: the same ones again
                 second = job.adapter.evaluate(*recorder.inputs)
             assert torch.equal(first, second)
             assert kept[:2] == (engine.micro_steps, dict(vars(engine.tput_timer)))
             assert kept[2] == engine.timers("fwd").elapsed(reset=False)
+            assert routing == [layer.timers(MOE_TIMER).elapsed(reset=False) for layer in engine.moe_layers]
             if stage < 3:
                 assert available == [p.numel() for p in engine.module.parameters()]
 
@@ -342,12 +351,12 @@ def evaluation_leaves_no_trace(stage: int) -> None:
     assert_bitwise(finals[1], finals[0])
 
 
-def own_checkpoints(stage: int) -> None:
+def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM) -> None:
     """The user's save_checkpoint and load_checkpoint work beside the hooks, and loads are announced."""
     paths: list[Any] = [tempfile.mkdtemp(prefix="cpsr-own-") if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(paths)
     seed(1)
-    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "bf16", 1))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1))), Recorder()
     job.adapter.attach(recorder)
     run(job, 0, 2)
     torch.distributed.broadcast(job.module.drift, 0)  # DeepSpeed itself saves only rank 0's buffers
@@ -356,7 +365,7 @@ def own_checkpoints(stage: int) -> None:
     run(job, 2, 2)
     expected = {key: value.clone() for key, value in job.adapter.shard().tensors()}
     seed(2)
-    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "bf16", 1))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1))), Recorder()
     job.adapter.attach(recorder)
     job.adapter.shard()
     path, _ = job.engine.load_checkpoint(paths[0])
@@ -450,8 +459,8 @@ def skipped_steps(result: dict[str, Any]) -> int:
     return int(json.loads(result["snapshot"]["json"])["scalars"]["counters"]["skipped_steps"])
 
 
-def early_state(stage: int, precision: str, optimizer: str) -> None:
-    check_early_state(lambda: DeepSpeedJob(initialize(TinyLM(), configuration(stage, precision), optimizer)))
+def early_state(stage: int, precision: str, optimizer: str, model: Callable[[], nn.Module] = TinyLM) -> None:
+    check_early_state(lambda: DeepSpeedJob(initialize(model(), configuration(stage, precision), optimizer)))
 
 
 Case = Callable[[], Any]
@@ -499,4 +508,3 @@ OTHER: dict[str, Case] = {
     "pipeline-zero1-fp32": partial(pipeline, 1, "fp32"),
     "pipeline-zero1-bf16": partial(pipeline, 1, "bf16"),
 }
-GROUPS: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER}

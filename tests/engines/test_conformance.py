@@ -1,6 +1,6 @@
 """Both adapters under one rule: snapshot, another engine, inject, go on; bitwise what never stopped would give.
 
-The DeepSpeed and DDP cases run in two jobs of two gloo ranks each; every case is reported here on its own.
+The DeepSpeed and DDP cases run in three jobs of two gloo ranks each; every case is reported here on its own.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engines.conformance import check_early_state, check_resume
-from tests.engines.deepspeed_cases import GROUPS
+from tests.engines.groups import GROUPS
 from tests.engines.torch_cases import CASES, one_thread
 
 ROOT = Path(__file__).parents[2]

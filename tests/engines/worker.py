@@ -15,7 +15,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from tests.engines.deepspeed_cases import GROUPS
+from tests.engines.groups import GROUPS
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # a peer that failed is noticed well before pytest gives up
 

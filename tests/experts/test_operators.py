@@ -140,9 +140,29 @@ def test_a_model_with_names_of_its_own() -> None:
     assert list(found.parameters) == [Expert(0, 0), Expert(0, 1), NonExpert("norm"), Expert(1, 0)]
 
 
-def test_a_gap_between_the_experts_is_refused() -> None:
-    with pytest.raises(UnsupportedEngineError, match=r"layer 'moe' has parameters of expert 3 and none of 1, 2"):
-        operators_of(["moe.experts.0.weight", "moe.experts.3.weight"], MODULE_LIST)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_names_with_the_numbers_over_all_ranks_give_the_same_experts(ranks: int) -> None:
+    last = ExpertParallel(ranks, ranks - 1)
+    own = operators_of([f"moe.experts.{index}.weight" for index in range(3)], MODULE_LIST, last)
+    first = 3 * last.rank
+    named = operators_of([f"moe.experts.{first + index}.weight" for index in range(3)], MODULE_LIST, last)
+    assert list(named.parameters) == list(own.parameters) == [Expert(0, first + index) for index in range(3)]
+    assert named.parameters[Expert(0, first)] == (f"moe.experts.{first}.weight",)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "group", "expected"),
+    [
+        ((0, 3), ExpertParallel(), "0, 1"),
+        ((2, 4), ExpertParallel(2, 1), "2, 3"),
+        ((4, 5), ExpertParallel(2, 1), "2, 3"),
+    ],
+)
+def test_experts_that_are_not_a_ranks_own_are_refused(
+    numbers: tuple[int, ...], group: ExpertParallel, expected: str
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match=rf"layer 'moe' has .* and so many .* would be {expected};"):
+        operators_of([f"moe.experts.{number}.weight" for number in numbers], MODULE_LIST, group)
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:

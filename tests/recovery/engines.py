@@ -1,14 +1,17 @@
-"""The engines of `worker.py`'s job: one model that returns its loss, and one in pipeline stages that does not."""
+"""The engines of `worker.py`'s job: two models that return their loss, and one in pipeline stages that does not."""
 
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 ITEMS, BATCH, FEATURES, WIDTH = 48, 4, 6, 16
+EXPERTS = 4
 SEED = 7
 
 
@@ -29,6 +32,22 @@ class Regression(nn.Module):
         return nn.functional.mse_loss(self.layers(x.to(parameter.dtype)).float(), y)
 
 
+class Mixture(nn.Module):
+    """Returns its loss; experts take one item of a batch each, and which of several is drawn at random."""
+
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, FEATURES), nn.Tanh(), nn.Linear(FEATURES, WIDTH))
+        self.up, self.down = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 1)
+        self.experts = MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=expert_parallel, min_capacity=0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x.to(self.up.weight.dtype)))
+        routed, balance, _ = self.experts(hidden)
+        loss: torch.Tensor = nn.functional.mse_loss(self.down(hidden + routed).float(), y) + 0.01 * balance
+        return loss
+
+
 def dataset() -> TensorDataset:
     """Inputs, targets, and each item's index, by which a batch is known."""
     x = torch.randn(ITEMS, FEATURES)
@@ -43,7 +62,11 @@ def loader(data: TensorDataset, parts: int, part: int) -> "DataLoader[Any]":
 
 def initialize(module: nn.Module, config: Any) -> Any:
     """A DeepSpeed engine with AdamW and a falling learning rate."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2)
+    parameters: Any = module.parameters()
+    if isinstance(module, Mixture):
+        group = {"params": list(parameters), "name": "dense"}
+        parameters = split_params_into_different_moe_groups_for_optimizer(group)
+    optimizer = torch.optim.AdamW(parameters, lr=2e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)
     return engine

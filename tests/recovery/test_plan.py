@@ -41,7 +41,7 @@ def test_two_ranks_plan_anew_at_the_end_of_each_phase(job: Job) -> None:
 
 
 def test_a_life_goes_on_with_the_interval_and_the_phases_of_the_one_before(job: Job) -> None:
-    # A maximum that no slow disk reaches: what a disk needs goes before the maximum, and a restart keeps to the maximum.
+    # A maximum that no slow disk reaches: what a disk needs goes before it, and a restart keeps to it.
     bounds = {"interval_min_iterations": 2, "interval_max_iterations": 10_000}
     settings = {**SETTINGS, "planner": {**SETTINGS["planner"], **bounds, "policy": "daly"}}
     first = job.launch(settings=settings, iterations=120)

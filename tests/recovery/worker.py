@@ -29,7 +29,17 @@ from cpsr.codec import encode
 from cpsr.planner.plan import Plan
 from cpsr.rundir import IDENTITY
 from tests.coordinator.faults import FAULTS
-from tests.recovery.engines import BATCH, SEED, Regression, configuration, dataset, initialize, loader, pipeline
+from tests.recovery.engines import (
+    BATCH,
+    SEED,
+    Mixture,
+    Regression,
+    configuration,
+    dataset,
+    initialize,
+    loader,
+    pipeline,
+)
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
 
@@ -47,6 +57,7 @@ class Options:
         held: an iteration that shared memory must hold of every rank before, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         stages: pipeline stages, 0 is no pipeline.
+        expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
             `reversed` grows as training goes on. `of a batch` gives other engines the loss of their loader's batch,
             `of another` a loss that is not trained on, and `raising` a function that fails on rank 1.
@@ -70,6 +81,7 @@ class Options:
     precision: str = "fp32"
     micro_batches: int = 1
     stages: int = 0
+    expert_parallel: int = 0
     probes: str = ""
     poison: bool = False
     one_shot: bool = False
@@ -136,13 +148,19 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
         path = options.result.with_suffix(f".deepspeed-{rank}.json")
         path.write_text(json.dumps(ds_config))
         ds_config = str(path)
-    model = pipeline(options.stages) if options.stages else Regression()
     ranks = torch.distributed.get_world_size()
     data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)))
-    engine = initialize(model, ds_config)
+    engine = initialize(model(options), ds_config)
     if rank == options.odd_rank:
         engine.module.register_buffer("seen", torch.zeros(2))
     return engine, (batch for _ in range(100) for batch in data) if options.one_shot else data
+
+
+def model(options: Options) -> torch.nn.Module:
+    if options.stages:
+        stages: torch.nn.Module = pipeline(options.stages)
+        return stages
+    return Mixture(options.expert_parallel) if options.expert_parallel else Regression()
 
 
 def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""Tokens that gates route to each expert, iteration by iteration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from cpsr.experts.measures import Routed
+
+__all__ = ["Counted", "HookedTokenCounts", "RoutingLayer", "TokenCounts"]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the gates did in one iteration.
+
+    Attributes:
+        iteration: that this step was.
+        routed: over all ranks that share the batch.
+    """
+
+    iteration: int
+    routed: Routed
+
+
+class TokenCounts(Protocol):
+    """What policies and accounts are told of a model with layers of experts, whoever counts."""
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Of the layers, in the model's order, which is that of `ModelOperators.layer_names`."""
+
+    def take(self) -> list[Counted]:
+        """Iterations that ended since the last call, oldest first; each is given once.
+
+        A collective: the ranks that share the batch call it between the same two iterations.
+        """
+
+
+@dataclass(frozen=True)
+class RoutingLayer:
+    """A layer whose gate tells where tokens went.
+
+    Attributes:
+        name: of the layer.
+        module: whose forward routes.
+        experts: how many there are, on all ranks together.
+    """
+
+    name: str
+    module: torch.nn.Module
+    experts: int
+
+
+class HookedTokenCounts:
+    """Adds up on the device what layers tell after each training forward; the host waits for it in `take` alone.
+
+    Counted is what is trained on: forwards between `begin_forward` and `end_iteration` of layers in training mode. Not
+    counted are evaluations, rehearsals, and forwards that activation checkpointing repeats during a backward. Tokens
+    that an expert has no room for are routed to it all the same.
+
+    Between two calls of `take` the device holds 8 bytes for each expert and iteration.
+
+    Args:
+        layers: in the model's order.
+        counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
+        ranks: the process group that shares the batch; None where this process is alone.
+
+    Raises:
+        ValueError: there are no layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RoutingLayer],
+        counts_of: Callable[[torch.nn.Module], torch.Tensor],
+        ranks: Any = None,
+    ) -> None:
+        if not layers:
+            raise ValueError("the model has no layers of experts: there are no tokens to count")
+        self._layers = tuple(layers)
+        self._counts_of = counts_of
+        self._ranks = ranks
+        self._counting = False
+        self._open: dict[int, torch.Tensor] = {}  # by place of the layer
+        self._ended: list[tuple[int, dict[int, torch.Tensor]]] = []
+        self._handles: list[RemovableHandle] = [
+            layer.module.register_forward_hook(partial(self._after_forward, place))
+            for place, layer in enumerate(self._layers)
+        ]
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Of the layers, in the model's order."""
+        return tuple(layer.name for layer in self._layers)
+
+    def begin_forward(self) -> None:
+        """The model is about to be called for training: `StepObserver.on_forward`."""
+        self._counting = True
+
+    def end_iteration(self, iteration: int, applied: bool) -> None:
+        """A step is complete: `StepObserver.after_step`.
+
+        Args:
+            iteration: its number.
+            applied: False where it was skipped: no expert has learned from its tokens, and it is left out.
+        """
+        if applied:
+            self._ended.append((iteration, self._open))
+        self._drop_open()
+
+    def take(self) -> list[Counted]:
+        """See `TokenCounts.take`; the host waits for the device here."""
+        if not self._ended:
+            return []
+        table = torch.stack([self._row(tokens) for _, tokens in self._ended])
+        if self._ranks is not None:
+            torch.distributed.all_reduce(table, group=self._ranks)
+        ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
+        taken = [
+            Counted(iteration, Routed(numpy.split(row, ends)))
+            for (iteration, _), row in zip(self._ended, table.cpu().numpy(), strict=True)
+        ]
+        self._ended = []
+        return taken
+
+    def forget(self) -> None:
+        """Drop what was not taken: the weights went back to an earlier iteration."""
+        self._ended = []
+        self._drop_open()
+
+    def remove(self) -> None:
+        """Take the hooks off; what was counted can still be taken."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _drop_open(self) -> None:
+        self._counting, self._open = False, {}
+
+    def _after_forward(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # Inside a backward there is a graph task: this forward only repeats one that was counted.
+        if not (self._counting and module.training) or torch._C._current_graph_task_id() != -1:
+            return
+        counts, layer = self._counts_of(module), self._layers[place]
+        if counts.shape != (layer.experts,):
+            raise ValueError(
+                f"layer {layer.name!r} told the tokens of {tuple(counts.shape)} experts and has {layer.experts}; one "
+                "number for each expert over all ranks is needed"
+            )
+        if place in self._open:
+            self._open[place] += counts.detach().to(torch.int64)
+        else:
+            self._open[place] = counts.detach().to(torch.int64, copy=True)
+
+    def _row(self, tokens: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Tokens of all experts, layer by layer, `(experts of all layers,)`; none of a layer that was left out."""
+        device = next(self._layers[0].module.parameters()).device
+        none = {place: torch.zeros(layer.experts, dtype=torch.int64) for place, layer in enumerate(self._layers)}
+        return torch.cat([one.to(device) for one in (none | tokens).values()])

@@ -1,0 +1,8 @@
+"""The conformance cases of two ranks; those of one group run in one job, one after the other."""
+
+from tests.engines.deepspeed_cases import OTHER, ZERO, Case
+from tests.engines.mixture_cases import MIXTURES
+
+__all__ = ["GROUPS"]
+
+GROUPS: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER, "mixtures": MIXTURES}

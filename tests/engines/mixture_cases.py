@@ -1,0 +1,290 @@
+"""The conformance cases of `DeepSpeedAdapter` with MoE layers; run by `worker.py` on two ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+from torch.nn import functional
+
+from cpsr.engines import adapt
+from cpsr.engines.deepspeed_experts import expert_names, token_counts
+from cpsr.engines.naming import parameter_names
+from cpsr.errors import UnsupportedEngineError
+from cpsr.experts.layers import ExpertParallel
+from cpsr.experts.measures import HardCount
+from cpsr.experts.naming import DEEPSPEED
+from cpsr.experts.operators import operators_of
+from cpsr.experts.token_counts import HookedTokenCounts
+from cpsr.experts.unsaved import UnsavedTokens
+from tests.engines.conformance import (
+    AFTER,
+    BATCH,
+    HIDDEN,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Recorder,
+    check_resume,
+    run,
+    seed,
+)
+from tests.engines.deepspeed_cases import (
+    DeepSpeedJob,
+    configuration,
+    early_state,
+    evaluation_leaves_no_trace,
+    initialize,
+    own_checkpoints,
+    skipped_steps,
+)
+
+EXPERTS = 4
+LAYERS = ("first", "second")
+PREFIX = "deepspeed_moe.experts.deepspeed_experts"
+
+
+class Expert(nn.Module):
+    """Also holds a frozen parameter and a buffer that training changes, of which each expert has its own."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(hidden.float().flatten(0, -2).mean(0).to(self.seen.dtype), alpha=0.1)
+        output: torch.Tensor = self.down(torch.relu(self.up(hidden * self.scale + self.seen.to(hidden.dtype))))
+        return output
+
+
+class TinyMoE(nn.Module):
+    """Two layers of experts: one picks tokens at random where experts are full, one samples the second expert."""
+
+    drift: torch.Tensor
+
+    def __init__(self, expert_parallel: int, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        sizes: dict[str, Any] = {"num_experts": EXPERTS, "ep_size": expert_parallel, "min_capacity": 0}
+        self.first = MoE(WIDTH, Expert(), k=1, noisy_gate_policy="Jitter", **(sizes | options))
+        self.second = MoE(WIDTH, Expert(), k=2, **(sizes | options))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("drift", torch.zeros(WIDTH))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
+        hidden, balance = self.embed(tokens) + self.drift.to(self.embed.weight.dtype), 0.0
+        for layer in (self.first, self.second):
+            routed, layer_balance, _ = layer(hidden)
+            hidden, balance = hidden + self.dropout(routed), balance + layer_balance
+        if self.training:
+            with torch.no_grad():
+                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
+        loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
+        return (loss + 0.01 * balance) * loss_factor
+
+
+def resume(expert_parallel: int, stage: int, precision: str = "fp32", skip: int = 0, **options: Any) -> None:
+    """Bitwise as without a stop, evaluations in between included; every element of every expert is someone's."""
+    config = configuration(stage, precision)
+    result = check_resume(lambda: DeepSpeedJob(initialize(TinyMoE(expert_parallel, **options), config)), skip)
+    assert len(result["evaluations"]) == AFTER
+    assert skipped_steps(result) == (1 if precision == "fp16" else 0)
+    shards: list[Any] = [None, None]
+    torch.distributed.all_gather_object(shards, result["description"])
+    check_names(shards, expert_parallel, stage)
+
+
+def check_names(shards: list[Any], expert_parallel: int, stage: int) -> None:
+    tensors = [shard["tensors"] for shard in shards]
+    for layer in LAYERS:
+        for index in range(EXPERTS):
+            owner = index * expert_parallel // EXPERTS  # where experts are shared out, one rank has each
+            holders = [owner] if expert_parallel == 2 else [0, 1]
+            prefix = f"{layer}.{PREFIX}.{index}."
+            for name in ("up.weight", "up.bias", "down.weight", "down.bias", "scale", "seen"):
+                pieces = {
+                    rank: (found[prefix + name]["offset"], found[prefix + name]["numel"])
+                    for rank, found in enumerate(tensors)
+                    if prefix + name in found
+                }
+                whole = torch.Size(next(tensors[rank][prefix + name]["shape"] for rank in pieces)).numel()
+                if stage == 0 or expert_parallel == 2 or name in ("scale", "seen"):
+                    assert pieces == dict.fromkeys(holders, (0, whole))
+                else:
+                    assert sum(numel for _, numel in pieces.values()) == whole
+            for rank, shard in enumerate(shards):
+                assert (prefix + "scale" in shard["module"]["frozen"]) == (rank in holders)
+
+
+def names_are_those_of_the_experts_that_tokens_go_to() -> None:
+    """A token sent to expert 2 is rank 1's expert 0: that is the one that moves, and the one called 2."""
+    seed(1)
+    engine = initialize(TinyMoE(2), configuration(0, "fp32", 1))
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for layer in (engine.module.first, engine.module.second):
+            layer.deepspeed_moe.gate.wg.weight.zero_()
+    wanted = 2
+    job = DeepSpeedJob(engine)
+    before = {name: one.parameter.values.clone() for name, one in job.adapter.shard().operators.items()}
+    gate = engine.module.first.deepspeed_moe.gate
+    forward = gate.forward
+
+    def to_the_wanted(*args: Any, **kwargs: Any) -> Any:
+        balance, capacity, experts, indices, locations, weights, counts = forward(*args, **kwargs)
+        return balance, capacity, experts, torch.full_like(indices, wanted), locations, weights, counts
+
+    gate.forward = to_the_wanted
+    for parameter_group in engine.optimizer.param_groups:
+        parameter_group["weight_decay"] = 0.0
+    job.train_step(0)
+    moved = {
+        name
+        for name, one in job.adapter.shard().operators.items()
+        if name.startswith(f"first.{PREFIX}") and not torch.equal(one.parameter.values, before[name])
+    }
+    compiled: Any = torch.compile(engine.module)  # lazily: nothing is compiled here
+    names = set(parameter_names(engine.module, expert_names(engine.module)).values())
+    assert set(parameter_names(compiled, expert_names(compiled)).values()) == names >= moved
+    own = engine.module.first.deepspeed_moe.experts.deepspeed_experts[0]
+    assert {name.split(".")[4] for name in moved} == ({str(wanted)} if rank == 1 else set())
+    if rank == 1:
+        values = job.adapter.shard().operators[f"first.{PREFIX}.{wanted}.up.weight"].parameter.values
+        assert values.data_ptr() == own.up.weight.data_ptr()
+
+
+class Counting(Recorder):
+    """Tells the counts what it is told, as who watches a run does."""
+
+    def __init__(self, counts: HookedTokenCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().on_forward(args, kwargs)
+        self._counts.begin_forward()
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        self._counts.end_iteration(iteration, applied)
+        super().after_step(iteration, applied)
+
+
+def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> None:
+    """Of applied steps alone; evaluations and rehearsals in between are not seen."""
+    seed(1)
+    engine = initialize(TinyMoE(expert_parallel), configuration(1, precision))
+    job, counts = DeepSpeedJob(engine), token_counts(engine)
+    recorder = Counting(counts)
+    job.adapter.attach(recorder)
+    routed: list[list[int]] = []  # what the gates said in the iteration that is under way, layer after layer
+    for layer in (engine.module.first, engine.module.second):
+        layer.deepspeed_moe.register_forward_hook(lambda one, *_: routed.append(one.exp_counts.tolist()))
+    told, expected, kept = [], [], []
+
+    def elsewhere(iteration: int) -> None:
+        kept.append(list(routed))
+        assert recorder.inputs is not None
+        with job.adapter.evaluation():
+            job.adapter.evaluate(*recorder.inputs)
+        with job.adapter.rehearsing():
+            job.adapter.training_loss(*recorder.inputs)
+        routed.clear()
+
+    recorder.at_step_end = elsewhere
+    for step in range(4):
+        run(job, step, 1)
+        both: list[Any] = [None, None]
+        torch.distributed.all_gather_object(both, kept.pop())
+        if recorder.steps()[-1][1]:
+            expected.append(
+                (step + 1, numpy.sum([numpy.reshape(one, (-1, len(LAYERS), EXPERTS)) for one in both], (0, 1)))
+            )
+        if step == 1:
+            told += counts.take()
+    told += counts.take()
+    assert [one.iteration for one in told] == [iteration for iteration, _ in expected]
+    tokens = 2 * engine.gradient_accumulation_steps() * BATCH * LENGTH
+    for one, (_, sums) in zip(told, expected, strict=True):
+        assert numpy.array_equal(numpy.stack(one.routed.tokens), sums)
+        assert sums.sum(1).tolist() == [tokens, 2 * tokens]  # top-1 and top-2
+    assert len(told) == (3 if precision == "fp16" else 4)
+
+    names = parameter_names(engine.module, expert_names(engine.module)).values()
+    ranks = ExpertParallel(expert_parallel, job.adapter.rank % expert_parallel)
+    operators = operators_of(names, DEEPSPEED, ranks)
+    assert operators.layer_names == counts.layer_names == LAYERS
+    layers = operators.layers(dict.fromkeys(names, 1))
+    unsaved, popularity = UnsavedTokens(layers), HardCount(layers)
+    for one in told:
+        unsaved.observe(one.routed.tokens)
+        popularity.observe(one.routed)
+    total = sum(sums for _, sums in expected)
+    assert numpy.array_equal(numpy.stack(unsaved.tokens), total)
+    assert numpy.array_equal(numpy.stack(popularity.scores), total)
+    counts.remove()
+
+
+def refused(engine: Any, culprit: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=culprit):
+        adapt(engine)
+
+
+def refusals() -> None:
+    refused(initialize(TinyMoE(1, enable_expert_tensor_parallelism=True), configuration(0, "fp32")), "expert_tensor")
+    tutel = initialize(TinyMoE(1), configuration(0, "fp32"))
+    tutel.module.first.deepspeed_moe.use_tutel = True  # as where that package is installed
+    refused(tutel, "use_tutel")
+    stray = initialize(TinyMoE(1), configuration(0, "fp32"))
+    stray.module.embed.weight.allreduce = False
+    refused(stray, r"allreduce=False\) outside")
+    automatic = initialize(TinyMoE(1), configuration(0, "fp32"))
+    automatic._config.expert_parallel_config = SimpleNamespace(enabled=True)
+    refused(automatic, "AutoEP")
+    parallel = initialize(TinyMoE(1), configuration(0, "fp32"))
+    parallel.mp_world_size = 2
+    refused(parallel, "MoE layers with tensor parallelism")
+    with pytest.raises(AssertionError, match="not supported with ZeRO Stage 3"):
+        initialize(TinyMoE(1), configuration(3, "fp32"))
+
+
+Case = Callable[[], Any]
+MIXTURES: dict[str, Case] = {
+    f"ep{expert_parallel}-zero{stage}": partial(resume, expert_parallel, stage)
+    for expert_parallel in (1, 2)
+    for stage in range(3)
+}
+MIXTURES |= {
+    "ep1-zero0-bf16": partial(resume, 1, 0, "bf16"),
+    "ep2-zero0-bf16": partial(resume, 2, 0, "bf16"),
+    "ep2-zero0-fp16": partial(resume, 2, 0, "fp16"),
+    "ep1-zero1-fp16": partial(resume, 1, 1, "fp16"),
+    "ep2-zero1-bf16": partial(resume, 2, 1, "bf16"),
+    "ep2-zero1-bf16-fp32grad": partial(resume, 2, 1, "bf16-fp32grad"),
+    "ep1-zero2-bf16": partial(resume, 1, 2, "bf16"),
+    "ep2-zero2-fp16": partial(resume, 2, 2, "fp16"),
+    "ep2-zero1-residual": partial(resume, 2, 1, use_residual=True),
+    "ep2-zero0-keeping-tokens": partial(resume, 2, 0, drop_tokens=False),
+    "ep2-zero1-skip-ahead": partial(resume, 2, 1, skip=3),
+    "early-state-ep2-zero1": partial(early_state, 1, "bf16", "adamw", partial(TinyMoE, 2)),
+    "evaluation-ep2-zero0": partial(evaluation_leaves_no_trace, 0, partial(TinyMoE, 2)),
+    "evaluation-ep1-zero2": partial(evaluation_leaves_no_trace, 2, partial(TinyMoE, 1)),
+    "own-checkpoints-ep2-zero1": partial(own_checkpoints, 1, partial(TinyMoE, 2)),
+    "tokens-ep1": partial(tokens_are_counted_over_all_ranks, 1, "fp32"),
+    "tokens-ep2-fp16": partial(tokens_are_counted_over_all_ranks, 2, "fp16"),
+    "names": names_are_those_of_the_experts_that_tokens_go_to,
+    "refusals": refusals,
+}

@@ -1,0 +1,100 @@
+"""DeepSpeed MoE models: a rank killed, and the job brought back with every expert."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
+from cpsr.journal import JournalReader
+from tests.recovery.engines import EXPERTS
+from tests.recovery.job import INTERVAL, OF_THE_START, RANKS, Job
+
+CHECKPOINT, FAILURE = 20, 22
+SIGKILLED = -9
+EXPERT = "experts.deepspeed_moe.experts.deepspeed_experts"
+
+# ranks that share the experts, all ranks, ZeRO stage, where rank 1 dies -> the checkpoint that the next life restores.
+KILLS: dict[tuple[int, int, int, str], int] = {
+    (1, 2, 2, f"step:1:{FAILURE}"): CHECKPOINT,
+    (2, 2, 2, f"step:1:{FAILURE}"): CHECKPOINT,
+    # Two pairs of ranks share them, and each is split over a rank of either.
+    (2, 4, 1, f"step:1:{FAILURE}"): CHECKPOINT,
+    # Its experts are in no file yet: what the other rank wrote is no checkpoint.
+    (2, 2, 0, f"persist:1:{CHECKPOINT}"): CHECKPOINT - INTERVAL,
+}
+
+
+def losses(run_dir: Path) -> list[tuple[int, float | None]]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [(step.iteration, step.loss) for step in journal.losses()]
+
+
+def elements(run_dir: Path, iteration: int) -> dict[str, tuple[int, list[tuple[int, int]]]]:
+    """Operator -> elements of the whole, and the slices that the checkpoint's ranks have saved of it."""
+    directory = run_dir / "checkpoints" / step_name(iteration)
+    manifest = read_manifest(directory)
+    found: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    for rank in range(manifest.world_size):
+        for name, record in read_rank_manifest(directory, manifest, rank).operators.items():
+            _, slices = found.setdefault(name, (math.prod(record.global_shape), []))
+            slices.append((record.offset, record.numel))
+    return found
+
+
+@pytest.mark.parametrize(("expert_parallel", "ranks", "zero", "fault"), KILLS)
+def test_exact_is_bitwise(job: Job, tmp_path: Path, expert_parallel: int, ranks: int, zero: int, fault: str) -> None:
+    options: dict[str, Any] = {"expert_parallel": expert_parallel, "ranks": ranks, "zero": zero}
+    restored = KILLS[expert_parallel, ranks, zero, fault]
+    killed = job.launch(fault=fault, committed=restored, **options)
+    assert killed.statuses[1] == SIGKILLED, killed.output
+    saved = elements(job.run_dir, restored)
+    experts = {name for name in saved if name.startswith(EXPERT) and name.endswith(".0.weight")}
+    assert experts == {f"{EXPERT}.{index}.0.weight" for index in range(EXPERTS)}
+    for total, slices in map(saved.__getitem__, experts):
+        assert sum(numel for _, numel in slices) == total
+
+    back = job.launch(**options)
+    assert back.statuses == [0] * ranks, back.output[0][-3000:]
+    uninterrupted = Job(tmp_path / "uninterrupted")
+    reference = uninterrupted.launch(**options)
+    for rank in range(ranks):
+        mine, exact = back.result(rank), reference.result(rank)
+        assert (mine["started"]["iteration"], mine["started"]["method"]) == (restored, "exact")
+        assert mine["batches"] == exact["batches"][restored:]
+        assert {**mine, **OF_THE_START} == {**exact, **OF_THE_START}
+    assert losses(job.run_dir) == losses(uninterrupted.run_dir)
+    assert len(losses(job.run_dir)) == exact["iteration"]
+
+
+def test_experts_shared_by_other_ranks_are_refused(job: Job) -> None:
+    """The same names and shapes over all ranks, but not the same ones on each."""
+    assert job.launch(expert_parallel=2, zero=0, iterations=INTERVAL).statuses == [0, 0]
+    refused = job.launch(expert_parallel=1, zero=0)
+    assert 0 not in refused.statuses
+    assert "another split over ranks" in refused.output[0]
+    assert f"param/{EXPERT}." in refused.output[0]
+
+
+def test_replicas_are_predicted_alike(job: Job) -> None:
+    """Each rank predicts its own experts; what both hold stays the same on both."""
+    options: dict[str, Any] = {"expert_parallel": 2, "zero": 0}
+    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **options)
+    assert killed.statuses[1] == SIGKILLED, killed.output
+    back = job.launch(mode="predict", began=True, **options)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    began = []
+    for rank in range(RANKS):
+        assert (back.result(rank)["started"]["iteration"], back.result(rank)["started"]["method"]) == (FAILURE, "vitp")
+        began.append(load_file(job.directory / f"life-2.{rank}.safetensors"))
+    shared = began[0].keys() & began[1].keys()
+    assert {name for name in began[0] if name not in shared} == {
+        f"{EXPERT}.{index}.{layer}.{kind}"
+        for index in range(EXPERTS // RANKS)
+        for layer in (0, 2)
+        for kind in ("weight", "bias")
+    }
+    assert all(began[0][name].equal(began[1][name]) for name in shared)

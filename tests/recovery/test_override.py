@@ -1,0 +1,82 @@
+"""An override of the interval reaches a running job, holds, and ends by itself."""
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cpsr import CPSRRecovery
+from cpsr.journal import JournalReader, PlanOverride, PlanRow, override_plan
+from tests.recovery.job import INTERVAL, Job
+from tests.recovery.test_faults import Loop, config, loader
+
+WAIT_SECONDS = 60.0
+EXPIRY_SECONDS = 5.0  # longer than it takes to be heard of, also on a busy machine
+PIN = 19  # in so many iterations even a busy disk has written a checkpoint
+
+
+def pin(run_dir: Path, interval: int, seconds: float) -> None:
+    override_plan(
+        run_dir,
+        PlanOverride(
+            interval_min_iterations=interval,
+            interval_max_iterations=interval,
+            reason="repairs",
+            expires_unix_seconds=time.time() + seconds,
+        ),
+    )
+
+
+def read(run_dir: Path) -> tuple[list[PlanRow], list[int], list[str]]:
+    """Plans, checkpoints that were due (steps this short may outrun the disk), and kinds of events."""
+    with JournalReader(run_dir / "journal.db") as journal:
+        due = sorted(row.iteration for row in journal.checkpoints())
+        return journal.plans(), due, [event.kind for event in journal.events()]
+
+
+def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path: Path) -> None:
+    loop, changes = Loop(), list[tuple[int, str, int]]()
+    planned: dict[str, Any] = {"mtbf_hours": 1e-4, "interval_min_iterations": 3, "interval_max_iterations": 60}
+    settings = config(tmp_path, checkpoint={"interval_iterations": None}, planner=planned)
+    deadline = time.monotonic() + WAIT_SECONDS
+    with CPSRRecovery(loop.adapter, settings) as recovery:
+        for x, y in recovery.resume(loader(), repeat=True):
+            loop.step(loop.model(x, y))
+            time.sleep(0.005)
+            held = (recovery.plan.origin, recovery.plan.interval_iterations)
+            if not changes or changes[-1][1:] != held:
+                changes.append((recovery.iteration, *held))
+            origins = [origin for _, origin, _ in changes]
+            if recovery.iteration == 60:
+                pin(tmp_path, PIN, EXPIRY_SECONDS)
+            if time.monotonic() > deadline or ("override" in origins and origins[-1] != "override"):
+                break
+    plans, due, kinds = read(tmp_path)
+    taken, *later = [plan for plan in plans if plan.origin == "override"]  # it is planned again where a phase ends
+    after = plans[plans.index(later[-1] if later else taken) + 1]
+    assert (taken.interval_iterations, taken.explanation["override"]["reason"]) == (PIN, "repairs")
+    assert taken.explanation["bounds"]["interval_min_iterations"] == PIN
+    assert after.origin == "cpsr"
+    assert "override" not in after.explanation
+    assert after.explanation["bounds"]["interval_min_iterations"] == 3
+    held_until = plans[plans.index(taken) + 1].from_iteration
+    under = [at for at in due if taken.from_iteration + PIN < at < held_until]
+    assert len(under) > 1
+    assert {second - first for first, second in pairwise(under)} == {PIN}
+    assert [kind for kind in kinds if kind.startswith("override")] == ["override", "override ended"]
+    assert "planning ended" not in kinds
+
+
+def test_two_ranks_take_it_up_together_also_where_the_interval_is_fixed(job: Job) -> None:
+    before = job.launch(iterations=12)
+    assert before.statuses == [0, 0], before.output[0][-3000:]
+    pin(job.run_dir, PIN, 600.0)
+    ended = job.launch(iterations=200)
+    assert ended.statuses == [0, 0], ended.output[0][-3000:]
+    plans, due, kinds = read(job.run_dir)
+    assert [plan.origin for plan in plans] == ["fixed", "fixed", "override"]
+    assert (plans[-2].interval_iterations, plans[-1].interval_iterations) == (INTERVAL, PIN)
+    under = [at for at in due[:-1] if at > plans[-1].from_iteration + PIN]  # the last is at the end of the run
+    assert len(under) > 1
+    assert {second - first for first, second in pairwise(under)} == {PIN}
+    assert "checkpoint failed" not in kinds
