@@ -12,6 +12,7 @@
     │   └── SaveError                a save failed or was skipped; training goes on
     ├── RecoveryError            no source of state can be restored
     ├── TargetError              the target of copies cannot be read or written now
+    ├── ServiceError             the HTTP service cannot be reached, or refuses
     └── JournalError             the journal cannot be read or has a newer schema
         └── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
 
@@ -29,6 +30,7 @@ __all__ = [
     "ResourceError",
     "RunMismatchError",
     "SaveError",
+    "ServiceError",
     "TargetError",
     "UnsupportedEngineError",
 ]
@@ -72,6 +74,21 @@ class RecoveryError(CPSRError):
 
 class TargetError(CPSRError):
     """The target of checkpoint copies cannot be read or written now; the run directory is not affected."""
+
+
+class ServiceError(CPSRError):
+    """The HTTP service cannot be reached, or refuses what it was asked.
+
+    Args:
+        message: what happened and what to do.
+        code: the service's own word for a refusal; empty where it did not answer.
+        status: of its answer; None where it did not answer.
+    """
+
+    def __init__(self, message: str, code: str = "", status: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.status = status
 
 
 class JournalError(CPSRError):

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.fitter.phases import Phase
 from cpsr.group import Group
 from cpsr.journal import (
+    BacktestRow,
     CheckpointRow,
     EventFile,
     EventRow,
@@ -63,12 +64,15 @@ class Recorder:
         group: the ranks; opening is a collective.
         mode: the configured recovery mode.
         after_life: newest life known from elsewhere; this one's number is larger.
+        full_steps: how many of the newest steps are not thinned out; None for all.
 
     Raises:
         JournalError: the journal cannot be used; every rank raises it.
     """
 
-    def __init__(self, run_dir: Path, group: Group, mode: str, after_life: int = -1) -> None:
+    def __init__(
+        self, run_dir: Path, group: Group, mode: str, after_life: int = -1, full_steps: int | None = None
+    ) -> None:
         self._rank = group.rank
         self._directory = run_dir / "events"
         self._journal: Journal | None = None
@@ -76,7 +80,7 @@ class Recorder:
         refusal, life = None, 0
         if group.rank == 0:
             try:
-                self._journal = _open_journal(run_dir / "journal.db")
+                self._journal = _open_journal(run_dir / "journal.db", full_steps)
                 life = self._journal.start_life(mode, after_life)
             except JournalError as error:
                 refusal = str(error)
@@ -133,6 +137,11 @@ class Recorder:
         """Record a curve as it was fitted (rank 0)."""
         if self._journal is not None:
             self._journal.record_fit(FitRow(life=self.life, iteration=iteration, kind=kind, result=result))
+
+    def backtests(self, accuracy: Sequence[Mapping[str, Any]]) -> None:
+        """Record what the predictor knows of its own accuracy; what is recorded already stays as it is (rank 0)."""
+        if self._journal is not None and accuracy:
+            self._journal.record_backtests([_backtest(self.life, one) for one in accuracy])
 
     def outcome(self, outcome: SaveOutcome, origin: Literal["trained", "predicted"]) -> None:
         """Surface how a save ended: a line in the log where it did not end well, a row in the journal."""
@@ -266,14 +275,19 @@ class Recorder:
             self._events.close()
 
 
-def _open_journal(path: Path) -> Journal:
+def _backtest(life: int, one: Mapping[str, Any]) -> BacktestRow:
+    result = {name: value for name, value in one.items() if name not in ("iteration", "checkpoints")}
+    return BacktestRow(life=life, iteration=one["iteration"], checkpoints=one["checkpoints"], result=result)
+
+
+def _open_journal(path: Path, full_steps: int | None) -> Journal:
     """Open the journal; a damaged one is set aside, because a restart must not wait for somebody to repair it."""
     try:
-        return Journal.open(path)
+        return Journal.open(path, full_steps)
     except JournalDamagedError as error:
         suffix = f".damaged-{int(time.time())}"
         for part in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
         logger.error("%s; it was set aside as %s and a new journal begins", error, path.name + suffix)
-        return Journal.open(path)
+        return Journal.open(path, full_steps)

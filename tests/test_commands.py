@@ -1,3 +1,4 @@
+import dataclasses
 import sqlite3
 import subprocess
 import sys
@@ -5,9 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpsr.errors import JournalError
-from cpsr.journal import Journal, ReportedFailure, report_failure, reported_failures
+from cpsr.journal import (
+    Journal,
+    PlanOverride,
+    ReportedFailure,
+    commands,
+    latest_override,
+    override_plan,
+    report_failure,
+    reported_failures,
+)
 from cpsr.journal.commands import COMMANDS_FILE
 
 
@@ -80,3 +92,61 @@ def test_a_foreign_newer_or_torn_file_is_refused_and_left_alone(run_dir: Path) -
     with pytest.raises(JournalError, match="no SQLite file"):
         reported_failures(run_dir)
     assert path.read_bytes() == b"x" * 4096
+
+
+def override(low: int | None, high: int | None, reason: str = "x") -> PlanOverride:
+    return PlanOverride(
+        interval_min_iterations=low,
+        interval_max_iterations=high,
+        reason=reason,
+        expires_unix_seconds=10.0,
+        created_unix_seconds=5.0,
+    )
+
+
+def test_the_newest_override_is_the_one(run_dir: Path) -> None:
+    assert latest_override(run_dir) is None
+    for place, one in enumerate((override(5, 5), override(None, 9, "ümlaut; 'quotes'"), override(None, None)), start=1):
+        assert override_plan(run_dir, one) == place
+        assert latest_override(run_dir) == dataclasses.replace(one, id=place)
+    assert override(None, None).withdrawn
+    assert (override(5, 5).pinned, override(5, None).pinned, override(None, None).pinned) == (True, False, False)
+    assert (override(5, 5).holds(9.9), override(5, 5).holds(10.0), override(None, None).holds(1.0)) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_a_file_of_version_1_is_read_and_gets_what_it_lacks(run_dir: Path) -> None:
+    connection = sqlite3.connect(run_dir / COMMANDS_FILE, isolation_level=None)
+    connection.execute(commands._TABLES[1])
+    connection.execute(f"PRAGMA application_id={commands.APPLICATION_ID}")
+    connection.execute("PRAGMA user_version=1")
+    connection.execute("INSERT INTO reported_failures VALUES (1, 'two GPUs', 5.0, 6.0)")
+    connection.close()
+    assert (reported_failures(run_dir), latest_override(run_dir)) == ([failure()], None)
+    override_plan(run_dir, override(5, 5))
+    report_failure(run_dir, failure("later"))
+    assert latest_override(run_dir) == dataclasses.replace(override(5, 5), id=1)
+    assert [one.description for one in reported_failures(run_dir)] == ["two GPUs", "later"]
+
+
+BOUND = st.none() | st.integers(1, 1000)
+
+
+@given(BOUND, BOUND, st.integers(1, 1000), st.integers(0, 1000))
+def test_what_is_left_of_bounds_lies_in_both_or_at_the_nearest_end(
+    low: int | None, high: int | None, minimum: int, span: int
+) -> None:
+    if low is not None and high is not None:
+        low, high = min(low, high), max(low, high)
+    maximum = minimum + span
+    least, most = override(low, high).within(minimum, maximum)
+    assert minimum <= least <= most <= maximum
+    wanted = [at for at in range(minimum, maximum + 1) if (low or 1) <= at <= (high or maximum)]
+    if wanted:
+        assert (least, most) == (wanted[0], wanted[-1])
+    else:
+        assert least == most
+        assert least in (minimum, maximum)

@@ -5,24 +5,42 @@ A file of its own: the journal has one writer, and that is the job.
 
 import sqlite3
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cpsr.errors import JournalError
 from cpsr.journal.schema import filesystem_of, is_network, unreadable
 
-__all__ = ["COMMANDS_FILE", "ReportedFailure", "report_failure", "reported_failures"]
+__all__ = [
+    "COMMANDS_FILE",
+    "ReportedFailure",
+    "read_commands",
+    "report_failure",
+    "reported_failures",
+    "write_command",
+]
 
 COMMANDS_FILE = "commands.db"
 APPLICATION_ID = int.from_bytes(b"CPSc", "big")
-SCHEMA_VERSION = 1
 BUSY_SECONDS = 5.0
-_TABLES = """
+# What each version brought; a new file gets everything.
+_TABLES = {
+    1: """
 CREATE TABLE reported_failures (
     id INTEGER PRIMARY KEY, description TEXT NOT NULL, failed_unix_seconds REAL NOT NULL,
     created_unix_seconds REAL NOT NULL)
-"""
+""",
+    2: """
+CREATE TABLE overrides (
+    id INTEGER PRIMARY KEY, interval_min_iterations INTEGER CHECK (interval_min_iterations >= 1),
+    interval_max_iterations INTEGER CHECK (interval_max_iterations >= 1), reason TEXT NOT NULL,
+    expires_unix_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL)
+""",
+}
+SCHEMA_VERSION = max(_TABLES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,29 +64,59 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
     Raises:
         JournalError: there is no run here, or the file cannot be written.
     """
+    values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
+    columns = "description, failed_unix_seconds, created_unix_seconds"
+    write_command(run_dir, f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)", values)  # noqa: S608
+
+
+def reported_failures(run_dir: Path) -> list[ReportedFailure]:
+    """All that were reported, in their order; none where nobody has reported any.
+
+    Raises:
+        JournalError: the file cannot be read.
+    """
+    statement = "SELECT description, failed_unix_seconds, created_unix_seconds FROM reported_failures ORDER BY id"
+    return [
+        ReportedFailure(description=what, failed_unix_seconds=when, created_unix_seconds=told)
+        for what, when, told in read_commands(run_dir, statement, since_version=1)
+    ]
+
+
+def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
+    """Insert one row and return its id; it is durable then. A file of an older version gets the tables that it lacks.
+
+    Raises:
+        JournalError: there is no run here, or the file cannot be written.
+    """
     if not (run_dir / "journal.db").is_file():
         raise JournalError(f"there is no run in {run_dir} (no journal.db); nothing was written")
     path = run_dir / COMMANDS_FILE
-    values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.execute(f"PRAGMA journal_mode={'delete' if is_network(filesystem_of(path)) else 'wal'}")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
-            if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-                connection.execute(_TABLES)
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             _check(connection, path)
-            columns = "description, failed_unix_seconds, created_unix_seconds"
-            connection.execute(f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)", values)  # noqa: S608
+            for added in range(version + 1, SCHEMA_VERSION + 1):
+                connection.execute(_TABLES[added])
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            row = connection.execute(statement, values).lastrowid
             connection.execute("COMMIT")
     except sqlite3.Error as error:
         raise unreadable(path, error) from error
+    return int(row or 0)
 
 
-def reported_failures(run_dir: Path) -> list[ReportedFailure]:
-    """All that were reported, in their order; none where nobody has reported any.
+def read_commands(run_dir: Path, statement: str, since_version: int) -> list[tuple[Any, ...]]:
+    """What a query finds; nothing where nobody has said anything of this kind.
+
+    Args:
+        run_dir: of the run.
+        statement: the query.
+        since_version: that brought its table.
 
     Raises:
         JournalError: the file cannot be read.
@@ -78,14 +126,11 @@ def reported_failures(run_dir: Path) -> list[ReportedFailure]:
         return []
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as reader:
-            if reader.execute("PRAGMA user_version").fetchone()[0] == 0:
+            (version,) = reader.execute("PRAGMA user_version").fetchone()
+            if version == 0:
                 return []  # somebody is about to write the first, or was killed before it was written
             _check(reader, path)
-            statement = "SELECT description, failed_unix_seconds, created_unix_seconds FROM reported_failures"
-            return [
-                ReportedFailure(description=what, failed_unix_seconds=when, created_unix_seconds=told)
-                for what, when, told in reader.execute(f"{statement} ORDER BY id")
-            ]
+            return reader.execute(statement).fetchall() if version >= since_version else []
     except sqlite3.Error as error:
         raise unreadable(path, error) from error
 

@@ -11,10 +11,11 @@ from cpsr.planner.choice import Rule
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs
 from cpsr.planner.ranks import Optimum
+from cpsr.planner.recovery_curve import LagCurve
 from cpsr.planner.rivals import Rival
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 
-__all__ = ["explain", "explain_ranks"]
+__all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
 
 RULES = {
     "cpsr": "least expected cost: stalls per second + failures_per_second * mean recovery",
@@ -38,6 +39,9 @@ INPUT_FIELDS = (
     "watch_iterations",
     "lead_after_iterations",
 )
+
+# The coefficients of a lag curve, so that a plan can be made again from its explanation.
+RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
 
 
 def explain(
@@ -101,6 +105,8 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
     figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
     figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
+    if isinstance(job.recovery, LagCurve):
+        figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
     if job.phase is not None:
         figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}
     return figures

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy
+
 from cpsr.config import CPSRConfig
 from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
@@ -22,6 +24,8 @@ FitKind = Literal["loss", "predictor", "failure_rate"]
 SAME_FAILURE_SECONDS = 600.0
 # Recent losses tell more of the next phase than old ones, and a million of them would be seconds of work.
 LOSSES_MAX = 20_000
+# Of a fitted loss, for whoever draws it: a falling curve needs no more, and a fit stays a few kilobytes.
+CURVE_POINTS = 65
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Curves:
         """What the journal keeps: a kind and its result, for every curve that there is."""
         yield "failure_rate", self.failures.to_dict()
         if self.loss is not None:
-            yield "loss", self.loss.to_dict()
+            yield "loss", self.loss.to_dict() | {"curve": _drawn(self.loss)}
         if self.predictor is not None:
             yield "predictor", self.predictor.to_dict()
 
@@ -99,6 +103,14 @@ def fit_curves(
 def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
     """What is known before the journal was read."""
     return Curves(iteration, FailureRate(config.planner.mtbf_hours, config.planner.mtbf_prior_failures))
+
+
+def _drawn(fit: LossFit) -> dict[str, list[float]]:
+    """The curve and the band of single losses, from the first loss to as far ahead as it was judged by."""
+    places = numpy.linspace(fit.first_iteration, fit.last_iteration + fit.held_out_iterations, CURVE_POINTS).round()
+    low, high = fit.band(places)
+    drawn = {"iterations": places, "loss_nats": fit.at(places), "low_nats": low, "high_nats": high}
+    return {name: values.tolist() for name, values in drawn.items()}
 
 
 def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureRate:

@@ -12,13 +12,14 @@ from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
 from cpsr.fitter.phases import Phase, PhaseDetector
-from cpsr.journal import JournalReader, reported_failures
+from cpsr.journal import JournalReader, PlanOverride, reported_failures
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PlannerInputs
 from cpsr.planner.plan import Plan, fixed_plan, make_plan
 from cpsr.planner.recovery_curve import LagCurve
 from cpsr.planning.curves import Curves, fit_curves, prior_curves
 from cpsr.planning.inputs import Situation, planner_inputs, unmeasured_inputs
+from cpsr.planning.overrides import OverrideWatch, bounded, overridden, pinned_plan, said_of
 from cpsr.planning.predictable import Predictable, predictable
 from cpsr.planning.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
 from cpsr.planning.recovery_cost import INTERVALS_ITERATIONS, expected_lags
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "cpsr-planner"
 CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file system that hangs
 FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
+# How soon an override is heard: a query of a small file, about a millisecond; where there is none, the look for it.
+OVERRIDE_LOOK_SECONDS = 1.0
 REPLAN_FRACTION = 0.1  # smaller changes are noise of the measurement; the cost is flat around its optimum
 
 
@@ -46,6 +49,9 @@ class JobPlanner:
 
     Phases follow the mean second moment of all ranks. Of the newest checkpoint rank 0 knows its own mean only, and
     takes it times what the mean of all was to its own in the last one that it has read.
+
+    What people say of the interval (`cpsr.journal.overrides`) is heard within a second, and proposed at once where the
+    run has measured its first checkpoint, or has a fixed interval; when it expires, a plan without it is.
 
     Args:
         config: of the run.
@@ -81,6 +87,8 @@ class JobPlanner:
         self._heard_iteration: int | None = None  # when they were read
         self._share: float | None = None  # second moment of all ranks over this one's; None until they were read
         self._proposal: Plan | None = None
+        self._override: PlanOverride | None = None  # that holds
+        self._heeded: PlanOverride | None = None  # that the newest proposal was made under
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -184,12 +192,18 @@ class JobPlanner:
                 logger.warning("the planner's thread did not end within %g s; it is left behind", CLOSE_SECONDS)
 
     def _run(self, run_dir: Path, world_size: int, recorder: Recorder) -> None:
+        overrides = OverrideWatch(run_dir)
         try:
-            while self._wake.wait():
+            while True:
+                woken = self._wake.wait(OVERRIDE_LOOK_SECONDS)
                 self._wake.clear()
                 if self._closing.is_set():  # looked at after clearing, or an end in between would be missed
                     return
-                self._look(run_dir, world_size, recorder)
+                self._override = overrides.now()
+                if woken:
+                    self._look(run_dir, world_size, recorder)
+                if self._override != self._heeded:
+                    self._heed(world_size, recorder)
         except Exception as error:
             self._failure = (
                 f"the planner stopped for the rest of this life ({type(error).__name__}: {error}); the interval that "
@@ -214,7 +228,28 @@ class JobPlanner:
         if ended or not self._fitted:
             self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, recorder)
         if self._config.checkpoint.interval_iterations is None:
-            self._propose(situation, (own, *self._others), world_size, phase_ended=bool(ended))
+            anew = bool(ended) or self._override != self._heeded
+            self._propose(situation, (own, *self._others), world_size, recorder, anew)
+
+    def _heed(self, world_size: int, recorder: Recorder) -> None:
+        """Plan anew, because what people say of the interval has changed; later where nothing is measured yet."""
+        override, fixed = self._override, self._config.checkpoint.interval_iterations
+        with self._lock:
+            situation, own = self._situation, self._times.costs()
+        if fixed is not None:
+            plan = fixed_plan(fixed) if override is None else pinned_plan(fixed_plan(fixed), override)
+            with self._lock:
+                self._proposal = plan
+            self._note_heeded(recorder, situation)
+        elif situation is not None and own is not None:
+            self._propose(situation, (own, *self._others), world_size, recorder, anew=True)
+
+    def _note_heeded(self, recorder: Recorder, situation: Situation | None) -> None:
+        """The newest proposal was made under the override that holds."""
+        if self._override != self._heeded:
+            self._heeded = self._override
+            kind = "override ended" if self._override is None else "override"
+            recorder.event(kind, said_of(self._override), None if situation is None else situation.schedule.iteration)
 
     def _hear(self, iteration: int, run_dir: Path, world_size: int) -> None:
         """Read what all ranks said in the newest checkpoint: at first, and then as often as a phase can end.
@@ -251,11 +286,13 @@ class JobPlanner:
         lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
         span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
         recorder.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
+        accuracy = self._accuracy()
+        recorder.backtests(accuracy)
         try:
             reported = reported_failures(run_dir)
             with JournalReader(run_dir / "journal.db") as reader:
                 iteration = situation.schedule.iteration
-                curves = fit_curves(reader, self._accuracy(), iteration, span, self._config, reported)
+                curves = fit_curves(reader, accuracy, iteration, span, self._config, reported)
         except JournalError as error:
             logger.warning("the curves are not fitted anew, the earlier ones hold: %s", error)
             return False
@@ -267,21 +304,26 @@ class JobPlanner:
             recorder.event("not fitted", f"no curve: {'; '.join(curves.missing)}", curves.iteration)
         return True
 
-    def _propose(self, situation: Situation, costs: Sequence[RankCosts], world_size: int, phase_ended: bool) -> None:
+    def _propose(
+        self, situation: Situation, costs: Sequence[RankCosts], world_size: int, recorder: Recorder, anew: bool
+    ) -> None:
         planner = self._config.planner
         curve, longest = self._lags(situation, self._curves)
         told = len(costs) == world_size  # or an interval for each would leave ranks without one
+        limits = self._limits(longest)
         plan = make_plan(
             [self._inputs(situation, one, curve) for one in costs],
-            self._limits(longest),
+            bounded(limits, self._override),
             planner.policy,
             self._config.mode,
             planner.intervals if told else "common",
         )
+        plan = overridden(plan, self._override, limits)
         held = situation.plan.interval_iterations
-        if phase_ended or abs(plan.interval_iterations - held) > REPLAN_FRACTION * held:
+        if anew or abs(plan.interval_iterations - held) > REPLAN_FRACTION * held:
             with self._lock:
                 self._proposal = plan
+            self._note_heeded(recorder, situation)
 
     def _inputs(self, situation: Situation, costs: RankCosts, lags: LagCurve | None) -> PlannerInputs:
         watch, iteration = self._config.guard.watch_iterations, situation.schedule.iteration

@@ -34,7 +34,7 @@ def test_the_wheel_holds_every_room_and_nothing_else(distributions: tuple[Path, 
         f"cpsr/benchmarks/{path.relative_to(ROOT / 'benchmarks')}" for path in (ROOT / "benchmarks").rglob("*.py")
     }
     assert {name for name in names if name.endswith(".py")} == expected
-    assert {"cpsr/py.typed", "cpsr/demo/report.html"} <= names
+    assert {"cpsr/py.typed", "cpsr/demo/report.html", "cpsr/service/static/index.html"} <= names
 
 
 @pytest.mark.timeout(600)

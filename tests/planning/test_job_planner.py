@@ -14,7 +14,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.group import Group
-from cpsr.journal import JournalReader, RehearsalRow
+from cpsr.journal import JournalReader, PlanOverride, RehearsalRow, override_plan
 from cpsr.losses import Step
 from cpsr.planner.plan import Plan
 from cpsr.planning.inputs import Situation
@@ -400,3 +400,91 @@ def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: 
     assert bounds["predictable_by"].startswith("4 measured recoveries (weights: 0.0 of use, 4.0 of none)")
     assert (after.mode, bounds["maximum_by"]) == ("predict", "predictor")
     assert after.interval_iterations <= 75
+
+
+def pin(run_dir: Path, interval: int | None) -> None:
+    """Override the interval for longer than any test; None withdraws that."""
+    override_plan(
+        run_dir,
+        PlanOverride(
+            interval_min_iterations=interval,
+            interval_max_iterations=interval,
+            reason="x",
+            expires_unix_seconds=time.time() + 600.0,
+        ),
+    )
+
+
+def test_an_override_is_proposed_once_something_is_measured_and_taken_back(tmp_path: Path, recorder: Recorder) -> None:
+    pin(tmp_path, 33)
+    planner = planner_of(configured(tmp_path))
+    first = planner.first_plan({})
+    planner.start(tmp_path, 1, recorder)
+    time.sleep(1.5)  # longer than it takes to hear of it
+    assert planner.proposal() is None, "nothing is measured yet"
+    planner.note(saved(100))
+    planner.consider(situation(110, first))
+    pinned = proposed(planner)
+    assert pinned is not None
+    assert (pinned.interval_iterations, pinned.origin) == (33, "override")
+    assert pinned.explanation["inputs"]["stall_seconds"] == 0.02
+    pin(tmp_path, None)
+    after = proposed(planner)
+    assert after is not None
+    assert (after.origin, "override" in after.explanation) == ("cpsr", False)
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert [event.kind for event in reader.events() if "override" in event.kind] == ["override", "override ended"]
+
+
+def test_a_fixed_interval_is_overridden_at_once(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 50}))
+    planner.start(tmp_path, 1, recorder)
+    pin(tmp_path, 20)
+    pinned = proposed(planner)
+    assert pinned is not None
+    assert (pinned.interval_iterations, pinned.origin) == (20, "override")
+    pin(tmp_path, None)
+    after = proposed(planner)
+    assert after == planner.first_plan({})
+    planner.close()
+
+
+def test_an_override_between_two_plans_stays_within_the_configured_bounds(tmp_path: Path, recorder: Recorder) -> None:
+    planner = planner_of(configured(tmp_path, planner={"interval_min_iterations": 40, "interval_max_iterations": 90}))
+    planner.start(tmp_path, 1, recorder)
+    pin(tmp_path, 5)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None
+    if plan.origin != "override":  # it was made before the override was heard of
+        plan = proposed(planner)
+    assert plan is not None
+    assert (plan.interval_iterations, plan.origin) == (40, "override")
+    planner.close()
+
+
+def test_backtests_are_recorded_when_the_curves_are_fitted(tmp_path: Path, recorder: Recorder) -> None:
+    told = [
+        {"iteration": at, "checkpoints": at // 10, "vitp_cosine": 0.5, "mean_square_motion": 1.0} for at in (50, 60)
+    ]
+    planner = planner_of(configured(tmp_path), accuracy=lambda: told)
+    planner.start(tmp_path, 1, recorder)
+    for end in (100, 200, 300):
+        planner.note(saved(end, moment=1.0 + end))
+        planner.consider(situation(end + 10, planner.first_plan({})))
+        assert proposed(planner) is not None
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        backtests = reader.backtests()
+        drawn = reader.fits("loss")[-1].result["curve"]
+    assert [(one.iteration, one.checkpoints) for one in backtests] == [(50, 5), (60, 6)]
+    assert backtests[0].result == {"vitp_cosine": 0.5, "mean_square_motion": 1.0}
+    assert drawn["iterations"][0] == 1.0
+    assert drawn["iterations"][-1] > 400, "the band reaches as far ahead as the fit was judged by"
+    assert all(
+        low < at < high for low, at, high in zip(drawn["low_nats"], drawn["loss_nats"], drawn["high_nats"], strict=True)
+    )

@@ -1,0 +1,88 @@
+"""What people say the checkpoint interval should be for a while: a number, or bounds."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cpsr.journal.commands import read_commands, write_command
+
+__all__ = ["PlanOverride", "latest_override", "override_plan"]
+
+_COLUMNS = "interval_min_iterations, interval_max_iterations, reason, expires_unix_seconds, created_unix_seconds"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOverride:
+    """Bounds of the interval that somebody sets for a while; the newest one counts, whatever came before.
+
+    Attributes:
+        interval_min_iterations: None for none. Both None: an earlier one is withdrawn.
+        interval_max_iterations: None for none; the same as the minimum to pin the interval.
+        reason: for people.
+        expires_unix_seconds: until when it holds, by the clock of rank 0's machine.
+        created_unix_seconds: when it was said.
+        id: given when it is written; grows.
+    """
+
+    interval_min_iterations: int | None
+    interval_max_iterations: int | None
+    reason: str
+    expires_unix_seconds: float
+    created_unix_seconds: float = field(default_factory=time.time)
+    id: int = 0
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it only ends what was said before."""
+        return self.interval_min_iterations is None and self.interval_max_iterations is None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it leaves no choice."""
+        return not self.withdrawn and self.interval_min_iterations == self.interval_max_iterations
+
+    def holds(self, now_unix_seconds: float) -> bool:
+        """Whether the planner has to heed it now."""
+        return not self.withdrawn and now_unix_seconds < self.expires_unix_seconds
+
+    def within(self, interval_min_iterations: int, interval_max_iterations: int) -> tuple[int, int]:
+        """The bounds that are left of others; where the two do not meet, the nearest of the others'."""
+        low, high = interval_min_iterations, interval_max_iterations
+        own_low = low if self.interval_min_iterations is None else self.interval_min_iterations
+        own_high = high if self.interval_max_iterations is None else self.interval_max_iterations
+        return min(max(own_low, low), high), max(min(own_high, high), low)
+
+
+def override_plan(run_dir: Path, override: PlanOverride) -> int:
+    """Write one down and return its id; it is durable when this returns.
+
+    Raises:
+        JournalError: there is no run here, or the file cannot be written.
+    """
+    values = (
+        override.interval_min_iterations,
+        override.interval_max_iterations,
+        override.reason,
+        override.expires_unix_seconds,
+        override.created_unix_seconds,
+    )
+    return write_command(run_dir, f"INSERT INTO overrides ({_COLUMNS}) VALUES (?, ?, ?, ?, ?)", values)  # noqa: S608
+
+
+def latest_override(run_dir: Path) -> PlanOverride | None:
+    """What was said last, whether it holds or not; None where nobody has said anything.
+
+    Raises:
+        JournalError: the file cannot be read.
+    """
+    rows = read_commands(run_dir, f"SELECT {_COLUMNS}, id FROM overrides ORDER BY id DESC LIMIT 1", since_version=2)  # noqa: S608
+    for low, high, reason, expires, created, number in rows:
+        return PlanOverride(
+            interval_min_iterations=low,
+            interval_max_iterations=high,
+            reason=reason,
+            expires_unix_seconds=expires,
+            created_unix_seconds=created,
+            id=number,
+        )
+    return None

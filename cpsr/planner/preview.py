@@ -1,0 +1,141 @@
+"""What the planner would choose if something were different: a plan made again from the explanation of another."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cpsr.planner.bounds import Limits
+from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
+from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
+from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
+from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.units import SECONDS_PER_HOUR
+
+__all__ = ["Basis", "Change", "basis_of", "preview"]
+
+# The line is taken as it was estimated, and nothing is added to it.
+CERTAIN = (1e-6, 1e-6, 1e-6)
+CERTAIN_SCATTER_ITERATIONS = 1.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be different; None is as it was.
+
+    Attributes:
+        mtbf_hours: mean time between failures of the job.
+        state_bytes: of a checkpoint, all ranks together: the stall and the time to persist grow in proportion.
+        snapshot_bytes_per_second: device to host, all ranks together, while training is stalled.
+        persist_bytes_per_second: host to disk, all ranks together.
+    """
+
+    mtbf_hours: float | None = None
+    state_bytes: float | None = None
+    snapshot_bytes_per_second: float | None = None
+    persist_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a plan was made from, read from its explanation.
+
+    Attributes:
+        inputs: of the job.
+        limits: of the user and the predictor; a bound that somebody had set for a while is not among them.
+        policy: that chose.
+    """
+
+    inputs: PlannerInputs
+    limits: Limits
+    policy: str
+
+
+def basis_of(explanation: Mapping[str, Any], policy: str) -> Basis | None:
+    """What a plan was made from; None where that was not measured, or its explanation does not hold it.
+
+    Args:
+        explanation: of the plan.
+        policy: that the plan names.
+    """
+    try:
+        inputs, limits = _inputs(explanation), _limits(explanation)
+        own = explanation.get("override", {}).get("policy", policy)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    if not inputs.iteration_seconds > 0:
+        return None
+    return Basis(inputs, limits, own if own in policy_names() else LEAST_COST)
+
+
+def preview(
+    basis: Basis,
+    change: Change,
+    state_bytes: float | None = None,
+    recovery_mode: Literal["auto", "predict", "exact"] = "auto",
+) -> Plan:
+    """The plan of the job for the same phase, with something different; one interval for all ranks.
+
+    Args:
+        basis: of the plan that holds.
+        change: what is different.
+        state_bytes: of the job's checkpoints as they are; None where that is not known.
+        recovery_mode: the configured one.
+
+    Raises:
+        ValueError: bytes or bandwidths are to be different, and the size of the checkpoints is not known.
+    """
+    inputs = basis.inputs
+    own = _changed(inputs, change, state_bytes)
+    origins = {name: Origin("configured") for name, value in own.items() if value != getattr(inputs, name)}
+    job = replace(inputs, **own, origins={**inputs.origins, **origins})
+    return make_plan([job], basis.limits, basis.policy, recovery_mode)
+
+
+def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    if change.mtbf_hours is not None:
+        changed["failures_per_second"] = 1 / (change.mtbf_hours * SECONDS_PER_HOUR)
+    if (change.state_bytes, change.snapshot_bytes_per_second, change.persist_bytes_per_second) == (None, None, None):
+        return changed
+    size = state_bytes if change.state_bytes is None else change.state_bytes
+    if size is None:
+        raise ValueError("the size of a checkpoint is not known yet, and bandwidths are times only together with it")
+    for name, rate in (
+        ("stall_seconds", change.snapshot_bytes_per_second),
+        ("persist_seconds", change.persist_bytes_per_second),
+    ):
+        if rate is not None:
+            changed[name] = size / rate
+        elif change.state_bytes is not None:
+            if not state_bytes:
+                raise ValueError(f"the size of a checkpoint is not known yet, and {name} cannot be scaled with it")
+            changed[name] = getattr(inputs, name) * size / state_bytes
+    return changed
+
+
+def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
+    told = explanation["inputs"]
+    # Numbers that JSON has none for are told by their names, which `float` takes as well.
+    figures: dict[str, Any] = {name: float(told[name]) for name in INPUT_FIELDS}
+    figures |= {name: round(figures[name]) for name in ("watch_iterations", "lead_after_iterations")}
+    if "phase" in told:
+        phase: dict[str, Any] = {name: float(value) for name, value in told["phase"].items()}
+        phase |= {name: round(phase[name]) for name in ("first_iteration", "last_iteration", "parameters")}
+        figures["phase"] = PhaseInputs(**phase)
+    if told["recovery_curve"] != "none":
+        line = [float(told["recovery_line"][name]) for name in RECOVERY_LINE]
+        scatter = CERTAIN_SCATTER_ITERATIONS
+        figures["recovery"] = LagCurve.with_independent_prior(line, CERTAIN, scatter, told["recovery_curve"])
+    origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
+    return PlannerInputs(**figures, origins=origins)
+
+
+def _limits(explanation: Mapping[str, Any]) -> Limits:
+    bounds = explanation["bounds"]
+    own = explanation.get("override", {}).get("without", bounds)
+    return Limits(
+        own["interval_min_iterations"],
+        own["interval_max_iterations"],
+        bounds["predictable_interval_iterations"],
+        bounds["predictable_by"],
+    )

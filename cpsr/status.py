@@ -1,0 +1,141 @@
+"""`cpsr status`: how a run is, in a few lines, from its directory or from a service."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from cpsr.client import Client
+from cpsr.errors import RunMismatchError, ServiceError
+from cpsr.service.access import TOKEN_VARIABLE
+from cpsr.service.health import health_of
+from cpsr.service.plan import plan_of
+
+__all__ = ["run_status"]
+
+HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
+RIVALS_SHOWN = ("young", "checkfreq")
+
+
+def run_status(location: str, run: str | None, as_json: bool) -> None:
+    """Print how a run is.
+
+    Args:
+        location: a run directory, or the URL of a service; its token is taken from the environment.
+        run: name of the run, where the service is over several.
+        as_json: print one JSON object with `health` and `plan` (null before the first one).
+
+    Raises:
+        RunMismatchError: there is no run in the directory.
+        JournalError: its journal cannot be read.
+        ServiceError: the service cannot be reached, or refuses.
+    """
+    found = _of_service(location, run) if "://" in location else _of_directory(Path(location))
+    if as_json:
+        print(json.dumps(found, allow_nan=False))  # noqa: T201
+        return
+    console = Console(highlight=False)
+    for line in _lines(found["health"], found["plan"]):
+        console.print(line, soft_wrap=True)
+
+
+def _of_directory(run_dir: Path) -> dict[str, Any]:
+    if not (run_dir / "journal.db").exists():
+        raise RunMismatchError(
+            f"{run_dir} is no run directory (no journal.db in it); name the one that the training was given as run_dir"
+        )
+    plan = plan_of(run_dir)
+    return {
+        "health": health_of(run_dir).model_dump(mode="json"),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+    }
+
+
+def _of_service(url: str, run: str | None) -> dict[str, Any]:
+    with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
+        health = client.health()
+        try:
+            return {"health": health, "plan": client.plan()}
+        except ServiceError as error:
+            if error.code != "no_plan_yet":
+                raise
+            return {"health": health, "plan": None}
+
+
+def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
+    well = health["status"] == "ok"
+    state = "[green]ok[/]" if well else f"[red]degraded[/]: {escape(str(health['reason']))}"
+    at = "no step yet" if health["last_iteration"] is None else f"iteration {health['last_iteration']}"
+    name = "run" if plan is None or plan["run_id"] is None else f"run {escape(plan['run_id'])}"
+    lines = [f"{name}: {state}, {at}"]
+    if plan is None:
+        return [*lines, "no plan yet"]
+    lines.append(_plan_line(plan))
+    if plan["override"] is not None:
+        lines.append(_override_line(plan["override"]))
+    rivals = {one["name"]: one["interval_iterations"] for one in plan["rivals"]}
+    shown = [f"{name} {rivals[name]}" for name in RIVALS_SHOWN if name in rivals]
+    if shown:
+        lines.append(f"others would choose: {', '.join(shown)}")
+    lines += [line for line in (_checkpoint_line(plan), _recovery_line(plan), _rehearsal_line(plan)) if line]
+    if plan["descends_from_predicted"]:
+        lines.append("[yellow]the state descends from a predicted one[/]")
+    return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
+
+
+def _plan_line(plan: dict[str, Any]) -> str:
+    intervals = sorted({rank["interval_iterations"] for rank in plan["ranks"]})
+    every = str(intervals[0]) if len(intervals) == 1 else f"{intervals[0]} to {intervals[-1]}"
+    seconds = plan["ranks"][0]["interval_seconds"]
+    took = "" if seconds is None else f" ({_duration(seconds)})"
+    mode = "" if plan["recovery_mode"] is None else f", after a failure: {plan['recovery_mode']}"
+    bound = "" if plan["bound"] in (None, "none") else f", held by the {plan['bound']} bound"
+    phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
+    return f"a checkpoint every {every} iterations{took}, by {escape(plan['ranks'][0]['origin'])}{bound}{phase}{mode}"
+
+
+def _override_line(override: dict[str, Any]) -> str:
+    low, high = override["interval_min_iterations"], override["interval_max_iterations"]
+    what = f"{low}" if low == high else f"{low or 1} to {'any' if high is None else high}"
+    left = _duration(max(0.0, override["expires_unix_seconds"] - time.time()))
+    taken = "" if override["taken_up"] else ", not taken up yet"
+    return f"override: {what} iterations for {left}{taken} ({escape(override['reason'])})"
+
+
+def _checkpoint_line(plan: dict[str, Any]) -> str:
+    checkpoint = plan["newest_checkpoint"]
+    if checkpoint is None:
+        return "no checkpoint yet"
+    size = "" if checkpoint["bytes"] is None else f", {checkpoint['bytes'] / 1e6:,.1f} MB"
+    age = _duration(max(0.0, time.time() - checkpoint["created_unix_seconds"]))
+    return f"newest checkpoint: iteration {checkpoint['iteration']}{size}, {age} ago, {checkpoint['origin']}"
+
+
+def _recovery_line(plan: dict[str, Any]) -> str:
+    recovery = plan["last_recovery"]
+    if recovery is None:
+        return ""
+    failed = "" if recovery["failure_iteration"] is None else f" from a failure at {recovery['failure_iteration']}"
+    return (
+        f"last recovery: {escape(recovery['method'])}{failed}, went on at {recovery['restored_iteration']}, "
+        f"{recovery['outcome']}"
+    )
+
+
+def _rehearsal_line(plan: dict[str, Any]) -> str:
+    rehearsal = plan["last_rehearsal"]
+    if rehearsal is None:
+        return ""
+    lag = rehearsal["lag_iterations"]
+    told = "" if lag is None else f", a lag of {lag:+.0f} iterations"
+    return f"last rehearsal: at iteration {rehearsal['iteration']}, {rehearsal['outcome']}{told}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= HOUR_SECONDS:
+        return f"{seconds / HOUR_SECONDS:.1f} h"
+    return f"{seconds / MINUTE_SECONDS:.1f} min" if seconds >= MINUTE_SECONDS else f"{seconds:.3g} s"

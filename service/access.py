@@ -1,0 +1,124 @@
+"""Who may ask, and who may write: loopback without a token, everybody else with one."""
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import Depends, Request
+
+from cpsr.errors import ConfigError
+from cpsr.service.problems import Problem
+
+__all__ = ["TOKEN_VARIABLE", "Access", "MayWrite", "is_loopback", "read_token"]
+
+TOKEN_VARIABLE = "CPSR_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
+# So many characters of a random token cannot be tried out: 16 of base64 are 96 bits.
+TOKEN_CHARACTERS_MIN = 16
+SCHEME = "Bearer"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a request must bring.
+
+    Without a token whoever reaches the service may read, and may write where that was said; it must then be reached on
+    loopback, and under a name of loopback: a page in a browser can be made to send requests there under a name of its
+    own. With a token every request needs it, and may write.
+
+    Attributes:
+        token: None for none; never shown.
+        allow_writes: without a token.
+
+    Raises:
+        ConfigError: both are given.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    allow_writes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.allow_writes:
+            raise ConfigError(
+                "with a token, whoever has it may write; leave --allow-writes (service.allow_writes) out, or the token"
+            )
+
+    def refusal(self, host: str, authorization: str | None) -> Problem | None:
+        """Why a request may not be answered; None where it may.
+
+        Args:
+            host: what the request calls this machine, with or without a port.
+            authorization: the header.
+        """
+        if self.token is None:
+            name = _without_port(host)
+            if is_loopback(name):
+                return None
+            return Problem(403, "foreign_host", f"{name!r} is not this machine", "ask 127.0.0.1 or localhost")
+        scheme, _, told = (authorization or "").partition(" ")
+        # In constant time; bytes, since a header may hold what is no ASCII.
+        same = hmac.compare_digest(told.strip().encode("utf-8", "surrogateescape"), self.token.encode())
+        if same and scheme.lower() == SCHEME.lower():
+            return None
+        return Problem(
+            401,
+            "token_needed",
+            "the request brings no token, or another one",
+            f"send the header 'Authorization: {SCHEME} <the token that the service was started with>'",
+            {"WWW-Authenticate": SCHEME},
+        )
+
+
+def _may_write(request: Request) -> None:
+    access: Access = request.app.state.access
+    if access.token is None and not access.allow_writes:
+        raise Problem(
+            403, "writes_off", "this service only reads", "start it with --allow-writes, or with a token (--token-file)"
+        )
+
+
+# In a path operation's `dependencies`.
+MayWrite = Depends(_may_write)
+
+
+def read_token(path: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The token in a file, or in the environment variable `CPSR_SERVICE_TOKEN`; None where there is neither.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token could be guessed or not be sent; it is not in the message.
+    """
+    if path is None:
+        where, token = f"the environment variable {TOKEN_VARIABLE}", environment.get(TOKEN_VARIABLE)
+    else:
+        where = f"the token file {path}"
+        try:
+            token = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read ({type(error).__name__}); nothing is served") from error
+    if token is None:
+        return None
+    token = token.strip()
+    if len(token) < TOKEN_CHARACTERS_MIN or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigError(
+            f"{where} must hold at least {TOKEN_CHARACTERS_MIN} ASCII characters without a blank, for example of "
+            "`openssl rand -base64 32`; nothing is served"
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is this machine's own, which no other machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

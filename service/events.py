@@ -1,0 +1,182 @@
+"""`GET /events`: what the journal gains, as server-sent events that can be taken up again where they were left."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Message, Send
+
+from cpsr.errors import JournalError
+from cpsr.service.follow import ROWS_AT_ONCE, Place, end_of, recorded_after
+from cpsr.service.gate import Limits
+from cpsr.service.parameters import RunDir
+from cpsr.service.problems import Problem
+
+__all__ = ["Streams", "router"]
+
+ID_CHARACTERS_MAX = 300  # of any place that was ever told
+
+_MESSAGE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["event", "data"],
+}
+
+router = APIRouter(tags=["events"])
+
+
+@dataclass
+class Streams:
+    """The streams of one service.
+
+    Attributes:
+        limits: of one service.
+        open: how many there are.
+        closing: the service ends; every stream then does.
+    """
+
+    limits: Limits
+    open: int = 0
+    closing: bool = False
+
+
+@router.get(
+    "/events",
+    operation_id="follow_events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "content": {"text/event-stream": {"itemSchema": _MESSAGE_SCHEMA}},
+            "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
+            "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit` and `backtest` are rows of the journal, and "
+            "have an id to go on from. `progress` is the newest step, at most once a second. `reset`: the id was of "
+            "another journal, the stream goes on from now. `unavailable`: the journal cannot be read now.",
+        }
+    },
+)
+async def follow_events(
+    request: Request,
+    run_dir: RunDir,
+    after: Annotated[
+        str | None,
+        Query(max_length=ID_CHARACTERS_MAX, description="Go on behind this id; `start` is everything there is."),
+    ] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="As `after`, which it goes before: what a browser sends when it comes back.")
+    ] = None,
+) -> StreamingResponse:
+    """Rows of the journal as they are recorded, from now on or behind an id."""
+    streams: Streams = request.app.state.streams
+    if streams.open >= streams.limits.streams:
+        message = f"{streams.open} clients follow the events already"
+        raise Problem(503, "too_many_streams", message, "close one, or ask GET /plan once a second")
+    asked = last_event_id if last_event_id is not None else after
+    here = await run_in_threadpool(end_of, run_dir)
+    return _EventStream(_Follower(run_dir, here).messages(asked, streams), streams)
+
+
+class _Follower:
+    """What one client is told. Nothing is queued: the journal is read on when the client has taken what came before.
+
+    Args:
+        run_dir: of the run.
+        here: the end of its journal now.
+    """
+
+    def __init__(self, run_dir: Path, here: Place) -> None:
+        self._run_dir = run_dir
+        self._place = here
+        self._step: dict[str, Any] | None = None
+        self._failure = ""
+
+    async def messages(self, asked: str | None, streams: Streams) -> AsyncIterator[str]:
+        """All that is told, until the service ends.
+
+        Args:
+            asked: where to begin.
+            streams: of the service.
+        """
+        begin = _begin(asked, self._place)
+        yield _message("hello", {"run": self._run_dir.name}, begin or self._place)
+        if begin is None:
+            yield self._reset("the id is none of this journal's")
+        self._place = begin or self._place
+        said = time.monotonic()
+        while not streams.closing:
+            told, more = await self._look()
+            for message in told:
+                yield message
+            if told:
+                said = time.monotonic()
+            elif time.monotonic() - said > streams.limits.quiet_seconds:
+                said = time.monotonic()
+                yield ": still here\n\n"
+            if not more:
+                await asyncio.sleep(streams.limits.poll_seconds)
+
+    async def _look(self) -> tuple[list[str], bool]:
+        """What is new, and whether there may be more of it already."""
+        try:
+            rows, step, other = await run_in_threadpool(recorded_after, self._run_dir, self._place)
+            if other:
+                self._place = await run_in_threadpool(end_of, self._run_dir)
+        except JournalError as error:
+            known, self._failure = self._failure, str(error)
+            return [] if known == self._failure else [_message("unavailable", {"message": self._failure})], False
+        self._failure = ""
+        told = [self._reset("the journal was begun anew")] if other else []
+        told += [_message(row.name, row.content, row.place) for row in rows]
+        if rows:
+            self._place = rows[-1].place
+        if step != self._step and step is not None:
+            told.append(_message("progress", step))
+        self._step = step
+        return told, len(rows) >= ROWS_AT_ONCE
+
+    def _reset(self, why: str) -> str:
+        return _message("reset", {"reason": f"{why}; the stream goes on from now"}, self._place)
+
+
+def _begin(asked: str | None, here: Place) -> Place | None:
+    """Where a stream begins; None where what was asked for is no place in this journal."""
+    if asked is None:
+        return here
+    if asked == "start":
+        return Place(here.journal, (0,) * len(here.rows))
+    place = Place.parse(asked)
+    return place if place is not None and place.journal == here.journal else None
+
+
+def _message(name: str, content: dict[str, Any], place: Place | None = None) -> str:
+    identity = "" if place is None else f"id: {place}\n"
+    return f"{identity}event: {name}\ndata: {json.dumps(content)}\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Counts itself, and ends where its client takes nothing for too long."""
+
+    def __init__(self, content: AsyncIterator[str], streams: Streams) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._streams = streams
+
+    async def stream_response(self, send: Send) -> None:
+        """Send until the content ends or the client has gone."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(self._streams.limits.send_seconds):
+                await send(message)
+
+        self._streams.open += 1
+        try:
+            await super().stream_response(send_in_time)
+        except TimeoutError:
+            return  # the server closes the connection; the client may come back with the last id that it has
+        finally:
+            self._streams.open -= 1

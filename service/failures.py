@@ -1,0 +1,109 @@
+"""Failures: those that the job saw, and those that people report."""
+
+import time
+from http import HTTPStatus
+from pathlib import Path
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from cpsr.journal import FailureRow, ReportedFailure, report_failure, reported_failures
+from cpsr.service.access import MayWrite
+from cpsr.service.parameters import RunDir, WindowQuery
+from cpsr.service.problems import Problem
+from cpsr.service.rows import open_journal
+
+__all__ = ["Failure", "FailureList", "FailureReport", "router"]
+
+CLOCKS_SECONDS = 60.0  # by which the clock of whoever reports a failure may be ahead
+
+router = APIRouter(tags=["failures"])
+
+
+class Failure(BaseModel):
+    """A failure of the run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "iteration": 4321,
+                    "checkpoint_iteration": 4200,
+                    "description": "the last life ended without a marker",
+                    "failed_unix_seconds": 1764000000.0,
+                    "reported": False,
+                }
+            ]
+        }
+    )
+
+    iteration: int | None = Field(description="null where it was reported and no restart shows it.")
+    checkpoint_iteration: int | None
+    description: str
+    failed_unix_seconds: float
+    reported: bool = Field(description="Whether somebody reported it, or the job saw it by itself.")
+
+
+class FailureReport(BaseModel):
+    """What `POST /failures` takes: a failure that no restart of this job shows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    description: str = Field(min_length=1, max_length=1000, examples=["node 17 lost two GPUs; the spare took over"])
+    failed_unix_seconds: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="When; by default now."
+    )
+
+
+class FailureList(BaseModel):
+    """The newest failures, newest first."""
+
+    failures: list[Failure]
+    total: int = Field(description="In the range of time.")
+
+
+@router.get("/failures", operation_id="list_failures")
+def list_failures(run_dir: RunDir, window: WindowQuery) -> FailureList:
+    """Failures that the job saw, and those that were reported, newest first."""
+    held = [one for one in _all(run_dir) if window.holds(one.failed_unix_seconds)]
+    held.sort(key=lambda failure: failure.failed_unix_seconds, reverse=True)
+    return FailureList(failures=held[: window.limit], total=len(held))
+
+
+@router.post("/failures", operation_id="report_failure", status_code=HTTPStatus.CREATED, dependencies=[MayWrite])
+def post_failure(run_dir: RunDir, report: FailureReport) -> Failure:
+    """Report a failure that no restart of this job shows; the failure rate counts it at the next phase's end."""
+    now = time.time()
+    failed = now if report.failed_unix_seconds is None else report.failed_unix_seconds
+    if failed > now + CLOCKS_SECONDS:
+        raise Problem(422, "bad_request", f"failed_unix_seconds {failed:g} lies in the future", "leave it out")
+    report_failure(run_dir, ReportedFailure(description=report.description, failed_unix_seconds=failed))
+    return _reported(report.description, failed)
+
+
+def _all(run_dir: Path) -> list[Failure]:
+    with open_journal(run_dir) as reader:
+        seen = reader.failures()
+    return [_seen(row) for row in seen] + [
+        _reported(one.description, one.failed_unix_seconds) for one in reported_failures(run_dir)
+    ]
+
+
+def _seen(row: FailureRow) -> Failure:
+    return Failure(
+        iteration=row.iteration,
+        checkpoint_iteration=row.checkpoint_iteration,
+        description=row.description,
+        failed_unix_seconds=row.detected_unix_seconds,
+        reported=False,
+    )
+
+
+def _reported(description: str, failed_unix_seconds: float) -> Failure:
+    return Failure(
+        iteration=None,
+        checkpoint_iteration=None,
+        description=description,
+        failed_unix_seconds=failed_unix_seconds,
+        reported=True,
+    )

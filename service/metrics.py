@@ -1,0 +1,168 @@
+"""`GET /metrics`: what a Prometheus server scrapes, of every run; base units throughout."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from cpsr.errors import JournalError
+from cpsr.journal import (
+    CheckpointRow,
+    FailureRow,
+    JournalReader,
+    RecoveryRow,
+    RehearsalRow,
+    reported_failures,
+)
+from cpsr.service.health import RECENT_STEPS, health_of, iteration_seconds
+from cpsr.service.rows import open_journal
+from cpsr.service.runs import Runs
+
+__all__ = ["RunMetrics", "router"]
+
+RUNS_MAX = 100  # beyond which a scrape would take seconds; `cpsr serve` over fewer runs tells all of them
+
+router = APIRouter(tags=["metrics"])
+
+
+@router.get(
+    "/metrics",
+    operation_id="get_metrics",
+    response_class=Response,
+    responses={200: {"content": {CONTENT_TYPE_LATEST: {}}, "description": "Prometheus text."}},
+)
+def get_metrics(request: Request) -> Response:
+    """Figures of all runs, each with the label `run`; `cpsr_journal_up` is 0 where a run's journal cannot be read."""
+    runs: Runs = request.app.state.runs
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(RunMetrics([(name, runs.find(name)) for name in runs.names()[:RUNS_MAX]]))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class RunMetrics(Collector):
+    """The metrics of some runs, read from their journals when they are collected.
+
+    Args:
+        runs: names and run directories.
+    """
+
+    def __init__(self, runs: Iterable[tuple[str, Path]]) -> None:
+        self._runs = list(runs)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric, with the samples of all runs."""
+        families = _Families()
+        for name, run_dir in self._runs:
+            health = health_of(run_dir)
+            families.gauge("healthy", "Whether the run is well, as /healthz says.", name, health.status == "ok")
+            age = health.journal_age_seconds
+            families.gauge("journal_age_seconds", "Since the journal was last written.", name, age)
+            up = True
+            try:
+                with open_journal(run_dir) as reader:
+                    _steps(families, name, reader)
+                    _plan(families, name, reader)
+                    _checkpoints(families, name, reader)
+                    _failures(families, name, reader, run_dir)
+            except JournalError:
+                up = False
+            families.gauge("journal_up", "Whether the run's journal could be read.", name, up)
+        return families
+
+
+class _Families:
+    """Metric families by name, in the order of their first sample."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._held.values())
+
+    def gauge(self, name: str, text: str, run: str, value: float | None, **labels: str) -> None:
+        """A sample that may go up and down; None leaves it out."""
+        self._add(GaugeMetricFamily, name, text, run, value, labels)
+
+    def counter(self, name: str, text: str, run: str, value: float, **labels: str) -> None:
+        """A sample that only grows; the exposition adds `_total` to the name."""
+        self._add(CounterMetricFamily, name, text, run, value, labels)
+
+    def _add(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        run: str,
+        value: float | None,
+        labels: dict[str, str],
+    ) -> None:
+        if value is None:
+            return
+        if name not in self._held:
+            self._held[name] = family(f"cpsr_{name}", text, labels=["run", *labels])
+        self._held[name].add_metric([run, *labels.values()], float(value))
+
+
+def _steps(families: _Families, run: str, reader: JournalReader) -> None:
+    steps = reader.recent_steps(RECENT_STEPS)
+    families.gauge("lives", "Processes that the run has had so far.", run, len(reader.lives()))
+    if not steps:
+        return
+    families.gauge("iteration", "Newest iteration.", run, steps[0].iteration)
+    families.gauge("training_loss", "Of the newest iteration.", run, steps[0].loss)
+    families.gauge("learning_rate", "Of the newest iteration.", run, steps[0].learning_rate)
+    families.gauge("iteration_seconds", "Median of the recent iterations.", run, iteration_seconds(steps))
+
+
+def _plan(families: _Families, run: str, reader: JournalReader) -> None:
+    plan = reader.latest_plan()
+    if plan is None:
+        return
+    families.gauge(
+        "checkpoint_interval_iterations",
+        "Between checkpoints, by the plan that holds; of ranks with intervals of their own the shortest.",
+        run,
+        plan.interval_iterations,
+        origin=plan.origin,
+    )
+    expected = plan.explanation.get("expected", {}).get("cost_per_second")
+    cost = None if expected is None else float(expected)
+    text = "Share of the time that checkpoints and failures are expected to cost."
+    families.gauge("expected_cost_ratio", text, run, cost)
+    rate = plan.explanation.get("inputs", {}).get("failures_per_second")
+    families.gauge(
+        "failures_per_second", "Failure rate that the plan rests on.", run, None if rate is None else float(rate)
+    )
+    ended = reader.latest_phase()
+    count = 0 if ended is None else ended.phase + 1
+    families.gauge("phases_ended", "Phases of the training that have ended.", run, count)
+
+
+def _checkpoints(families: _Families, run: str, reader: JournalReader) -> None:
+    sums = ("bytes", "stall_seconds", "write_seconds", "commit_seconds")
+    for status, count, *totals in reader.tally(CheckpointRow, ("status",), sums):
+        families.counter("checkpoints", "Checkpoints that were due.", run, count, status=status)
+        for name, total in zip(sums, totals, strict=True):
+            text = f"Sum of {name} over checkpoints."
+            families.counter(f"checkpoint_{name}", text, run, total, status=status)
+    newest = reader.latest_checkpoint()
+    if newest is not None:
+        families.gauge("checkpoint_iteration", "Of the newest committed checkpoint.", run, newest.iteration)
+        created = newest.created_unix_seconds
+        families.gauge("checkpoint_timestamp_seconds", "When it was recorded, since 1970.", run, created)
+
+
+def _failures(families: _Families, run: str, reader: JournalReader, run_dir: Path) -> None:
+    text = "Failures of the job."
+    families.counter("failures", text, run, reader.count(FailureRow), reported="false")
+    families.counter("failures", text, run, len(reported_failures(run_dir)), reported="true")
+    for method, outcome, count in reader.tally(RecoveryRow, ("method", "outcome")):
+        families.counter("recoveries", "Recoveries.", run, count, method=method, outcome=outcome)
+    for outcome, count, seconds in reader.tally(RehearsalRow, ("outcome",), ("cost_seconds",)):
+        families.counter("rehearsals", "Rehearsed recoveries.", run, count, outcome=outcome)
+        families.counter("rehearsal_cost_seconds", "That training waited for them.", run, seconds, outcome=outcome)

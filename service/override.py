@@ -1,0 +1,157 @@
+"""Overrides: the interval that people want for a while, in place of the planner's."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cpsr.journal import PlanOverride, PlanRow, latest_override, override_plan
+from cpsr.service.access import MayWrite
+from cpsr.service.parameters import RunDir
+from cpsr.service.problems import Problem
+
+__all__ = ["Override", "OverrideRequest", "override_of", "router"]
+
+INTERVAL_MAX_ITERATIONS = 2**31  # as the planner's
+HOUR_SECONDS = 3600.0
+LONGEST_SECONDS = 30 * 24 * HOUR_SECONDS  # what is to hold longer belongs into the configuration
+
+router = APIRouter(tags=["plan"])
+
+
+def _given(name: str, without: tuple[str, ...]) -> dict[str, Any]:
+    """JSON Schema of an object in which one number is given, and others are not."""
+    absent = {other: {"type": "null"} for other in without}
+    return {"required": [name], "properties": {name: {"type": "integer"}, **absent}}
+
+
+class OverrideRequest(BaseModel):
+    """What `PUT /plan/override` takes: one interval, or a bound or two."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"interval_iterations": 50, "expires_in_seconds": 7200, "reason": "the cooling is being repaired"},
+                {"interval_max_iterations": 100, "reason": "spot prices are rising"},
+            ],
+            "anyOf": [
+                _given("interval_iterations", without=("interval_min_iterations", "interval_max_iterations")),
+                _given("interval_min_iterations", without=("interval_iterations",)),
+                _given("interval_max_iterations", without=("interval_iterations",)),
+            ],
+        },
+    )
+
+    interval_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS, description="Pins it.")
+    interval_min_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS)
+    interval_max_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS)
+    expires_in_seconds: float = Field(
+        default=HOUR_SECONDS, gt=0, le=LONGEST_SECONDS, allow_inf_nan=False, description="It ends by itself."
+    )
+    reason: str = Field(min_length=1, max_length=1000, description="For whoever wonders about the plan.")
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> "OverrideRequest":
+        low, high = self.interval_min_iterations, self.interval_max_iterations
+        bounded = low is not None or high is not None
+        if bounded == (self.interval_iterations is not None):
+            raise ValueError("give either interval_iterations, or interval_min_iterations and interval_max_iterations")
+        if low is not None and high is not None and low > high:
+            raise ValueError("interval_min_iterations is larger than interval_max_iterations")
+        return self
+
+
+class Override(BaseModel):
+    """What people want the interval to be, and whether the plan that holds was made under it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": 3,
+                    "interval_min_iterations": 50,
+                    "interval_max_iterations": 50,
+                    "reason": "the cooling is being repaired",
+                    "expires_unix_seconds": 1764003600.0,
+                    "created_unix_seconds": 1764000000.0,
+                    "taken_up": True,
+                }
+            ]
+        }
+    )
+
+    id: int
+    interval_min_iterations: int | None
+    interval_max_iterations: int | None
+    reason: str
+    expires_unix_seconds: float
+    created_unix_seconds: float
+    taken_up: bool = Field(
+        description="Whether the job has; at the next step boundary after it has heard of it, within about a second. A "
+        "job that has not measured a checkpoint yet does after its first."
+    )
+
+
+@router.put("/plan/override", operation_id="override_plan", dependencies=[MayWrite])
+def put_override(run_dir: RunDir, request: OverrideRequest) -> Override:
+    """Pin or bound the interval for a while, within the configured bounds; the newest override counts."""
+    pin, now = request.interval_iterations, time.time()
+    override = PlanOverride(
+        interval_min_iterations=request.interval_min_iterations if pin is None else pin,
+        interval_max_iterations=request.interval_max_iterations if pin is None else pin,
+        reason=request.reason,
+        expires_unix_seconds=now + request.expires_in_seconds,
+        created_unix_seconds=now,
+    )
+    return _answer(override, override_plan(run_dir, override), taken_up=False)
+
+
+@router.delete("/plan/override", operation_id="withdraw_override", dependencies=[MayWrite])
+def delete_override(run_dir: RunDir) -> Override:
+    """End the override that holds before its time; answers with the one that was ended."""
+    held = override_of(run_dir, None)
+    if held is None:
+        raise Problem(404, "no_override", "no override holds", "GET /plan says what does")
+    now = time.time()
+    withdrawal = PlanOverride(
+        interval_min_iterations=None,
+        interval_max_iterations=None,
+        reason="withdrawn",
+        expires_unix_seconds=now,
+        created_unix_seconds=now,
+    )
+    override_plan(run_dir, withdrawal)
+    return held
+
+
+def override_of(run_dir: Path, plan: PlanRow | None) -> Override | None:
+    """The override that holds now; None where none does.
+
+    Args:
+        run_dir: of the run.
+        plan: that holds.
+
+    Raises:
+        JournalError: the commands cannot be read.
+    """
+    override = latest_override(run_dir)
+    if override is None or not override.holds(time.time()):
+        return None
+    told = None if plan is None else plan.explanation.get("override")
+    taken_up = isinstance(told, dict) and told.get("id") == override.id
+    return _answer(override, override.id, taken_up)
+
+
+def _answer(override: PlanOverride, number: int, taken_up: bool) -> Override:
+    return Override(
+        id=number,
+        interval_min_iterations=override.interval_min_iterations,
+        interval_max_iterations=override.interval_max_iterations,
+        reason=override.reason,
+        expires_unix_seconds=override.expires_unix_seconds,
+        created_unix_seconds=override.created_unix_seconds,
+        taken_up=taken_up,
+    )

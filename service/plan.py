@@ -1,0 +1,355 @@
+"""The plan: how often checkpoints are taken now, why, and how that came about."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from cpsr.errors import JournalError
+from cpsr.journal import JournalReader, PhaseRow, PlanRow, RecoveryRow, RehearsalRow, json_ready
+from cpsr.service.checkpoints import Checkpoint, checkpoint_of
+from cpsr.service.health import RECENT_STEPS, iteration_seconds
+from cpsr.service.identity import identity_of
+from cpsr.service.override import Override, override_of
+from cpsr.service.parameters import RunDir, WindowQuery
+from cpsr.service.problems import Problem
+from cpsr.service.recoveries import Recovery
+from cpsr.service.rehearsals import Rehearsal
+from cpsr.service.rows import answered, open_journal
+
+__all__ = ["PlanHistory", "PlanReply", "plan_of", "router"]
+
+# By the end of an input's name; the first that fits.
+UNITS = {"_per_second": "1/s", "_seconds": "s", "_iterations": "iterations", "_hours": "h"}
+
+_EXAMPLE: dict[str, Any] = {
+    "run_id": "5f0c2a7e",
+    "mode": "auto",
+    "world_size": 1,
+    "last_iteration": 4321,
+    "iteration_seconds": 0.6,
+    "phase": {"phase": 4, "first_iteration": 4000},
+    "ranks": [
+        {
+            "rank": 0,
+            "interval_iterations": 110,
+            "interval_seconds": 66.0,
+            "origin": "cpsr",
+            "from_iteration": 4001,
+        }
+    ],
+    "recovery_mode": "predict",
+    "bound": "none",
+    "inputs": [
+        {
+            "name": "stall_seconds",
+            "value": 0.12,
+            "unit": "s",
+            "source": "measured",
+            "samples": 8,
+            "age_iterations": 331,
+        }
+    ],
+    "rivals": [{"name": "young", "interval_iterations": 170, "cost_per_second": 0.0071, "note": ""}],
+    "override": None,
+    "explanation": {"rule": "least expected cost: stalls per second + failures_per_second * mean recovery"},
+    "planned_unix_seconds": 1764000000.0,
+    "age_seconds": 200.0,
+    "newest_checkpoint": None,
+    "last_recovery": None,
+    "last_rehearsal": None,
+    "descends_from_predicted": False,
+    "warnings": [],
+}
+
+router = APIRouter(tags=["plan"])
+
+
+class RankPlan(BaseModel):
+    """The interval that one rank keeps."""
+
+    rank: int
+    interval_iterations: int
+    interval_seconds: float | None = Field(description="At the median of the recent steps; null before the first step.")
+    origin: str = Field(
+        description="`fixed`: the configuration's; `override`: pinned for a while; else the rule that chose it."
+    )
+    from_iteration: int
+
+
+class CurrentPhase(BaseModel):
+    """The phase that the training is in."""
+
+    phase: int = Field(description="Its number, from 0.")
+    first_iteration: int
+
+
+class PlanInput(BaseModel):
+    """One figure that the plan was made from."""
+
+    name: str
+    value: float | str | None = Field(description="A number that is not finite is told by its name.")
+    unit: str | None
+    source: str | None = Field(description="`measured`, `prior` or `configured`; null where the plan does not say.")
+    samples: int | None = Field(description="Measurements behind it.")
+    age_iterations: int | None = Field(description="Since the newest of them, now; null where it was not measured.")
+
+
+class Alternative(BaseModel):
+    """What another rule would choose, and what that is expected to cost by its own recovery."""
+
+    name: str
+    interval_iterations: int
+    cost_per_second: float | str = Field(description="Seconds lost per second of wall time, restarts apart.")
+    note: str
+
+
+class PlanReply(BaseModel):
+    """The current plan, why it is so, and what the current state is made of."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+
+    run_id: str | None
+    mode: str | None = Field(description="Recovery mode of the newest life.")
+    world_size: int | None = Field(description="null where the run directory does not say; `ranks` then has rank 0.")
+    last_iteration: int | None
+    iteration_seconds: float | None = Field(description="Median of the recent steps.")
+    phase: CurrentPhase | None = Field(
+        description="null where the interval is fixed or nothing was recorded of phases."
+    )
+    ranks: list[RankPlan]
+    recovery_mode: Literal["predict", "recompute"] | None = Field(
+        description="How a failure costs less, as far as is known; null where the plan did not choose."
+    )
+    bound: str | None = Field(
+        description="The bound without which another interval would have been chosen: `minimum`, `maximum` (the "
+        "user's), `persist` (the disk's), `predictor`; `none`; null where the plan does not say."
+    )
+    inputs: list[PlanInput]
+    rivals: list[Alternative]
+    override: Override | None = Field(description="What somebody wants the interval to be now.")
+    explanation: dict[str, Any] = Field(description="Everything that the planner says of the plan, as it recorded it.")
+    planned_unix_seconds: float
+    age_seconds: float = Field(description="Of the plan.")
+    newest_checkpoint: Checkpoint | None
+    last_recovery: Recovery | None
+    last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
+    descends_from_predicted: bool | None = Field(
+        description="Whether the current state was predicted, or trained on from one; null where it is not known."
+    )
+    warnings: list[str] = Field(description="What could not be read and is missing above.")
+
+
+class PastPlan(BaseModel):
+    """One plan of the run, the present one included."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "life": 0,
+                    "from_iteration": 3000,
+                    "until_iteration": 4000,
+                    "phase": 3,
+                    "interval_iterations": 110,
+                    "origin": "cpsr",
+                    "mode": "predict",
+                    "bound": "none",
+                    "cost_per_second": 0.004,
+                    "rival_interval_iterations": {"young": 240, "checkfreq": 61},
+                    "override": None,
+                    "planned_unix_seconds": 1764000000.0,
+                }
+            ]
+        }
+    )
+
+    life: int
+    from_iteration: int
+    until_iteration: int | None = Field(description="Where the next plan took its place; null: it holds.")
+    phase: int | None = Field(description="The phase in which it began; null where none is known.")
+    interval_iterations: int
+    origin: str
+    mode: Literal["predict", "recompute"] | None
+    bound: str | None
+    cost_per_second: float | str | None = Field(description="Expected seconds lost per second.")
+    rival_interval_iterations: dict[str, int] = Field(description="What others would have chosen.")
+    override: dict[str, Any] | None = Field(description="That it was made under.")
+    planned_unix_seconds: float
+
+
+class PlanHistory(BaseModel):
+    """The newest plans, newest first."""
+
+    plans: list[PastPlan]
+    total: int = Field(description="In the range of time.")
+
+
+@router.get("/plan", operation_id="get_plan")
+def get_plan(run_dir: RunDir) -> PlanReply:
+    """The current checkpoint interval of every rank, and why."""
+    plan = plan_of(run_dir)
+    if plan is None:
+        message = f"the run in {run_dir} has not planned yet"
+        raise Problem(404, "no_plan_yet", message, "the first plan is made when training starts; ask again then")
+    return plan
+
+
+@router.get("/plan/history", operation_id="list_plans")
+def list_plans(run_dir: RunDir, window: WindowQuery) -> PlanHistory:
+    """Every plan that held, with what others would have chosen then."""
+    since, until = window.since_unix_seconds, window.until_unix_seconds
+    with open_journal(run_dir) as reader:
+        rows, phases = reader.newest(PlanRow, window.limit, since, until), reader.phases()
+        # What came after a plan says until when it held.
+        chain = [reader.plan_after(rows[0]) if rows else None, *rows]
+        plans = [_past(row, after, phases) for after, row in pairwise(chain) if row is not None]
+        return PlanHistory(plans=plans, total=reader.count(PlanRow, since, until))
+
+
+def plan_of(run_dir: Path) -> PlanReply | None:
+    """The current plan; None where the run has not planned yet.
+
+    Raises:
+        JournalError: the journal cannot be read, or holds what this version does not know.
+    """
+    identity, warnings = identity_of(run_dir)
+    with open_journal(run_dir) as reader:
+        current = reader.latest_plan()
+        if current is None:
+            return None
+        steps, lives, ended = reader.recent_steps(RECENT_STEPS), reader.lives(), reader.latest_phase()
+        checkpoint, recovery = reader.latest_checkpoint(), reader.latest_recovery()
+        rehearsals = reader.newest(RehearsalRow, 1)
+        seconds = iteration_seconds(steps)
+        last_iteration = steps[0].iteration if steps else None
+        explanation = json_ready(current.explanation)
+        return PlanReply(
+            run_id=identity.get("run_id"),
+            mode=lives[-1].mode if lives else identity.get("mode"),
+            world_size=identity.get("world_size"),
+            last_iteration=last_iteration,
+            iteration_seconds=seconds,
+            phase=_current_phase(ended, explanation),
+            ranks=_ranks(current, identity.get("world_size") or 1, seconds),
+            recovery_mode=current.mode,
+            bound=explanation.get("bound"),
+            inputs=_inputs(explanation, max(0, (last_iteration or 0) - current.from_iteration)),
+            rivals=_alternatives(explanation),
+            override=_override(run_dir, current, warnings),
+            explanation=explanation,
+            planned_unix_seconds=current.created_unix_seconds,
+            age_seconds=max(0.0, time.time() - current.created_unix_seconds),
+            newest_checkpoint=None if checkpoint is None else checkpoint_of(checkpoint, run_dir),
+            last_recovery=None if recovery is None else answered(Recovery, recovery),
+            last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
+            descends_from_predicted=_descends_from_predicted(reader, recovery),
+            warnings=warnings,
+        )
+
+
+def _override(run_dir: Path, current: PlanRow, warnings: list[str]) -> Override | None:
+    """What people want; where that cannot be read the plan is answered all the same."""
+    try:
+        return override_of(run_dir, current)
+    except JournalError as error:
+        warnings.append(f"overrides of the plan cannot be read: {error}")
+        return None
+
+
+def _current_phase(ended: PhaseRow | None, explanation: Mapping[str, Any]) -> CurrentPhase | None:
+    if ended is not None:
+        return CurrentPhase(phase=ended.phase + 1, first_iteration=ended.last_iteration)
+    # A run that plans is in its first phase until that has ended.
+    return CurrentPhase(phase=0, first_iteration=0) if "expected" in explanation else None
+
+
+def _ranks(current: PlanRow, world_size: int, seconds: float | None) -> list[RankPlan]:
+    told = current.explanation.get("ranks")
+    own = told.get("interval_iterations", []) if isinstance(told, dict) else []
+    intervals = own if len(own) == world_size else [current.interval_iterations] * world_size
+    return [
+        RankPlan(
+            rank=rank,
+            interval_iterations=interval,
+            interval_seconds=None if seconds is None else _finite(interval * seconds),
+            origin=current.origin,
+            from_iteration=current.from_iteration,
+        )
+        for rank, interval in enumerate(intervals)
+    ]
+
+
+def _inputs(explanation: Mapping[str, Any], since_iterations: int) -> list[PlanInput]:
+    """The figures of a plan that is so many iterations old."""
+    origins, found = explanation.get("origins", {}), []
+    for name, value in explanation.get("inputs", {}).items():
+        if not isinstance(value, int | float | str):
+            continue  # curves have several figures; they are in the explanation
+        origin = origins.get(name, {})
+        age = origin.get("age_iterations")
+        found.append(
+            PlanInput(
+                name=name,
+                value=value,
+                unit=next((unit for suffix, unit in UNITS.items() if name.endswith(suffix)), None),
+                source=origin.get("kind"),
+                samples=origin.get("samples"),
+                age_iterations=None if age is None else age + since_iterations,
+            )
+        )
+    return found
+
+
+def _alternatives(explanation: Mapping[str, Any]) -> list[Alternative]:
+    return [Alternative(name=name, **said) for name, said in explanation.get("rivals", {}).items()]
+
+
+def _past(row: PlanRow, after: PlanRow | None, phases: Sequence[PhaseRow]) -> PastPlan:
+    explanation = json_ready(row.explanation)
+    rivals = explanation.get("rivals", {})
+    return PastPlan(
+        life=row.life,
+        from_iteration=row.from_iteration,
+        until_iteration=None if after is None else after.from_iteration,
+        phase=_phase_at(row.from_iteration, phases),
+        interval_iterations=row.interval_iterations,
+        origin=row.origin,
+        mode=row.mode,
+        bound=explanation.get("bound"),
+        cost_per_second=explanation.get("expected", {}).get("cost_per_second"),
+        rival_interval_iterations={name: said["interval_iterations"] for name, said in rivals.items()},
+        override=explanation.get("override"),
+        planned_unix_seconds=row.created_unix_seconds,
+    )
+
+
+def _phase_at(iteration: int, phases: Sequence[PhaseRow]) -> int | None:
+    if not phases:
+        return None
+    ended = [phase.phase for phase in phases if phase.last_iteration <= iteration]
+    return ended[-1] + 1 if ended else phases[0].phase
+
+
+def _descends_from_predicted(reader: JournalReader, recovery: RecoveryRow | None) -> bool | None:
+    """Whether the state that is being trained now goes back to a predicted one."""
+    if recovery is None:
+        return False
+    if recovery.method == "scratch":
+        return False
+    exact_iteration: int | None = recovery.restored_iteration
+    if recovery.predicted:
+        if recovery.outcome in ("kept", "watching"):
+            return True
+        exact_iteration = recovery.checkpoint_iteration  # the exact state there took the place of the refused one
+    checkpoint = None if exact_iteration is None else reader.latest_checkpoint(exact_iteration)
+    return None if checkpoint is None else checkpoint.origin == "predicted"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,121 @@
+"""The one form of every answer that is not as asked: what happened, and what to do."""
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from cpsr.errors import JournalError
+
+__all__ = ["PROBLEMS", "Error", "Problem", "answer_problems"]
+
+
+class Error(BaseModel):
+    """The one form of every answer that is not 2xx, `/healthz` and `/readyz` apart."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "code": "no_plan_yet",
+                    "message": "the run in runs/gpt has not planned yet",
+                    "hint": "the first plan is made when training starts; ask again then",
+                }
+            ]
+        }
+    )
+
+    code: str = Field(description="Stable word for programs, for example `journal_unavailable`.")
+    message: str = Field(description="What happened and where, for people.")
+    hint: str = Field(description="What to do.")
+
+
+class Problem(Exception):  # noqa: N818 - what is answered, and nothing that went wrong here
+    """A refusal that is the answer to a request.
+
+    Args:
+        status: of HTTP.
+        code: stable word for programs.
+        message: what happened and where.
+        hint: what to do.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, hint: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = Error(code=code, message=message, hint=hint)
+        self.headers = dict(headers or {})
+
+    def response(self) -> JSONResponse:
+        """The answer itself."""
+        return JSONResponse(self.error.model_dump(), self.status, self.headers)
+
+
+_SAID = {
+    400: "The body cannot be read.",
+    401: "The service has a token, and the request has not.",
+    403: "This may not be asked, or not under this name.",
+    404: "There is no such run, or nothing of the kind in it yet.",
+    408: "The body did not come in time.",
+    409: "The run is not in a state in which this can be answered.",
+    413: "The body is larger than any that is asked for.",
+    422: "A parameter or the body does not fit.",
+    429: "Too many requests from one address.",
+    503: "The journal is absent, locked, truncated or newer.",
+}
+# For OpenAPI: what every operation may answer.
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error, "description": said} for status, said in _SAID.items()
+}
+
+
+def answer_problems(app: FastAPI) -> None:
+    """Give every refusal and every error of `app` the one form."""
+    app.add_exception_handler(Problem, _problem)
+    app.add_exception_handler(JournalError, _journal_unavailable)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _bad_request)
+    app.add_exception_handler(Exception, _internal_error)
+
+
+def _problem(_: Request, problem: Exception) -> JSONResponse:
+    assert isinstance(problem, Problem)
+    return problem.response()
+
+
+def _journal_unavailable(_: Request, error: Exception) -> JSONResponse:
+    hint = "training does not depend on this; ask again once the journal can be read"
+    return Problem(503, "journal_unavailable", str(error), hint).response()
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    hint = "GET /openapi.json lists what can be asked"
+    headers = dict(error.headers or {})
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        # The router knows the methods of one operation; others may lie under the same path.
+        described = request.app.openapi()["paths"].get(request.scope["path"])
+        headers |= {"Allow": ", ".join(sorted(map(str.upper, described)))} if described else {}
+    return Problem(error.status_code, code, str(error.detail), hint, headers).response()
+
+
+def _bad_request(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    # What was sent is left out: it may be long, and need not be text.
+    told = [f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
+    hint = "GET /openapi.json lists the parameters and their types"
+    return Problem(422, "bad_request", "; ".join(told), hint).response()
+
+
+def _internal_error(_: Request, error: Exception) -> JSONResponse:
+    hint = "this is a defect; the service's log has it"
+    return Problem(500, "internal_error", f"{type(error).__name__}: {error}", hint).response()

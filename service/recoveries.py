@@ -1,0 +1,78 @@
+"""Recoveries: how lives of the run began, and roll-backs inside them."""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from cpsr.journal import RecoveryRow
+from cpsr.service.parameters import RunDir, WindowQuery
+from cpsr.service.rows import answered, newest
+
+__all__ = ["Recovery", "RecoveryList", "router"]
+
+router = APIRouter(tags=["recoveries"])
+
+
+class Recovery(BaseModel):
+    """One restoration."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": "0b9f4a",
+                    "life": 1,
+                    "failure_iteration": 4321,
+                    "checkpoint_iteration": 4200,
+                    "restored_iteration": 4321,
+                    "method": "predicted",
+                    "requested_mode": "auto",
+                    "feasible": ["predicted", "exact"],
+                    "outcome": "kept",
+                    "expected_lag_iterations": -30.0,
+                    "reason": "121 iterations past the checkpoint",
+                    "settings": {"window_iterations": 100},
+                    "guard": {"lag": {"lag_iterations": -12.0, "standard_error_iterations": 8.0}},
+                    "sources": [{"rank": 0, "source": "disk", "iteration": 4200}],
+                    "load_seconds": 1.2,
+                    "predict_seconds": 0.8,
+                    "inject_seconds": 0.1,
+                    "created_unix_seconds": 1764000000.0,
+                }
+            ]
+        }
+    )
+
+    id: str
+    life: int
+    failure_iteration: int | None = Field(description="null where the run continued without a failure.")
+    checkpoint_iteration: int | None
+    restored_iteration: int
+    method: str = Field(description="`scratch`, `exact`; anything else is a predicted state.")
+    requested_mode: str
+    feasible: list[str] = Field(description="Methods that could have been taken.")
+    outcome: Literal["kept", "vetoed", "rolled_back", "watching"]
+    expected_lag_iterations: float | None
+    reason: str
+    settings: dict[str, Any]
+    guard: dict[str, Any] = Field(description="What the guard measured; `lag` once the losses have told it.")
+    sources: list[dict[str, Any]] = Field(description="Where each rank's state came from.")
+    load_seconds: float | None
+    predict_seconds: float | None
+    inject_seconds: float | None
+    created_unix_seconds: float
+
+
+class RecoveryList(BaseModel):
+    """The newest recoveries, newest first."""
+
+    recoveries: list[Recovery]
+    total: int = Field(description="In the range of time.")
+
+
+@router.get("/recoveries", operation_id="list_recoveries")
+def list_recoveries(run_dir: RunDir, window: WindowQuery) -> RecoveryList:
+    """How lives began after a failure, with the source of every rank's state, the guard, and what it cost."""
+    rows, total = newest(run_dir, RecoveryRow, lambda row: answered(Recovery, row), window)
+    return RecoveryList(recoveries=rows, total=total)

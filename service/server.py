@@ -1,0 +1,113 @@
+"""The server around the service: its socket, its signals, and whose child it is."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from cpsr.errors import ConfigError
+from cpsr.service.access import Access, is_loopback
+from cpsr.service.events import Streams
+
+__all__ = ["bind", "serve"]
+
+DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
+PARENT_LOOK_SECONDS = 1.0
+RETRY_SECONDS = 0.2
+PORT_SECONDS = 15.0  # how long a service that belongs to a job waits for the one of the life before to be gone
+CHILD_NICENESS = 10  # beside training, whatever it is asked
+
+
+def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) -> socket.socket:
+    """Open the listening socket; port 0 takes a free one.
+
+    Args:
+        host: to listen on.
+        port: to listen on.
+        access: who may ask: without a token only this machine's loopback can be listened on.
+        patience_seconds: how long a port that is in use is waited for.
+
+    Raises:
+        ConfigError: other machines could ask without a token, or the address cannot be used.
+    """
+    if access.token is None and not is_loopback(host):
+        raise ConfigError(
+            f"host {host!r} would let other machines read this run without a token; use 127.0.0.1 (and an SSH tunnel), "
+            "or give a token: --token-file, or the environment variable CPSR_SERVICE_TOKEN"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return socket.create_server((host, port), family=family)
+        except (OSError, OverflowError) as error:
+            if time.monotonic() < until:
+                time.sleep(RETRY_SECONDS)
+                continue
+            raise ConfigError(
+                f"cannot serve on {host} port {port}: {error}; choose another with --host or --port"
+            ) from error
+
+
+def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> None:
+    """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first, streams are ended.
+
+    Args:
+        app: the service.
+        listener: its socket.
+        parent: process that this one belongs to: it ends with it.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,  # the address of a client is that of its connection, whatever it says
+        server_header=False,
+        timeout_graceful_shutdown=round(DRAIN_SECONDS),
+    )
+    server = _Server(config, app.state.streams)
+
+    # uvicorn raises the signal once more after its own clean shutdown; that second one must not end us by signal.
+    def stop(*_: object) -> None:
+        server.end()
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    if parent is not None:
+        os.nice(CHILD_NICENESS)
+        threading.Thread(target=_end_with, args=(parent, server.end), name="cpsr-parent", daemon=True).start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    """Tells the streams of events to end when it is about to: it would wait for them else."""
+
+    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
+        super().__init__(config)
+        self._streams = streams
+
+    def end(self) -> None:
+        """Finish what is under way, and stop."""
+        self._streams.closing = True
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came."""
+        self._streams.closing = True
+        super().handle_exit(sig, frame)
+
+
+def _end_with(parent: int, end: Callable[[], None]) -> None:
+    """Call `end` when the process that this one belongs to has died; a killed one cannot say so itself."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_SECONDS)
+    end()

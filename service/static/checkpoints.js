@@ -1,0 +1,36 @@
+// The newest checkpoints that were due, and what became of them.
+
+import { byId, empty, table, update } from "./dom.js";
+import { bytes, clock, duration, number } from "./format.js";
+
+const ROWS = 6;
+const HELD = { whole: "whole", weights: "weights, for the predictor", none: "no" };
+
+export function showCheckpoints(store) {
+  store.watch(["checkpoints"], ({ checkpoints }, { checkpoints: problem }) => {
+    const rows = (checkpoints?.checkpoints ?? []).slice(0, ROWS);
+    const none = problem ? "Not known: the journal cannot be read." : "None has been due so far.";
+    update(byId("checkpoints"), rows.length ? checkpointTable(rows, checkpoints.total) : empty(none));
+  });
+}
+
+function checkpointTable(rows, total) {
+  return table(
+    `${rows.length} of ${number(total, 9)}, newest first`,
+    [
+      { title: "Iteration", numeric: true, value: (one) => number(one.iteration, 9) },
+      { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
+      { title: "Status", value: (one) => (one.reason ? `${one.status}: ${one.reason}` : one.status) },
+      { title: "State", value: (one) => (one.origin === "predicted" ? "goes back to a predicted one" : "trained") },
+      { title: "Size", numeric: true, value: (one) => bytes(one.bytes) },
+      { title: "Training waited", numeric: true, value: (one) => duration(one.stall_seconds) },
+      { title: "Durable after", numeric: true, value: (one) => duration(durable(one)) },
+      { title: "On the disk now", value: (one) => HELD[one.on_disk] },
+    ],
+    rows,
+  );
+}
+
+function durable({ write_seconds: write, commit_seconds: commit }) {
+  return write === null || commit === null ? null : write + commit;
+}

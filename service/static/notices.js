@@ -1,0 +1,42 @@
+// What whoever looks should know first: no journal, a run that is not well, an override.
+
+import { byId, element, update } from "./dom.js";
+import { clock, number } from "./format.js";
+
+export function showNotices(store) {
+  store.watch(["health", "plan", "losses"], ({ health, plan, losses }, { plan: problem, losses: unread }) => {
+    const nothing = unread !== null && unread.status !== 0 && plan === null && losses === null;
+    byId("panels").hidden = nothing;
+    const told = nothing
+      ? [notice("", `${sentence(unread.message)} This page shows the run as soon as it can be read.`)]
+      : [];
+    if (health?.reason && !nothing) told.push(notice("bad", `Not well: ${health.reason}.`));
+    if (problem !== null && problem.status !== 0 && !nothing)
+      told.push(notice("", sentence(`${problem.message}; ${problem.hint}`)));
+    if (plan?.override) told.push(notice("", override(plan.override)));
+    for (const warning of plan?.warnings ?? []) told.push(notice("bad", `${warning}.`));
+    update(byId("notices"), ...told);
+  });
+}
+
+function notice(kind, text) {
+  return element("p", { class: `notice ${kind}` }, text);
+}
+
+function sentence(text) {
+  return `${text[0].toUpperCase()}${text.slice(1)}.`;
+}
+
+function override({
+  interval_min_iterations: low,
+  interval_max_iterations: high,
+  reason,
+  expires_unix_seconds: ends,
+  taken_up: taken,
+}) {
+  const what =
+    low === high
+      ? `pinned to ${number(low, 9)} iterations`
+      : `bounded (at least ${number(low, 9)}, at most ${number(high, 9)} iterations)`;
+  return `The interval is ${what} until ${clock(ends)}: ${reason}${taken ? "." : "; the job has not taken that up yet."}`;
+}

@@ -1,0 +1,68 @@
+// Where the run is, and what it does about failures, in a few figures.
+
+import { byId, element, update } from "./dom.js";
+import { bytes, duration, number, percent } from "./format.js";
+import { modeName } from "./rules.js";
+
+const ORIGINS = { fixed: "fixed by the configuration", override: "pinned for a while", cpsr: "by least expected cost" };
+
+export function showNow(store) {
+  store.watch(["plan", "health"], ({ plan, health }) => update(byId("now"), ...tiles(plan, health)));
+}
+
+function tiles(plan, health) {
+  const iteration = plan?.last_iteration ?? health?.last_iteration ?? null;
+  if (plan === null) return [tile("Iteration", number(iteration, 9), "no plan yet")];
+  const checkpoint = plan.newest_checkpoint;
+  return [
+    tile("Iteration", number(iteration, 9), phase(plan), written(health)),
+    tile("A checkpoint every", interval(plan), chosen(plan)),
+    tile("After a failure", modeName(plan.recovery_mode) ?? number(null), `mode ${plan.mode ?? "not known"}`),
+    tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
+    tile("A failure every", duration(mtbf(plan)), source(plan)),
+    tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is gained"),
+    tile("Descends from", state(plan), plan.world_size === null ? "" : `${number(plan.world_size, 9)} ranks`),
+  ];
+}
+
+function tile(name, value, ...more) {
+  const lines = more.filter((text) => text).map((text) => element("dd", { class: "quiet" }, text));
+  return element("div", {}, element("dt", {}, name), element("dd", {}, value), ...lines);
+}
+
+function written(health) {
+  const seconds = health?.journal_age_seconds ?? null;
+  return seconds === null ? "" : `journal written ${duration(Math.round(seconds))} ago`;
+}
+
+function phase({ phase: now, iteration_seconds: seconds }) {
+  const pace = `${duration(seconds)} each`;
+  return now ? `phase ${now.phase}, ${pace}` : pace;
+}
+
+function interval({ ranks }) {
+  const all = ranks.map((rank) => rank.interval_iterations);
+  // No spread: there may be more ranks than a call takes arguments.
+  const least = all.reduce((one, other) => Math.min(one, other));
+  const most = all.reduce((one, other) => Math.max(one, other));
+  return least === most ? `${number(least, 9)} iterations` : `${number(least, 9)} to ${number(most, 9)} iterations`;
+}
+
+function chosen({ ranks: [rank] }) {
+  return `${duration(rank.interval_seconds)}, ${ORIGINS[rank.origin] ?? `by ${rank.origin}`}`;
+}
+
+export function mtbf({ inputs }) {
+  const hours = inputs.find((one) => one.name === "mtbf_hours")?.value;
+  return typeof hours === "number" ? 3600 * hours : null;
+}
+
+function source({ inputs }) {
+  const rate = inputs.find((one) => one.name === "failures_per_second");
+  return rate?.source ? `${rate.source}, ${number(rate.samples ?? 0, 9)} seen` : "not planned with";
+}
+
+function state({ descends_from_predicted: predicted }) {
+  if (predicted === null) return "not known";
+  return predicted ? "a predicted state" : "trained states";
+}

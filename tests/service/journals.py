@@ -1,0 +1,148 @@
+"""Journals for the service's tests, written by the job's own writer."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cpsr.journal import (
+    BacktestRow,
+    CheckpointRow,
+    EventRow,
+    FailureRow,
+    FitRow,
+    Journal,
+    PhaseRow,
+    PlanRow,
+    RecoveryRow,
+    RecoverySource,
+    RehearsalRow,
+    StepRow,
+)
+from cpsr.planner.bounds import Limits
+from cpsr.planner.inputs import Origin, PlannerInputs
+from cpsr.planner.plan import Plan, make_plan
+from cpsr.planner.recovery_curve import LagCurve
+
+FLUSH_SECONDS = 20.0
+LIMITS = Limits(10, 500)
+YOUNG = make_plan([PlannerInputs(1.5, 0.5, 3.0, 1 / 43200)], LIMITS, policy="young")
+LINE = LagCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
+
+
+def measured_inputs(mtbf_seconds: float = 43200.0, stall_seconds: float = 0.5, persist_seconds: float = 3.0) -> Any:
+    """Of a job that has measured itself and can predict."""
+    origins = {"stall_seconds": Origin("measured", 8, 5), "failures_per_second": Origin("configured")}
+    return PlannerInputs(1.5, stall_seconds, persist_seconds, 1 / mtbf_seconds, LINE, origins=origins)
+
+
+def measured_plan() -> Plan:
+    return make_plan([measured_inputs()], LIMITS)
+
+
+def plan_row(plan: Plan = YOUNG, **changes: Any) -> PlanRow:
+    values: dict[str, Any] = {
+        "life": 0,
+        "from_iteration": 20,
+        "interval_iterations": plan.interval_iterations,
+        "origin": plan.origin,
+        "mode": plan.mode,
+        "explanation": plan.explanation,
+    }
+    return PlanRow(**(values | changes))
+
+
+def record_steps(journal: Journal, seconds: float = 1.5, last: int = 7) -> None:
+    journal.record_steps(
+        [StepRow(life=0, iteration=i, loss=2.0, learning_rate=1e-3, seconds=seconds) for i in range(1, last + 1)]
+    )
+
+
+def recovery_row(**changes: Any) -> RecoveryRow:
+    values: dict[str, Any] = {
+        "id": f"recovery-{time.monotonic_ns()}",
+        "life": 0,
+        "failure_iteration": 92,
+        "checkpoint_iteration": 50,
+        "restored_iteration": 92,
+        "method": "line",
+        "requested_mode": "predict",
+        "guard": {"probe_loss_nats": math.nan},
+        "sources": (RecoverySource(rank=1, source="disk", iteration=50),),
+    }
+    return RecoveryRow(**(values | changes))
+
+
+def rehearsal_row(**changes: Any) -> RehearsalRow:
+    values: dict[str, Any] = {
+        "id": f"rehearsal-{time.monotonic_ns()}",
+        "life": 0,
+        "iteration": 70,
+        "failure_iteration": 60,
+        "checkpoint_iteration": 50,
+        "outcome": "refused",
+        "reason": "vetoed",
+        "cost_seconds": 2.0,
+    }
+    return RehearsalRow(**(values | changes))
+
+
+# One row of each table that has a time, recorded then.
+ROWS: dict[str, Callable[[Journal, float], None]] = {
+    "/checkpoints": lambda journal, at: journal.record_checkpoint(
+        CheckpointRow(life=0, iteration=50, status="committed", bytes=100, created_unix_seconds=at)
+    ),
+    "/failures": lambda journal, at: journal.record_failure(
+        FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=at)
+    ),
+    "/recoveries": lambda journal, at: journal.record_recovery(recovery_row(created_unix_seconds=at)),
+    "/rehearsals": lambda journal, at: journal.record_rehearsal(rehearsal_row(created_unix_seconds=at)),
+    "/phases": lambda journal, at: journal.record_phase(
+        PhaseRow(
+            life=0,
+            phase=int(at),
+            first_iteration=0,
+            last_iteration=100,
+            xi=1.0,
+            last_xi=math.nan,
+            ended_by="change",
+            created_unix_seconds=at,
+        )
+    ),
+    "/fits": lambda journal, at: journal.record_fit(
+        FitRow(life=0, iteration=100, kind="loss", result={"alpha2": math.inf}, created_unix_seconds=at)
+    ),
+    "/backtests": lambda journal, at: journal.record_backtests(
+        [BacktestRow(life=0, iteration=50, checkpoints=int(at), result={"line_cosine": 0.5}, created_unix_seconds=at)]
+    ),
+    "/plan/history": lambda journal, at: journal.record_plan(plan_row(created_unix_seconds=at)),
+}
+
+
+def record_event(journal: Journal, message: str) -> None:
+    journal.record_event(EventRow(life=0, rank=0, kind="test", message=message))
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, str]:
+    """The answer, where it is the one form of a refusal."""
+    assert response.status_code == status, response.text
+    body: dict[str, str] = response.json()
+    assert set(body) == {"code", "message", "hint"}
+    assert all(body.values())
+    return body
+
+
+def flushed(journal: Journal) -> None:
+    assert journal.flush(FLUSH_SECONDS)
+
+
+def new_run(directory: Path) -> Path:
+    """A run of which nothing but a plan is recorded."""
+    journal = Journal.open(directory / "journal.db")
+    journal.start_life("auto")
+    journal.record_plan(plan_row())
+    journal.close()
+    return directory

@@ -1,0 +1,99 @@
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.errors import ConfigError
+from cpsr.service.access import TOKEN_VARIABLE, Access, is_loopback, read_token
+from cpsr.service.app import create_app
+from tests.service.conftest import BASE_URL
+from tests.service.journals import error_of, new_run
+
+TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
+ASKED = {"interval_iterations": 25, "reason": "x"}
+
+
+def with_token(run_dir: Path, base_url: str = "http://example.org") -> TestClient:
+    return TestClient(create_app(run_dir, Access(TOKEN)), base_url=base_url)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer", "Bearer \xe9" * 9],
+)
+def test_with_a_token_every_request_needs_it(tmp_path: Path, authorization: str | None) -> None:
+    new_run(tmp_path)
+    headers = {} if authorization is None else {"authorization": authorization.encode("latin-1")}
+    for client in (with_token(tmp_path), with_token(tmp_path, BASE_URL)):
+        for path in ("/plan", "/healthz", "/metrics", "/openapi.json", "/events", "/nothing"):
+            refused = client.get(path, headers=headers)
+            assert error_of(refused, 401)["code"] == "token_needed"
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert client.put("/plan/override", json=ASKED, headers=headers).status_code == 401
+
+
+def test_who_has_the_token_may_read_and_write(tmp_path: Path) -> None:
+    new_run(tmp_path)
+    client = with_token(tmp_path)
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} {TOKEN}"}
+        assert client.get("/plan", headers=headers).status_code == 200
+        assert client.put("/plan/override", json=ASKED, headers=headers).status_code == 200
+
+
+def test_without_a_token_a_foreign_name_is_refused(tmp_path: Path, client: TestClient, writing: TestClient) -> None:
+    new_run(tmp_path)
+    for host in ("evil.example", "evil.example:8712", "127.0.0.1.evil.example", "[::2]:1", "", "localhost.evil"):
+        for asked in (client, writing):
+            assert error_of(asked.get("/plan", headers={"host": host}), 403)["code"] == "foreign_host"
+    for host in ("127.0.0.1", "127.0.0.1:1", "localhost:8712", "[::1]:8712", "127.9.9.9"):
+        assert client.get("/plan", headers={"host": host}).status_code == 200, host
+
+
+def test_the_token_is_never_shown() -> None:
+    access = Access(TOKEN)
+    refusal = access.refusal("x", f"Bearer {TOKEN}!")
+    assert refusal is not None
+    assert TOKEN not in repr(access) + str(access) + refusal.error.model_dump_json() + repr(refusal)
+
+
+def test_a_token_beside_writes_for_everybody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave --allow-writes"):
+        Access(TOKEN, allow_writes=True)
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    assert read_token(path, {}) == TOKEN
+    assert read_token(None, {TOKEN_VARIABLE: TOKEN}) == TOKEN
+    assert read_token(path, {TOKEN_VARIABLE: "another-one-that-is-long"}) == TOKEN
+    assert read_token(None, {}) is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"x" * 15, b"two words that are long", b"\xff" * 40, "ü".encode() * 40]
+)
+def test_a_token_that_is_none_is_refused_and_not_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "token"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="nothing is served") as refused:
+        read_token(path, {})
+    assert str(path) in str(refused.value)
+    assert "two words" not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path / "absent", {})
+
+
+@given(st.text(min_size=16, alphabet=st.characters(min_codepoint=33, max_codepoint=126)), st.text())
+def test_only_the_token_itself_opens(token: str, told: str) -> None:
+    access = Access(token)
+    assert access.refusal("any", f"Bearer {token}") is None
+    assert (access.refusal("any", f"Bearer {told}") is None) == (told.strip() == token)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "localhost.example.org"])
+def test_other_hosts_are_no_loopback(host: str) -> None:
+    assert not is_loopback(host)

@@ -1,0 +1,396 @@
+"""The dashboard in a real Chromium, over a journal that the job's own writer wrote."""
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from cpsr.journal import (
+    CheckpointRow,
+    FailureRow,
+    FitRow,
+    Journal,
+    PhaseRow,
+    PlanOverride,
+    RecoverySource,
+    StepRow,
+    override_plan,
+)
+from cpsr.service.access import Access
+from cpsr.service.app import create_app
+from tests.service.journals import flushed, measured_plan, plan_row, record_event, recovery_row, rehearsal_row
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
+expect = sync_api.expect
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+
+TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
+NARROW = {"width": 375, "height": 800}
+WAIT_MILLISECONDS = 30_000  # the machine may be busy; what is there is there at once
+LAST = 120
+
+
+class Service:
+    """The service in a thread of this process, which can be stopped and started again on its port."""
+
+    def __init__(self, run_dir: Path, access: Access) -> None:
+        self._run_dir, self._access = run_dir, access
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}/"
+
+    def start(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = listener.getsockname()[1]
+        app = create_app(self._run_dir, self._access)
+        self._streams = app.state.streams
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._streams.closing = True
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def served(run_dir: Path, access: Access | None = None) -> Iterator[Service]:
+    service = Service(run_dir, access or Access())
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    # A sandbox is more than root may have.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test where a script of it fails, or it asks anybody else."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MILLISECONDS)
+    expect.set_options(timeout=WAIT_MILLISECONDS)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda told: wrong.append(told.text) if "Content Security Policy" in told.text else None)
+    page.on("request", lambda request: None if "//127.0.0.1:" in request.url else wrong.append(request.url))
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def losses(first: int, last: int, life: int = 0) -> list[StepRow]:
+    return [
+        StepRow(life=life, iteration=i, loss=2 + 30 / (i + 9), learning_rate=1e-3, seconds=0.5)
+        for i in range(first, last + 1)
+    ]
+
+
+def curve() -> dict[str, Any]:
+    places = [1.0, 60.0, 150.0]
+    at = [2 + 30 / (place + 9) for place in places]
+    return {
+        "family": "power_law",
+        "held_out_rmse_nats": 0.05,
+        "curve": {
+            "iterations": places,
+            "loss_nats": at,
+            "low_nats": [one - 0.2 for one in at],
+            "high_nats": [one + 0.2 for one in at],
+        },
+    }
+
+
+def record_run(journal: Journal) -> None:
+    """A run that has failed once, with everything that the page shows."""
+    journal.record_steps(losses(1, LAST))
+    journal.record_plan(plan_row(from_iteration=0, origin="fixed", explanation={}, interval_iterations=40))
+    journal.record_plan(plan_row(measured_plan(), from_iteration=30))
+    for iteration in (30, 60, 90):
+        journal.record_checkpoint(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
+    journal.record_failure(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
+    guard = {
+        "loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3},
+        "lag": {"lag_iterations": -7.0, "standard_error_iterations": 2.5},
+    }
+    sources = [RecoverySource(rank=rank, source="predicted", iteration=92) for rank in (0, 1, 2, 4)]
+    sources.append(RecoverySource(rank=3, source="departure", iteration=92))
+    journal.record_recovery(recovery_row(method="vitp", guard=guard, sources=tuple(sources), reason="one sentence"))
+    journal.record_phase(
+        PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=70, xi=1.0, last_xi=1.1, ended_by="change")
+    )
+    journal.record_fit(FitRow(life=0, iteration=100, kind="loss", result=curve()))
+    flushed(journal)
+
+
+def section(page: Any, name: str) -> Any:
+    return page.get_by_role("region", name=name, exact=True)
+
+
+def opened(page: Any, service: Service) -> None:
+    page.goto(service.url)
+    expect(page.locator("#connection")).to_have_text("Live")
+
+
+def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        now = section(page, "Now")
+        expect(now).to_contain_text("120")
+        expect(now).to_contain_text("a predicted state")
+        loss = section(page, "Training loss")
+        expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100 (power law)")
+        expect(loss.get_by_text("95% of single losses")).to_be_visible()
+        interval = measured_plan().interval_iterations
+        expect(section(page, "Interval between checkpoints")).to_contain_text(f"Every {interval} iterations now; Young")
+        expect(section(page, "Why this interval").get_by_role("cell", name="CheckFreq")).to_be_visible()
+        expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
+        expect(section(page, "Rehearsed recoveries")).to_be_hidden()
+
+
+def test_a_recovery_tells_of_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        table = section(page, "Recoveries").get_by_role("table")
+        expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
+        expect(table).to_contain_text("rank 3: departure, of 92")
+        expect(table).to_contain_text("\u22127 \u00b1 2.5")
+        expect(table).to_contain_text("accepted: \u22120.013 of 0.3 nats")
+        expect(table.get_by_text("one sentence")).to_be_hidden()
+        table.get_by_text("vitp, kept").click()
+        expect(table.get_by_text("one sentence")).to_be_visible()
+
+
+def test_the_plots_are_drawn_and_told_as_tables(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        loss = section(page, "Training loss")
+        expect(loss).to_contain_text("Fitted")
+        assert colours(page, "#loss-plot canvas") > 20
+        assert colours(page, "#interval-plot canvas") > 5
+        loss.get_by_text("The plot as tables").click()
+        expect(loss.get_by_role("cell", name="phase 0 ended (change)")).to_be_visible()
+        # What a journal says is text, whatever it looks like.
+        expect(loss.get_by_role("cell", name="failure: <b>killed</b>")).to_be_visible()
+        held = section(page, "Interval between checkpoints")
+        held.get_by_text("The plot as a table").click()
+        expect(held.get_by_role("row")).to_have_count(3)
+
+
+def colours(page: Any, selector: str) -> int:
+    """How many colours a canvas shows."""
+    count = page.locator(selector).evaluate(
+        """canvas => {
+            const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return new Set(new Uint32Array(data.buffer)).size;
+        }"""
+    )
+    return int(count)
+
+
+def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Newest checkpoints")).to_contain_text("4 of 4")
+        page.evaluate("marked = document.querySelector('#why td')")
+        journal.record_steps(losses(LAST + 1, LAST + 15))
+        journal.record_checkpoint(CheckpointRow(life=0, iteration=130, status="committed", bytes=1))
+        journal.record_rehearsal(rehearsal_row(outcome="measured", lag_iterations=5.0))
+        record_event(journal, "something")
+        flushed(journal)
+        expect(section(page, "Now")).to_contain_text("135")
+        expect(section(page, "Newest checkpoints")).to_contain_text("5 of 5")
+        expect(section(page, "Rehearsed recoveries")).to_contain_text("+5")
+        assert page.evaluate("marked.isConnected"), "what is the same as before is left alone"
+
+
+def test_a_plot_is_walked_through_by_keys(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Training loss")).to_contain_text("Fitted")
+        plot = page.get_by_role("slider", name="Training loss: place in the plot")
+        plot.focus()
+        page.keyboard.press("Home")
+        expect(page.locator("#loss-readout")).to_contain_text("Iteration 1 \u00b7 loss 5 \u00b7 fit 5")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Shift+ArrowRight")
+        expect(page.locator("#loss-readout")).to_contain_text("Iteration 12 ")
+        assert "Iteration 12 " in plot.get_attribute("aria-valuetext")
+        assert plot.get_attribute("aria-valuenow") == "12"
+        page.keyboard.press("Escape")
+        expect(page.locator("#loss-readout")).to_contain_text("Iteration 120 ")
+
+
+def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "What if failures came at another rate?").get_by_role("row")).to_have_count(4)
+        reached = []
+        for _ in range(8):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate(
+                    "[document.activeElement.id || document.activeElement.textContent,"
+                    " getComputedStyle(document.activeElement).outlineStyle]"
+                )
+            )
+        names = [name for name, _ in reached]
+        order = ["Skip to the figures", "loss-plot", "The plot as tables", "interval-plot", "mtbf", "As the job has it"]
+        assert [name for name in names if name in order] == order
+        assert {style for name, style in reached if name in order} == {"solid"}
+
+
+def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        panel = section(page, "What if failures came at another rate?")
+        slider = panel.get_by_role("slider", name="Mean time between failures of the job")
+        own = panel.get_by_role("row").filter(has_text="This job").get_by_role("cell")
+        held = str(measured_plan().interval_iterations)
+        expect(own.nth(2)).to_have_text(held)
+        assert slider.get_attribute("aria-valuetext") == "12 h, as it is"
+        slider.focus()
+        page.keyboard.press("Home")
+        expect(panel.get_by_role("status")).to_have_text("43.2 s")
+        expect(own.nth(2)).not_to_have_text(held)
+        expect(own.nth(1)).to_have_text(held)
+        panel.get_by_role("button", name="As the job has it").click()
+        expect(own.nth(2)).to_have_text(held)
+
+
+def test_a_lost_connection_is_said_and_taken_up_again(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Now")).to_contain_text("120")
+        service.stop()
+        expect(page.locator("#connection")).to_contain_text("No connection since")
+        expect(section(page, "Now")).to_contain_text("120")
+        journal.record_steps(losses(LAST + 1, LAST + 2))
+        flushed(journal)
+        service.start()
+        expect(page.locator("#connection")).to_have_text("Live")
+        expect(section(page, "Now")).to_contain_text("122")
+
+
+def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> None:
+    with served(tmp_path) as service:
+        page.goto(service.url)
+        expect(page.locator("#connection")).to_have_text("Waiting for the run")
+        expect(page.locator("#notices")).to_contain_text("There is no journal")
+        expect(section(page, "Now")).to_be_hidden()
+        journal = Journal.open(tmp_path / "journal.db")
+        try:
+            journal.start_life("auto")
+            flushed(journal)
+            expect(page.locator("#connection")).to_have_text("Live")
+            expect(section(page, "Training loss")).to_contain_text("No step has been recorded yet")
+            expect(page.locator("#loss-plot")).to_be_hidden()
+        finally:
+            journal.close()
+
+
+def test_what_is_amiss_is_said_first(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
+    flushed(journal)
+    now = time.time()
+    override_plan(
+        tmp_path,
+        PlanOverride(
+            interval_min_iterations=25,
+            interval_max_iterations=25,
+            reason="<i>spot prices</i>",
+            expires_unix_seconds=now + 3600,
+            created_unix_seconds=now,
+        ),
+    )
+    with served(tmp_path) as service:
+        opened(page, service)
+        notices = page.locator("#notices")
+        expect(notices).to_contain_text("Not well: the checkpoint at iteration 119 failed: the disk is full.")
+        expect(notices).to_contain_text("The interval is pinned to 25 iterations until")
+        expect(notices).to_contain_text("<i>spot prices</i>; the job has not taken that up yet.")
+
+
+def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path, Access(TOKEN)) as service:
+        page.goto(service.url)
+        field = page.get_by_label("Token", exact=True)
+        field.fill("not the token of it")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("not the token of this service")
+        expect(section(page, "Now")).to_be_hidden()
+        field.fill(TOKEN)
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("#connection")).to_have_text("Live")
+        expect(section(page, "Now")).to_contain_text("120")
+        assert TOKEN not in page.url
+
+
+def test_of_several_runs_one_is_chosen(page: Any, tmp_path: Path) -> None:
+    for name, last in (("long", 40), ("short", 9)):
+        (tmp_path / name).mkdir()
+        journal = Journal.open(tmp_path / name / "journal.db")
+        journal.start_life("auto")
+        journal.record_steps(losses(1, last))
+        journal.close()
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Training loss")).to_contain_text("40 iterations")
+        page.get_by_label("Run").select_option("short")
+        expect(section(page, "Training loss")).to_contain_text("9 iterations")
+        assert page.url.endswith("?run=short")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_page_scrolls_to_no_side(page: Any, journal: Journal, tmp_path: Path, scheme: str) -> None:
+    record_run(journal)
+    page.set_viewport_size(NARROW)
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Recoveries").get_by_role("table")).to_contain_text("predicted, of 92")
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+        plot = page.locator("#loss-plot canvas").bounding_box()
+        assert plot is not None
+        assert plot["x"] + plot["width"] <= NARROW["width"]
+        text, ground = (
+            page.evaluate(f"getComputedStyle(document.body).{name}.match(/\\d+/g).map(Number)")
+            for name in ("color", "backgroundColor")
+        )
+        assert (sum(text) < sum(ground)) == (scheme == "light")
+        assert page.locator("#connection").evaluate("e => getComputedStyle(e, '::before').animationName") == "none"

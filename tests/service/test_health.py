@@ -1,0 +1,80 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from fastapi.testclient import TestClient
+
+from cpsr.journal import CheckpointRow, Journal
+from tests.service.journals import error_of, flushed, new_run, record_steps
+
+
+def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:
+    record_steps(journal)
+    flushed(journal)
+    response = client.get("/healthz")
+    body = response.json()
+    assert (response.status_code, body["status"], body["reason"], body["last_iteration"]) == (200, "ok", None, 7)
+    assert 0 <= body["journal_age_seconds"] < 30
+    assert client.get("/readyz").json() == {"ready": True, "reason": None}
+
+
+def test_health_names_a_failed_checkpoint_until_the_next_is_good(client: TestClient, journal: Journal) -> None:
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="failed", reason="No space left on device"))
+    flushed(journal)
+    response = client.get("/healthz")
+    assert response.status_code == 503
+    assert "No space left" in response.json()["reason"]
+    assert client.get("/readyz").status_code == 200, "a run that is not well can be asked about"
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=100, status="committed", bytes=1))
+    flushed(journal)
+    assert client.get("/healthz").status_code == 200
+
+
+def test_health_of_a_silent_job_depends_on_its_pace(tmp_path: Path, client: TestClient, journal: Journal) -> None:
+    def age(seconds: float) -> httpx.Response:
+        for file in tmp_path.glob("journal.db*"):
+            os.utime(file, (time.time() - seconds, time.time() - seconds))
+        response: httpx.Response = client.get("/healthz")
+        return response
+
+    record_steps(journal, seconds=1.5)  # 200 iterations are 300 s
+    flushed(journal)
+    assert age(290).status_code == 200
+    late = age(310)
+    assert late.status_code == 503
+    assert "ago" in late.json()["reason"]
+    journal.end_life("clean")
+    flushed(journal)
+    assert age(3000).status_code == 200
+
+
+def test_health_after_an_error(client: TestClient, journal: Journal) -> None:
+    journal.end_life("error")
+    flushed(journal)
+    assert "ended with an error" in client.get("/healthz").json()["reason"]
+
+
+def test_health_of_a_killed_job(tmp_path: Path, client: TestClient) -> None:
+    code = "import os, sys; from pathlib import Path; from cpsr.journal import Journal;"
+    code += "Journal.open(Path(sys.argv[1])).start_life('auto'); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "journal.db")], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    response = client.get("/healthz")
+    assert response.status_code == 503
+    assert "was killed" in response.json()["reason"]
+
+
+def test_a_run_directory_that_is_removed_and_made_again(tmp_path: Path, client: TestClient) -> None:
+    new_run(tmp_path)
+    assert client.get("/plan").status_code == 200
+    shutil.rmtree(tmp_path)
+    assert error_of(client.get("/plan"), 503)["code"] == "journal_unavailable"
+    assert client.get("/healthz").status_code == 503
+    assert client.get("/metrics").status_code == 200
+    new_run(tmp_path)
+    assert client.get("/plan").status_code == 200

@@ -1,0 +1,110 @@
+"""Whatever the description allows is asked, and much that it does not: answers must be as it says."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from schemathesis import Case, HookContext
+from schemathesis.engine import from_schema
+from schemathesis.engine.events import FatalError, NonFatalError, ScenarioFinished
+from schemathesis.engine.recorder import ScenarioRecorder
+from schemathesis.openapi.loaders import from_asgi
+
+from cpsr.journal import EventRow, Journal
+from cpsr.service.access import Access
+from cpsr.service.app import create_app
+from cpsr.service.gate import Limits
+from tests.service.conftest import BASE_URL
+from tests.service.journals import ROWS, measured_plan, plan_row, record_steps
+
+SEED = 1
+FAILURES_TOLD = 20
+EXAMPLES = 10  # of each operation, beside those at the edges of every parameter
+UNLIMITED = Limits(requests_per_second=1e9, requests_burst=10**9)
+NO_SERVER_ERROR = ["2xx", "3xx", "4xx"]
+
+
+def _whole(run_dir: Path) -> None:
+    """A row of every kind, of a job that is alive: this process."""
+    journal = Journal.open(run_dir / "journal.db")
+    journal.start_life("auto")
+    record_steps(journal)
+    for record in ROWS.values():
+        record(journal, 1764000000.0)
+    journal.record_plan(plan_row(measured_plan()))
+    journal.record_event(EventRow(life=0, rank=0, kind="test", message="a test"))
+    journal.close()
+
+
+def _truncated(run_dir: Path) -> None:
+    _whole(run_dir)
+    path = run_dir / "journal.db"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _absent(run_dir: Path) -> None:
+    """Nothing is there."""
+
+
+def filter_case(_: HookContext, case: "Case[Any]") -> bool:
+    """Leaves out what is refused by rules that JSON Schema has no words for: between two fields, and by the clock."""
+    now = {"now": time.time(), **_numbers(case.body)}
+    return (
+        _in_order(_numbers(case.query), "since_unix_seconds", "until_unix_seconds")
+        and _in_order(_numbers(case.body), "interval_min_iterations", "interval_max_iterations")
+        and _in_order(now, "failed_unix_seconds", "now")
+    )
+
+
+def _numbers(values: object) -> dict[str, float]:
+    told = values if isinstance(values, dict) else {}
+    return {name: value for name, value in told.items() if isinstance(value, int | float)}
+
+
+def _in_order(numbers: dict[str, float], low: str, high: str) -> bool:
+    return numbers.get(low, -math.inf) <= numbers.get(high, math.inf)
+
+
+@pytest.mark.parametrize("record", [_whole, _truncated, _absent], ids=lambda record: record.__name__.strip("_"))
+def test_every_answer_is_as_described(tmp_path: Path, record: Callable[[Path], None]) -> None:
+    record(tmp_path)
+    app = create_app(tmp_path, Access(allow_writes=True), UNLIMITED)
+    app.state.streams.closing = True  # a stream of events ends after its first one, or no request would
+    # Without a journal 503 is the answer; with one no 5xx is.
+    unavailable = [] if record is _whole else ["503"]
+    config = schemathesis.Config.from_dict(
+        {
+            "seed": SEED,
+            "workers": 1,
+            "base-url": BASE_URL,
+            "generation": {"max-examples": EXAMPLES, "deterministic": True, "database": "none"},
+            "checks": {"not_a_server_error": {"expected-statuses": NO_SERVER_ERROR + unavailable}},
+        }
+    )
+    schema = from_asgi("/openapi.json", app, config=config, headers={"Host": "127.0.0.1"})
+    schema.hook(filter_case)
+    asked: set[str] = set()
+    wrong: list[str] = []
+    for event in from_schema(schema).execute():
+        if isinstance(event, NonFatalError | FatalError):
+            wrong.append(str(event))
+        elif isinstance(event, ScenarioFinished):
+            asked |= {case.value.operation.label for case in event.recorder.cases.values()}
+            wrong += _failed(event.recorder)
+    assert not wrong, "\n\n".join(wrong[:FAILURES_TOLD])
+    paths = app.openapi()["paths"].items()
+    assert asked == {f"{method.upper()} {path}" for path, methods in paths for method in methods}
+
+
+def _failed(recorder: ScenarioRecorder) -> list[str]:
+    """Each check that an answer failed, with what brings it about again."""
+    return [
+        f"{recorder.label}: {check.name}: {check.failure_info.failure}\n{check.failure_info.code_sample}"
+        for checks in recorder.checks.values()
+        for check in checks
+        if check.failure_info is not None
+    ]

@@ -1,0 +1,245 @@
+import os
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from cpsr.journal import CheckpointRow, Journal, PhaseRow
+from cpsr.planner.plan import make_plan
+from tests.service.journals import (
+    LIMITS,
+    error_of,
+    flushed,
+    measured_inputs,
+    measured_plan,
+    plan_row,
+    record_steps,
+    recovery_row,
+    rehearsal_row,
+)
+
+
+def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journal) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 2}')
+    journal.record_plan(plan_row())
+    record_steps(journal)
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", bytes=1234))
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=100, status="skipped", reason="slow disk"))
+    journal.record_recovery(recovery_row())
+    journal.record_rehearsal(rehearsal_row())
+    flushed(journal)
+    body = client.get("/plan").json()
+    assert (body["last_rehearsal"]["outcome"], body["last_rehearsal"]["lag_iterations"]) == ("refused", None)
+    assert body["recovery_mode"] == "recompute"
+    assert (body["run_id"], body["world_size"], body["mode"], body["last_iteration"]) == ("gpt", 2, "predict", 7)
+    assert (body["iteration_seconds"], body["bound"], body["override"], body["warnings"]) == (1.5, "none", None, [])
+    assert [entry["rank"] for entry in body["ranks"]] == [0, 1]
+    assert body["ranks"][1] == {
+        "rank": 1,
+        "interval_iterations": 139,
+        "interval_seconds": 139 * 1.5,
+        "origin": "young",
+        "from_iteration": 20,
+    }
+    assert body["explanation"]["inputs"]["stall_seconds"] == 0.5
+    assert {one["name"] for one in body["rivals"]} >= {"young", "daly", "checkfreq", "pccheck", "gemini"}
+    assert (body["newest_checkpoint"]["iteration"], body["newest_checkpoint"]["bytes"]) == (50, 1234)
+    assert (body["last_recovery"]["method"], body["last_recovery"]["guard"]) == ("line", {"probe_loss_nats": "nan"})
+    assert body["last_recovery"]["sources"] == [{"rank": 1, "source": "disk", "iteration": 50}]
+    assert body["descends_from_predicted"] is True
+    assert 0 <= body["age_seconds"] < 60
+
+
+def test_inputs_have_their_unit_their_source_and_their_age_now(client: TestClient, journal: Journal) -> None:
+    journal.record_plan(plan_row(measured_plan(), from_iteration=3))
+    record_steps(journal)  # the plan is four iterations old
+    flushed(journal)
+    inputs = {one["name"]: one for one in client.get("/plan").json()["inputs"]}
+    assert inputs["stall_seconds"] == {
+        "name": "stall_seconds",
+        "value": 0.5,
+        "unit": "s",
+        "source": "measured",
+        "samples": 8,
+        "age_iterations": 5 + 4,
+    }
+    assert (inputs["failures_per_second"]["unit"], inputs["failures_per_second"]["age_iterations"]) == ("1/s", None)
+    assert (inputs["persist_iterations"]["unit"], inputs["mtbf_hours"]["unit"]) == ("iterations", "h")
+
+
+def test_ranks_with_intervals_of_their_own(tmp_path: Path, client: TestClient, journal: Journal) -> None:
+    (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 2}')
+    ranks = [measured_inputs(), measured_inputs(stall_seconds=5.0)]
+    plan = make_plan(ranks, LIMITS, intervals="per_rank", recovery_mode="predict")
+    assert len(set(plan.rank_interval_iterations)) == 2
+    journal.record_plan(plan_row(plan))
+    flushed(journal)
+    told = client.get("/plan").json()["ranks"]
+    assert [rank["interval_iterations"] for rank in told] == list(plan.rank_interval_iterations)
+
+
+def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal: Journal) -> None:
+    journal.record_plan(plan_row())
+    flushed(journal)
+    assert client.get("/plan").json()["phase"] == {"phase": 0, "first_iteration": 0}
+    journal.record_phase(
+        PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=120, xi=1.0, last_xi=2.0, ended_by="change")
+    )
+    flushed(journal)
+    assert client.get("/plan").json()["phase"] == {"phase": 1, "first_iteration": 120}
+
+
+def test_history_says_until_when_each_plan_held(client: TestClient, journal: Journal) -> None:
+    journal.record_phase(
+        PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=40, xi=1.0, last_xi=2.0, ended_by="change")
+    )
+    for place, start in enumerate((0, 40, 90)):
+        journal.record_plan(plan_row(from_iteration=start, created_unix_seconds=100.0 + place))
+    flushed(journal)
+    body = client.get("/plan/history").json()
+    assert [(one["from_iteration"], one["until_iteration"]) for one in body["plans"]] == [(90, None), (40, 90), (0, 40)]
+    assert [one["phase"] for one in body["plans"]] == [1, 1, 0]
+    assert body["plans"][0]["rival_interval_iterations"]["young"] == 139
+    assert body["plans"][0]["cost_per_second"] > 0
+    earlier = client.get("/plan/history", params={"until_unix_seconds": 102.0, "limit": 1}).json()
+    assert [(one["from_iteration"], one["until_iteration"]) for one in earlier["plans"]] == [(40, 90)]
+    assert earlier["total"] == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "origin", "descends"),
+    [
+        ({"outcome": "kept"}, "trained", True),
+        ({"outcome": "watching"}, "trained", True),
+        ({"outcome": "vetoed", "restored_iteration": 50}, "trained", False),
+        ({"outcome": "vetoed", "restored_iteration": 50}, "predicted", True),
+        ({"outcome": "rolled_back"}, "trained", False),
+        ({"outcome": "rolled_back", "checkpoint_iteration": 40}, "predicted", None),
+        ({"method": "exact", "restored_iteration": 50}, "trained", False),
+        ({"method": "exact", "restored_iteration": 50}, "predicted", True),
+        ({"method": "exact", "restored_iteration": 40}, "predicted", None),
+        ({"method": "scratch", "restored_iteration": 0, "checkpoint_iteration": None}, "predicted", False),
+        (None, "predicted", False),
+    ],
+)
+def test_descent_from_a_predicted_state(
+    client: TestClient, journal: Journal, last: dict[str, Any] | None, origin: Any, descends: bool | None
+) -> None:
+    journal.record_plan(plan_row())
+    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", origin=origin))
+    if last is not None:
+        journal.record_recovery(recovery_row(id="earlier", method="exact", restored_iteration=10))
+        journal.record_recovery(recovery_row(**last))
+    flushed(journal)
+    assert client.get("/plan").json()["descends_from_predicted"] is descends
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "absent"),
+        ("{", "cannot be read"),
+        ("[]", "no object"),
+        ('{"run_id": "x", "mode": "auto", "world_size": "2"}', "'world_size'"),
+        ('{"run_id": "x", "mode": "auto", "world_size": -2}', "'world_size'"),
+        ('{"run_id": "x", "mode": "auto", "world_size": 1000000000000}', "'world_size'"),
+    ],
+)
+def test_plan_without_a_usable_run_json(
+    tmp_path: Path, client: TestClient, journal: Journal, content: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    journal.record_plan(plan_row())
+    flushed(journal)
+    response = client.get("/plan")
+    body = response.json()
+    assert (response.status_code, body["world_size"], len(body["ranks"])) == (200, None, 1)
+    assert body["ranks"][0]["interval_seconds"] is None
+    assert words in body["warnings"][0]
+
+
+def test_no_plan_yet(client: TestClient, journal: Journal) -> None:
+    assert error_of(client.get("/plan"), 404)["code"] == "no_plan_yet"
+
+
+def newer(path: Path) -> None:
+    Journal.open(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+
+
+def truncated(path: Path) -> None:
+    journal = Journal.open(path)
+    journal.record_plan(plan_row())
+    record_steps(journal)
+    journal.close()
+    os.truncate(path, 6000)
+
+
+def damaged(path: Path, assignment: str) -> None:
+    journal = Journal.open(path)
+    journal.record_plan(plan_row())
+    journal.close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    connection.execute(f"UPDATE plans SET {assignment}")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda _: None, "there is no journal"),
+        (newer, "schema 99"),
+        (truncated, "truncated"),
+        (lambda path: path.write_bytes(b"x" * 5000), "not a CPSR journal"),
+        (lambda path: path.touch(), "is empty"),
+        (lambda path: path.mkdir(), "there is no journal"),
+        (lambda path: damaged(path, "explanation = '{torn'"), "damaged PlanRow"),
+        (lambda path: damaged(path, "explanation = '3'"), "damaged PlanRow"),
+        (lambda path: damaged(path, "from_iteration = 'x'"), "damaged PlanRow"),
+        (lambda path: damaged(path, "mode = 'guess'"), "does not know"),
+    ],
+    ids=["absent", "newer", "truncated", "foreign", "empty", "directory", "torn", "number", "text", "unknown"],
+)
+def test_unreadable_journal_is_503(tmp_path: Path, client: TestClient, spoil: Any, words: str) -> None:
+    spoil(tmp_path / "journal.db")
+    body = error_of(client.get("/plan"), 503)
+    assert body["code"] == "journal_unavailable"
+    assert words in body["message"]
+    if "Plan" in words or "know" in words:
+        return  # a plan that cannot be read does not make the run unwell
+    health = client.get("/healthz")
+    assert (health.status_code, health.json()["status"]) == (503, "degraded")
+    assert health.json()["reason"]
+    ready = client.get("/readyz")
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+
+
+def test_locked_journal_is_503_and_comes_back(tmp_path: Path, client: TestClient) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.record_plan(plan_row())
+    journal.close()
+    connection = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
+    connection.execute("PRAGMA journal_mode=DELETE")
+    connection.execute("BEGIN EXCLUSIVE")
+    assert "locked" in error_of(client.get("/plan"), 503)["message"]
+    assert client.get("/healthz").status_code == 503
+    connection.execute("ROLLBACK")
+    connection.close()
+    assert client.get("/plan").status_code == 200
+
+
+def test_a_number_that_is_none_is_null_or_told_by_its_name(client: TestClient, journal: Journal) -> None:
+    nan = replace(measured_plan(), explanation={"inputs": {"stall_seconds": float("nan")}, "bound": "none"})
+    journal.record_plan(plan_row(nan))
+    record_steps(journal, seconds=float("nan"))
+    flushed(journal)
+    body = client.get("/plan").json()
+    assert (body["iteration_seconds"], body["inputs"][0]["value"]) == (None, "nan")
