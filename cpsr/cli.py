@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, serve, inspect, verify, fetch, export, plan, simulate, bench.
+"""The `cpsr` command: demo, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
 
 Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
@@ -67,25 +67,40 @@ def demo(
 
 @app.command()
 def serve(
-    run_dir: Annotated[Path, typer.Option(help="Run directory; it may still be absent.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    run_dir: Annotated[Path, typer.Option(help="A run's directory, or one that holds several; may still be absent.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8712,
-    allow_remote: Annotated[bool, typer.Option(help="Accept a host that other machines can reach.")] = False,
-    allow_writes: Annotated[bool, typer.Option(help="Let everybody on this machine report failures.")] = False,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the token that requests need; by default $CPSR_SERVICE_TOKEN, if set.")
+    ] = None,
+    allow_writes: Annotated[
+        bool, typer.Option(help="Without a token: everybody on this machine may report failures and override plans.")
+    ] = False,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Process that this one ends with.")] = None,
 ) -> None:
-    """Answer GET /plan, /failures and /healthz about a run until SIGTERM or Ctrl-C."""
-    if allow_remote and allow_writes:
-        raise ConfigError(
-            "--allow-writes with --allow-remote would let other machines write, and the service asks for no password "
-            "yet; leave one of the two out"
-        )
-    from cpsr.service.app import bind
-    from cpsr.service.app import serve as run_service
+    """Answer about runs over HTTP until SIGTERM or Ctrl-C: plans, what happened, metrics; training is not touched."""
+    from cpsr.service.access import Access, read_token
+    from cpsr.service.app import create_app
+    from cpsr.service.server import PORT_SECONDS, bind
+    from cpsr.service.server import serve as run_service
 
-    listener = bind(host, port, allow_remote=allow_remote)
+    access = Access(read_token(token_file), allow_writes)
+    listener = bind(host, port, access, PORT_SECONDS if parent is not None else 0.0)
     address = f"[{host}]" if ":" in host else host
-    typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/plan")
-    run_service(run_dir, listener, allow_writes)
+    typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/")
+    run_service(create_app(run_dir, access), listener, parent)
+
+
+@app.command()
+def status(
+    location: Annotated[str, typer.Argument(metavar="DIR|URL", help="Run directory, or the URL of a service.")],
+    run: Annotated[str | None, typer.Option(help="Name of the run, where the service is over several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """How a run is, how often it takes checkpoints, and what happened last, in a few lines."""
+    from cpsr.status import run_status
+
+    run_status(location, run, as_json)
 
 
 @app.command()
@@ -173,10 +188,17 @@ def fetch(
 @app.command()
 def release(directory: RunDirectory) -> None:
     """Free this machine's memory of what a failed job left there for its restart, where it will not be restarted."""
-    from cpsr.checkpoint.memory import remove_held
+    from cpsr.checkpoint.memory import SHARED_MEMORY, remove_held
     from cpsr.rundir import run_id
 
-    freed = remove_held(run_id(directory))
+    try:
+        identity = run_id(directory)
+    except RunMismatchError as error:
+        raise RunMismatchError(
+            f"{error}. What a run holds in memory is named after the id in that file: where the directory is gone, "
+            f"remove {SHARED_MEMORY}/cpsr-<id>-rank-* by hand, while no job of yours runs that it may belong to"
+        ) from error
+    freed = remove_held(identity)
     typer.echo(f"{directory}: {freed / 1e6:.1f} MB of host memory are free again; its checkpoints are untouched")
 
 
@@ -260,13 +282,18 @@ def bench_plan(
 @bench.command()
 def overhead(
     json_path: JsonPath = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Blocks with and without the wrapper, per run.")] = 30,
+    full: Annotated[bool, typer.Option("--full", help="More of everything: about half an hour.")] = False,
+    parts: Annotated[
+        str, typer.Option(help="wrapper, bubbles (of a pipeline), memory (over a run): some of them, comma-separated.")
+    ] = "wrapper,bubbles,memory",
     workdir: Workdir = None,
 ) -> None:
-    """Extra time of steps without a checkpoint."""
+    """Extra time of training steps, the predictor's work against a pipeline's bubbles, and its memory."""
+    from cpsr.benchmarks.overhead.run import DEFAULT, FULL
     from cpsr.benchmarks.overhead.run import main as run_overhead
 
-    run_overhead(json_path=json_path, pairs=pairs, workdir=workdir)
+    names = [part.strip() for part in parts.split(",") if part.strip()]
+    run_overhead(json_path, FULL if full else DEFAULT, names, workdir)
 
 
 @bench.command()
@@ -362,6 +389,23 @@ def faults(
     from cpsr.benchmarks.faults.run import main as run_faults
 
     run_faults(json_path, every, only, workdir, seed)
+
+
+@bench.command("service")
+def bench_service(
+    json_path: JsonPath = None,
+    steps: Annotated[int, typer.Option(min=1000, help="Rows of the journal.")] = 10_000_000,
+    checkpoints: Annotated[int, typer.Option(min=1, help="Rows of the journal.")] = 100_000,
+    clients: Annotated[int, typer.Option(min=1, max=200, help="Each asks once a second.")] = 50,
+    seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 60.0,
+    cache: Annotated[Path | None, typer.Option(help="Keeps the journal; by default runs/bench-service.")] = None,
+    workdir: Workdir = None,
+) -> None:
+    """How fast the service says what the plan is over a long run's journal beside training, and its memory."""
+    from cpsr.benchmarks.service.run import CACHE
+    from cpsr.benchmarks.service.run import main as run_service_benchmark
+
+    run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir, CACHE if cache is None else cache)
 
 
 @bench.command("simulate")

@@ -43,6 +43,7 @@ class HostMemory:
         self._run = run
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, life) if config.checkpoint.shared_memory else None
+        self._memory = memory
         self.pool = SnapshotPool(shard, memory=memory)
         self._replicator: Replicator | None = None
         problem = self.pool.shared_memory_problem
@@ -64,6 +65,11 @@ class HostMemory:
             )
             self.pool.on_sealed = self._replicator.offer
 
+    @property
+    def branch(self) -> int:
+        """How often this life has gone back to an earlier state."""
+        return 0 if self._memory is None else self._memory.branch
+
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere, and what is of ranks that have moved away, goes."""
         self.pool.forget_after(iteration)
@@ -73,8 +79,14 @@ class HostMemory:
             self._replicator.remove_stale()
 
     def forget_after(self, iteration: int) -> None:
-        """Snapshots of later iterations count no more, here and elsewhere: the run has gone back behind them."""
+        """Snapshots of later iterations count no more, here and elsewhere: the run has gone back behind them.
+
+        What is sealed from now on is of another branch: a replica whose holder is not reached stays as it is, and a
+        restart must tell it from those that come.
+        """
         self.pool.forget_after(iteration)
+        if self._memory is not None:
+            self._memory.branch += 1
         if self._replicator is not None:
             self._replicator.forget_after(iteration)
 

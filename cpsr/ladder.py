@@ -30,14 +30,14 @@ class Ladder:
         run_id: identity of the run.
         group: the ranks.
         shard: the engine's views; only names and slices are looked at.
-        first_life: states of earlier lives do not count: the run has gone on from elsewhere since.
+        first: life and branch whose states count; the run has gone on from elsewhere since earlier ones.
         config: how states of other machines are fetched.
     """
 
-    def __init__(self, run_id: str, group: Group, shard: Shard, first_life: int, config: PeersConfig) -> None:
+    def __init__(self, run_id: str, group: Group, shard: Shard, first: tuple[int, int], config: PeersConfig) -> None:
         self._run_id = run_id
         self._group = group
-        self._first_life = first_life
+        self._first = first
         self._config = config
         self._node = this_node()
         self._whole = _whole(shard)
@@ -91,7 +91,7 @@ class Ladder:
             elif held:
                 scalars = load_held(held[0], into)
             for fetched in self._fetched.values():
-                fetched.path.unlink()
+                fetched.path.unlink(missing_ok=True)
             self._fetched = {}
         except CheckpointError as error:
             problem = f"rank {self._group.rank}: {error}"
@@ -106,7 +106,7 @@ class Ladder:
         whole = []
         for state in held_states(self._run_id):
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
-            if verifier != self._group.rank or state.life < self._first_life or state.iteration <= after:
+            if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
                 continue
             problem = verify_held(state)
             if problem is None:
@@ -163,7 +163,7 @@ def _whole(shard: Shard) -> bool:
 
 
 def _fingerprint(shard: Shard) -> str:
-    """Of names, shapes and weights: ranks that each train a model of their own have the same shapes, too.
+    """Of names, shapes, weights and moments: ranks that train models of their own may have the rest in common, too.
 
     Of buffers names and shapes alone: whoever takes another rank's state takes its running statistics, too.
     """
@@ -171,7 +171,8 @@ def _fingerprint(shard: Shard) -> str:
     for name, operator in sorted(shard.operators.items()):
         values = operator.parameter.values
         state.update(repr((name, operator.parameter.global_shape, values.dtype, sorted(operator.moments))).encode())
-        state.update(values.contiguous().view(torch.uint8).numpy().data)
+        for tensor in (values, *(operator.moments[moment] for moment in sorted(operator.moments))):
+            state.update(tensor.contiguous().view(torch.uint8).numpy().data)
     for name, values in sorted(shard.others.items()):
         state.update(repr((name, values.dtype, tuple(values.shape))).encode())
     return state.hexdigest()

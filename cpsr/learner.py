@@ -125,15 +125,20 @@ class Learner:
             self._wake.set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, other_checkpoints: bool = True) -> Iterator[None]:
         """The predictor is not touched by the thread inside the block; waits for one slice at most.
 
         What the thread was about to take in is dropped: the block may change the predictor or the checkpoints.
+
+        Args:
+            other_checkpoints: the same iterations may be saved anew after the block.
         """
         self._generation += 1  # before the lock: the thread would otherwise take it again, slice after slice
         with self._taken():
             self._wanted = None
             self._wake.clear()
+            if other_checkpoints:
+                self._checked = set()
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,8 +170,8 @@ class Learner:
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""
-        lock, began = self._lock, self._slice_began
-        if began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS:
+        lock = self._lock
+        if self._hangs():
             self._leave_behind(lock)
         failure, self._failure = self._failure, None
         return failure
@@ -188,11 +193,16 @@ class Learner:
     def _taken(self) -> Iterator[None]:
         """Hold the predictor; from a slice that does not end it is taken away."""
         while not (lock := self._lock).acquire(timeout=SLICE_LIMIT_SECONDS):
-            self._leave_behind(lock)
+            if self._hangs():  # or it is held by a rehearsal, say, which takes as long as it takes
+                self._leave_behind(lock)
         try:
             yield
         finally:
             lock.release()
+
+    def _hangs(self) -> bool:
+        began = self._slice_began
+        return began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS
 
     def _leave_behind(self, lock: threading.Lock) -> None:
         """Whoever holds this lock keeps it; what it does to its copy of the predictor will not count."""
@@ -248,7 +258,6 @@ class Learner:
                     continue
             try:
                 if self._generation != generation:
-                    self._checked = set()  # the same iterations may have been saved anew
                     return
                 if not self._slice(work, pace):
                     self._hand_over(student, before, lock)

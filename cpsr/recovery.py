@@ -380,7 +380,7 @@ class CPSRRecovery:
         held = held_bytes(run.run_id, run.local_ranks)
         check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
-        last_life: int = group.broadcast(newest_life(config.run_dir))
+        last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
         opened.callback(self._close_record)
         if group.rank == 0:
@@ -403,7 +403,7 @@ class CPSRRecovery:
         pool = self._pool = self._memory.pool
         if adapter.pipeline_stage is not None:
             pool.copy_in(self._bubbles)
-        ladder = Ladder(run.run_id, group, shard, last_life, config.peers)
+        ladder = Ladder(run.run_id, group, shard, (last_life, last_branch), config.peers)
         self._restorer = Restorer(
             adapter, group, store, pool, ladder, self._predictor, self._probes, config, self._target
         )
@@ -735,6 +735,8 @@ class CPSRRecovery:
             )
         self._store.attempt += 1  # the same iterations may be saved again
         self._memory.forget_after(iteration)
+        if self._group.rank == 0:
+            mark_life(self.config.run_dir, self._recorder.life, self._memory.branch)
         self._recovered = None
         self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cpsr.checkpoint.loading import load_branch
-from cpsr.checkpoint.manifest import Manifest, step_name
+from cpsr.checkpoint.manifest import COMMIT, Manifest, step_iteration, step_name
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointError
 from cpsr.group import Group
@@ -59,15 +59,26 @@ class Sharing:
         return self._owners.get(operator, self._rank) == self._rank
 
     def learned(self, iteration: int) -> Iterator[Learned | None]:
-        """What every rank had learned of its operators when the checkpoint of that iteration was saved."""
-        directory = self._store_directory / step_name(iteration)
+        """What every rank had learned of its operators when the newest checkpoint from that iteration on was saved.
+
+        That very one may have been thinned while its history was hashed, and tells nothing then.
+        """
         try:
+            directory = self._newest(iteration)
             manifest = read_manifest(directory)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             logger.warning("what the ranks have learned cannot be had of this checkpoint: %s", error)
             return
         for member in self._members:
             yield self._learned_by(member, directory, manifest)
+
+    def _newest(self, iteration: int) -> Path:
+        """Directory of the newest checkpoint of all ranks, at least of that iteration."""
+        found = [(step_iteration(path.name), path) for path in self._store_directory.iterdir()]
+        for _, path in sorted((one, path) for one, path in found if one is not None and one > iteration)[::-1]:
+            if (path / COMMIT).exists() and not read_manifest(path).partial:
+                return path
+        return self._store_directory / step_name(iteration)
 
     def _learned_by(self, member: int, directory: Path, manifest: Manifest) -> Learned | None:
         try:

@@ -45,6 +45,20 @@ class Access:
                 "with a token, whoever has it may write; leave --allow-writes (service.allow_writes) out, or the token"
             )
 
+    def foreign_origin(self, method: str, host: str, origin: str | None) -> Problem | None:
+        """Why a page may not change anything; None where it may, or where no page asks.
+
+        A browser sends what a page of another site posts to this one, and only keeps the answer from it.
+
+        Args:
+            method: of the request.
+            host: what the request calls this machine.
+            origin: of the page, as its browser tells.
+        """
+        if method in ("GET", "HEAD", "OPTIONS") or origin is None or origin.partition("://")[2] == host:
+            return None
+        return Problem(403, "foreign_origin", f"a page of {origin[:100]!r} asks", "ask from the service's own page")
+
     def refusal(self, host: str, authorization: str | None) -> Problem | None:
         """Why a request may not be answered; None where it may.
 

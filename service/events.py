@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cpsr.errors import JournalError
 from cpsr.service.follow import ROWS_AT_ONCE, Place, end_of, recorded_after
@@ -78,7 +78,12 @@ async def follow_events(
         message = f"{streams.open} clients follow the events already"
         raise Problem(503, "too_many_streams", message, "close one, or ask GET /plan once a second")
     asked = last_event_id if last_event_id is not None else after
-    here = await run_in_threadpool(end_of, run_dir)
+    streams.open += 1  # before anything is waited for, or many that come together would all pass
+    try:
+        here = await run_in_threadpool(end_of, run_dir)
+    except BaseException:
+        streams.open -= 1
+        raise
     return _EventStream(_Follower(run_dir, here).messages(asked, streams), streams)
 
 
@@ -166,6 +171,13 @@ class _EventStream(StreamingResponse):
         super().__init__(content, media_type="text/event-stream")
         self._streams = streams
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and count no longer among the open streams."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.open -= 1
+
     async def stream_response(self, send: Send) -> None:
         """Send until the content ends or the client has gone."""
 
@@ -173,10 +185,7 @@ class _EventStream(StreamingResponse):
             async with asyncio.timeout(self._streams.limits.send_seconds):
                 await send(message)
 
-        self._streams.open += 1
         try:
             await super().stream_response(send_in_time)
         except TimeoutError:
             return  # the server closes the connection; the client may come back with the last id that it has
-        finally:
-            self._streams.open -= 1

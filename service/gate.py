@@ -85,7 +85,11 @@ class Gate:
             again = {"Retry-After": str(math.ceil(wait))}
             raise Problem(429, "too_many_requests", f"{address} asks too often", hint, again)
         headers = Headers(scope=scope)
-        refusal = self._access.refusal(headers.get("host", ""), headers.get("authorization"))
+        host = headers.get("host", "")
+        foreign = self._access.foreign_origin(scope["method"], host, headers.get("origin"))
+        if foreign is not None:
+            raise foreign
+        refusal = self._access.refusal(host, headers.get("authorization"))
         # The page holds nothing of a run, and a browser cannot send a token before it has it.
         if refusal is not None and not (refusal.status == 401 and is_page(scope["path"])):
             raise refusal

@@ -9,6 +9,7 @@ __all__ = ["Runs"]
 
 RUN_FILES = ("run.json", "journal.db")  # either of them shows that a directory is a run's
 NAMES_TOLD = 5
+NAME_BYTES = 255  # longer ones are no entry of any directory, and asking for them is an error
 
 
 class Runs:
@@ -40,7 +41,7 @@ class Runs:
         if name is not None and not _is_run(self.root):
             held = self.root / name
             # Only a name of one entry of this directory, which is no link, so that it cannot lead anywhere else.
-            if _is_entry(name) and not held.is_symlink() and _is_run(held):
+            if _is_entry(name) and len(os.fsencode(name)) <= NAME_BYTES and not held.is_symlink() and _is_run(held):
                 return held
         names = self.names()
         if name is None and len(names) > 1:

@@ -79,7 +79,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_help_names_every_command_and_is_fast() -> None:
     code, output, _ = cpsr("--help")
     assert code == 0
-    assert all(command in output for command in ("demo", "serve", "inspect", "verify", "bench"))
+    assert all(command in output for command in ("demo", "serve", "status", "inspect", "verify", "bench"))
     loaded = "import sys, cpsr.cli; print(sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60, check=True)
     heavy = {"torch", "deepspeed", "fastapi", "uvicorn", "matplotlib", "scipy", "numpy"}
@@ -139,7 +139,7 @@ def test_no_run_directory_is_one_line_and_status_2(tmp_path: Path, command: str)
 def test_serve_refuses_other_hosts_and_taken_ports(tmp_path: Path) -> None:
     code, _, errors = cpsr("serve", "--run-dir", tmp_path, "--host", "0.0.0.0")
     assert code == 2
-    assert "--allow-remote" in errors
+    assert "--token-file" in errors
     assert errors.count("\n") == 1
 
 
@@ -192,3 +192,10 @@ def test_release_frees_what_a_failed_job_left_in_memory(tmp_path: Path) -> None:
     assert (code, errors) == (0, "")
     assert "1.0 MB of host memory are free again" in output
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
+
+
+def test_release_without_the_run_directory_says_what_can_be_removed(tmp_path: Path) -> None:
+    code, output, errors = cpsr("release", tmp_path / "gone")
+    assert (code, output) == (2, "")
+    assert "holds no run.json" in errors
+    assert f"remove {SHARED_MEMORY}/cpsr-<id>-rank-* by hand" in errors

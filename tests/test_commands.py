@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import sqlite3
 import subprocess
 import sys
@@ -77,17 +78,43 @@ def test_a_file_that_was_only_begun_reports_nothing_and_can_be_used(run_dir: Pat
     assert reported_failures(run_dir) == [failure()]
 
 
-def test_a_foreign_newer_or_torn_file_is_refused_and_left_alone(run_dir: Path) -> None:
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_foreign_file_is_refused_and_left_alone(run_dir: Path, version: int) -> None:
     path = run_dir / COMMANDS_FILE
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE other (x)")
-    connection.execute("PRAGMA user_version=1")
+    connection.execute(f"PRAGMA user_version={version}")
     connection.commit()
     connection.close()
-    for act in (lambda: report_failure(run_dir, failure()), lambda: reported_failures(run_dir)):
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="not written by this version"):
+        report_failure(run_dir, failure())
+    if version:
         with pytest.raises(JournalError, match="not written by this version"):
-            act()
-    path.unlink()
+            reported_failures(run_dir)
+    assert path.read_bytes() == before
+
+
+def test_no_more_than_so_many_failures_are_taken(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 2)
+    for _ in range(2):
+        report_failure(run_dir, failure())
+    with pytest.raises(JournalError, match="2 reported failures, as many as are taken"):
+        report_failure(run_dir, failure())
+    assert len(reported_failures(run_dir)) == 2
+
+
+def test_an_error_of_the_disk_is_one_of_the_journal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(path: Path) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "is_file", stale)
+    with pytest.raises(JournalError, match="Stale file handle"):
+        reported_failures(run_dir)
+
+
+def test_a_torn_file_is_refused_and_left_alone(run_dir: Path) -> None:
+    path = run_dir / COMMANDS_FILE
     path.write_bytes(b"x" * 4096)
     with pytest.raises(JournalError, match="no SQLite file"):
         reported_failures(run_dir)

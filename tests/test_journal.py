@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from cpsr.errors import JournalError
 from cpsr.journal import (
     SCHEMA_VERSION,
+    BacktestRow,
     CheckpointRow,
     EventFile,
     EventRow,
@@ -196,9 +197,9 @@ def test_a_rehearsal_is_replaced_by_how_it_ended(path: Path, journal: Journal) -
         assert reader.trained_seconds() == 0.5
 
 
-@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
-def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) -> None:
-    path.parent.mkdir()
+def older_file(path: Path, version: int) -> None:
+    """A journal as an older version wrote it, with one life and one plan."""
+    path.parent.mkdir(exist_ok=True)
     connection = sqlite3.connect(path, isolation_level=None)
     for statements in (schema._STATEMENTS, *(schema._ADDED[added] for added in range(2, version + 1))):
         connection.executescript(statements)
@@ -207,11 +208,18 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     connection.execute(
         "INSERT INTO lives (life, mode, pid, host, started_unix_seconds, ending) VALUES (0, 'auto', 1, 'a', 1, 'clean')"
     )
-    connection.execute("INSERT INTO plans VALUES (7, 0, 20, 50, 'young', '{}', 1.0)")
+    columns = "life, from_iteration, interval_iterations, origin, explanation, created_unix_seconds"
+    connection.execute(f"INSERT INTO plans ({columns}) VALUES (0, 20, 50, 'young', '{{}}', 1.0)")
     connection.close()
+
+
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
+def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) -> None:
+    older_file(path, version)
     kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
     with JournalReader(path) as reader:
-        assert (reader.rehearsals(), reader.phases(), reader.fits()) == ([], [], [])
+        assert (reader.rehearsals(), reader.phases(), reader.fits(), reader.backtests()) == ([], [], [], [])
+        assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
         assert reader.latest_plan() == kept
@@ -234,11 +242,55 @@ def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journa
         for life, last in ((0, 250), (1, 260))
     )
     later = dataclasses.replace(second, phase=4, first_iteration=260, last_iteration=400)
+    with JournalReader(path) as reader:
+        assert reader.latest_phase() is None
     for row in (first, later, second):
         journal.record_phase(row)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.phases() == [second, later]
+        assert reader.latest_phase() == second
+
+
+def test_a_backtest_that_is_told_again_is_kept_once(path: Path, journal: Journal) -> None:
+    first = BacktestRow(life=0, iteration=50, checkpoints=3, result={"line_cosine": 0.5})
+    other = dataclasses.replace(first, result={"line_cosine": 0.6})
+    journal.record_backtests([first])
+    journal.record_backtests([dataclasses.replace(first, life=1, created_unix_seconds=9.0), other])
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.backtests() == [first, other]
+
+
+def test_the_newest_rows_of_a_time_and_a_kind(path: Path, journal: Journal) -> None:
+    rows = [
+        EventRow(life=0, rank=0, kind=kind, message="", created_unix_seconds=at)
+        for at, kind in ((1.0, "a"), (2.0, "b"), (3.0, "a"), (4.0, "b"))
+    ]
+    for row in rows:
+        journal.record_event(row)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.newest(EventRow, 2) == [rows[3], rows[2]]
+        assert reader.newest(EventRow, 9, since_unix_seconds=2.0, until_unix_seconds=4.0) == [rows[2], rows[1]]
+        assert reader.newest(EventRow, 9, kind="a") == [rows[2], rows[0]]
+        assert (reader.count(EventRow, 2.0, 4.0), reader.count(EventRow, kind="b")) == (2, 2)
+        numbered = reader.after(EventRow, 1, 2)
+        assert [row for _, row in numbered] == rows[1:3]
+        assert [number for number, _ in numbered] == [2, 3]
+        assert (reader.last_row(EventRow), reader.last_row(PlanRow)) == (4, 0)
+        assert reader.tally(EventRow, ("kind",), ("rank",)) == [("a", 2, 0.0), ("b", 2, 0.0)]
+        with pytest.raises(ValueError, match="no columns"):
+            reader.tally(EventRow, ("kind; DROP TABLE events",))
+
+
+def test_the_plan_that_took_a_plans_place(path: Path, journal: Journal) -> None:
+    plans = [PlanRow(life=0, from_iteration=at, interval_iterations=9, origin="x") for at in (0, 5, 9)]
+    for plan in plans:
+        journal.record_plan(plan)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert [reader.plan_after(plan) for plan in plans] == [plans[1], plans[2], None]
 
 
 def test_a_bad_row_is_dropped_counted_and_told_once(path: Path, journal: Journal) -> None:

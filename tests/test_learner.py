@@ -152,6 +152,23 @@ def _hold(learner: Learner) -> None:
         pass
 
 
+def test_who_holds_the_predictor_for_long_is_waited_for(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
+    learner = Learner(Reader(), BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    other = threading.Thread(target=lambda: learner.ask(lambda: None))  # the planner, during a rehearsal
+    with learner.held():
+        other.start()
+        other.join(3 * LIMIT_SECONDS)
+        assert other.is_alive()
+    other.join(PATIENCE_SECONDS)
+    assert not other.is_alive()
+    assert learner.failure() is None
+    learner.close()
+
+
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("waits_last", [False, True])
 def test_a_slice_without_an_end_is_left_behind(

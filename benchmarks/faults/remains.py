@@ -60,8 +60,8 @@ def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Re
     """Look without changing anything."""
     progress = read_progress(run_dir, RANKS)
     held = [state for state in held_by(run_dir, memories) if verify_held(state) is None]
-    life = newest_life(run_dir)
-    newest = [state for state in held if state.life >= life]
+    first = newest_life(run_dir)
+    newest = [state for state in held if (state.life, state.branch) >= first]
     snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}
     # Small states travel only where every rank's weights and moments are the same: any rank's snapshot has them.
     whole = {iteration for _, iteration in snapshots}

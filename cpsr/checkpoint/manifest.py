@@ -121,7 +121,8 @@ class Manifest(_Record):
 
     def history_bytes(self) -> int:
         """Bytes of the files that a thinned checkpoint keeps."""
-        return self.state_bytes() - sum(self._size(name) for name in self.thinned_files())
+        records = self.ranks.values()
+        return sum(size for record in records for name, size in record.files.items() if _is_kept(name))
 
     def state_bytes(self) -> int:
         """Bytes of all tensor files of all ranks."""
@@ -130,15 +131,17 @@ class Manifest(_Record):
     def thinned_files(self) -> list[str]:
         """Names that thinning removes: all but the weights."""
         names = (name for record in self.ranks.values() for name in record.files)
-        return sorted(name for name in names if not name.endswith(".params.safetensors"))
-
-    def _size(self, name: str) -> int:
-        return next(record.files[name] for record in self.ranks.values() if name in record.files)
+        return sorted(name for name in names if not _is_kept(name))
 
 
 def step_name(iteration: int) -> str:
     """Directory of the checkpoint at an iteration."""
     return f"step-{iteration:010d}"
+
+
+def _is_kept(name: str) -> bool:
+    """Whether thinning leaves a file: the weights."""
+    return name.endswith(".params.safetensors")
 
 
 def step_iteration(name: str) -> int | None:

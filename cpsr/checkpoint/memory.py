@@ -81,6 +81,7 @@ class HeldState:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
         life: life of the run that took it.
+        branch: how often that life had gone back before.
         kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
             `small`, all but weights and moments.
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
@@ -92,6 +93,7 @@ class HeldState:
     life: int
     kind: Kind
     owned: str = ""
+    branch: int = 0
 
 
 class MemoryFile:
@@ -145,7 +147,15 @@ class MemoryFile:
         self._sequence[0] |= 1
 
     def seal(
-        self, rank: int, life: int, kind: Kind, shard: Shard, iteration: int, scalars: Any, owned: str = ""
+        self,
+        rank: int,
+        life: int,
+        kind: Kind,
+        shard: Shard,
+        iteration: int,
+        scalars: Any,
+        owned: str = "",
+        branch: int = 0,
     ) -> None:
         """What was written is whole.
 
@@ -157,6 +167,7 @@ class MemoryFile:
             iteration: iteration of the state.
             scalars: plain data (see `cpsr.codec.encode`).
             owned: see `HeldState`.
+            branch: see `HeldState`.
 
         Raises:
             OSError: shared memory is full; the buffer stays unsealed.
@@ -169,6 +180,7 @@ class MemoryFile:
                 "rank": rank,
                 "iteration": iteration,
                 "life": life,
+                "branch": branch,
                 "kind": kind,
                 "owned": owned,
                 "layout": {
@@ -214,11 +226,15 @@ class SharedMemory:
         rank: owner of the buffers.
         life: of the run, stamped on what is sealed.
         directory: where shared memory is mounted.
+
+    Attributes:
+        branch: how often this life has gone back to an earlier state, stamped likewise.
     """
 
     def __init__(self, run_id: str, rank: int, life: int, directory: Path = SHARED_MEMORY) -> None:
         self.rank = rank
         self.life = life
+        self.branch = 0
         self._run_id = run_id
         self._directory = directory
 
@@ -369,7 +385,10 @@ class _Reading:
         if found is None or found[0] != state:
             raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
         self._description, digest, (tensor_bytes, description_bytes, scalar_bytes) = found[1:]
-        data = _mapped(state.path)
+        try:
+            data = _mapped(state.path)
+        except (OSError, ValueError) as error:  # a process may be refused the memory, or find the file cut off
+            raise CheckpointError(f"{state.path} cannot be read: {error}") from error
         self._bytes = torch.frombuffer(data, dtype=torch.uint8)
         end = PAGE_BYTES + tensor_bytes
         description = data[end : end + description_bytes]
@@ -455,8 +474,8 @@ def _describe(path: Path) -> _Found | None:
         file.seek(PAGE_BYTES + tensor_bytes)
         try:
             description = json.loads(file.read(description_bytes))
-            rank, iteration, life = (int(description[name]) for name in ("rank", "iteration", "life"))
-            state = HeldState(path, rank, iteration, life, description["kind"], str(description["owned"]))
+            rank, iteration, life, branch = (int(description[name]) for name in ("rank", "iteration", "life", "branch"))
+            state = HeldState(path, rank, iteration, life, description["kind"], str(description["owned"]), branch)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s says nothing that can be read of what it holds, and is ignored: %r", path, error)
             return None

@@ -37,20 +37,26 @@ def progress_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "progress" / f"rank-{rank:05d}"
 
 
-def mark_life(run_dir: Path, life: int) -> None:
-    """Say which life the counters are of: states that an earlier one left in memory lead nowhere any more (rank 0)."""
+def mark_life(run_dir: Path, life: int, branch: int = 0) -> None:
+    """Say which life the counters are of: states that an earlier one left in memory lead nowhere any more (rank 0).
+
+    Args:
+        run_dir: of the run.
+        life: that trains.
+        branch: how often it has gone back; states of before that count as little.
+    """
     path = run_dir / "progress" / LIFE
     path.parent.mkdir(parents=True, exist_ok=True)
     # In place, and always as many bytes: a full disk has room for it.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        os.pwrite(descriptor, f"{life:020d}".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{life:020d} {branch:020d}".encode("ascii"), 0)
     finally:
         os.close(descriptor)
 
 
-def newest_life(run_dir: Path) -> int:
-    """The newest life that came to train, -1 where none is known.
+def newest_life(run_dir: Path) -> tuple[int, int]:
+    """The newest life that came to train and how often it went back; (-1, 0) where none is known.
 
     Raises:
         OSError: the file is there and cannot be read.
@@ -58,8 +64,9 @@ def newest_life(run_dir: Path) -> int:
     try:
         content = (run_dir / "progress" / LIFE).read_bytes()
     except FileNotFoundError:
-        return -1
-    return int(content) if content.isdigit() else -1
+        return -1, 0
+    life, _, branch = content.partition(b" ")  # an older version wrote no branch
+    return (int(life) if life.isdigit() else -1), (int(branch) if branch.isdigit() else 0)
 
 
 class ProgressCounter:

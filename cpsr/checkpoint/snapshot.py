@@ -362,7 +362,15 @@ class SnapshotPool:
         assert memory is not None
         assert shared is not None
         try:
-            memory.seal(shared.rank, shared.life, kind, snapshot.shard, snapshot.iteration, snapshot.scalars)
+            memory.seal(
+                shared.rank,
+                shared.life,
+                kind,
+                snapshot.shard,
+                snapshot.iteration,
+                snapshot.scalars,
+                branch=shared.branch,
+            )
             self._sealed[index] = snapshot.iteration
             if kind == "snapshot" and self.on_sealed is not None:
                 self.on_sealed(memory.path, snapshot)

@@ -34,6 +34,8 @@ def allot_memory(
         ResourceError: on every rank, where it does not fit on one; the message says what takes how much, and what to
             change.
     """
+    if config.mode == "exact" and not (config.predictor.learning_budget_fraction or config.rehearsal.budget_fraction):
+        return  # nothing predicts or learns
     checkpoints = max(history_checkpoints(config), checkpoints_on_disk + HELD_CHECKPOINTS)
     limit_bytes = config.predictor.memory_limit_bytes
     try:

@@ -287,7 +287,7 @@ class Rehearsal:
     def _restore(self, prepared: Prepared, checkpoint: Snapshot, meeting: Group) -> Restored:
         error, restored = None, None
         try:
-            with self._learner.held():
+            with self._learner.held(other_checkpoints=False):
                 restored = self._restorer.rehearse(checkpoint, prepared.failure_iteration, self._forecast)
         except Exception as raised:  # whatever it is, the exact state can still be put back
             logger.error("the restoration that is rehearsed failed", exc_info=raised)

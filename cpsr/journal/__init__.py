@@ -2,8 +2,10 @@
 
 from cpsr.journal.commands import ReportedFailure, report_failure, reported_failures
 from cpsr.journal.events import EventFile
+from cpsr.journal.overrides import PlanOverride, latest_override, override_plan
 from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import (
+    BacktestRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -22,6 +24,7 @@ from cpsr.journal.writer import Journal
 
 __all__ = [
     "SCHEMA_VERSION",
+    "BacktestRow",
     "CheckpointRow",
     "EventFile",
     "EventRow",
@@ -31,6 +34,7 @@ __all__ = [
     "JournalReader",
     "LifeRow",
     "PhaseRow",
+    "PlanOverride",
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
@@ -38,6 +42,8 @@ __all__ = [
     "ReportedFailure",
     "StepRow",
     "json_ready",
+    "latest_override",
+    "override_plan",
     "report_failure",
     "reported_failures",
 ]

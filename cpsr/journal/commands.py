@@ -26,6 +26,8 @@ __all__ = [
 COMMANDS_FILE = "commands.db"
 APPLICATION_ID = int.from_bytes(b"CPSc", "big")
 BUSY_SECONDS = 5.0
+# Rank 0 reads them all at every fit: far more than a run has failures, and few enough to be read at once.
+MAX_REPORTED_FAILURES = 10_000
 # What each version brought; a new file gets everything.
 _TABLES = {
     1: """
@@ -62,8 +64,14 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
     """Write one down; it is durable when this returns.
 
     Raises:
-        JournalError: there is no run here, or the file cannot be written.
+        JournalError: there is no run here, there are `MAX_REPORTED_FAILURES` already, or the file cannot be written.
     """
+    told = read_commands(run_dir, "SELECT count(*) FROM reported_failures", since_version=1)
+    if told and told[0][0] >= MAX_REPORTED_FAILURES:
+        raise JournalError(
+            f"{run_dir} has {told[0][0]} reported failures, as many as are taken; this one was not written. Does "
+            "something report the same one over and over?"
+        )
     values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
     columns = "description, failed_unix_seconds, created_unix_seconds"
     write_command(run_dir, f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)", values)  # noqa: S608
@@ -93,6 +101,10 @@ def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
     path = run_dir / COMMANDS_FILE
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            if version or tables:  # before anything is changed: it may be another program's
+                _check(connection, path)
             connection.execute(f"PRAGMA journal_mode={'delete' if is_network(filesystem_of(path)) else 'wal'}")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
@@ -105,7 +117,7 @@ def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             row = connection.execute(statement, values).lastrowid
             connection.execute("COMMIT")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise unreadable(path, error) from error
     return int(row or 0)
 
@@ -122,16 +134,16 @@ def read_commands(run_dir: Path, statement: str, since_version: int) -> list[tup
         JournalError: the file cannot be read.
     """
     path = run_dir / COMMANDS_FILE
-    if not path.is_file():
-        return []
     try:
+        if not path.is_file():
+            return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as reader:
             (version,) = reader.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 return []  # somebody is about to write the first, or was killed before it was written
             _check(reader, path)
             return reader.execute(statement).fetchall() if version >= since_version else []
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise unreadable(path, error) from error
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from cpsr.errors import JournalError
 from cpsr.journal.rows import (
+    BacktestRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -22,7 +23,8 @@ from cpsr.journal.rows import (
     columns,
     from_sql,
 )
-from cpsr.journal.schema import check_identity, select_sql, unreadable
+from cpsr.journal.schema import TABLES, check_identity, select_sql, unreadable
+from cpsr.journal.thinning import THINNED_SECONDS
 
 __all__ = ["JournalReader"]
 
@@ -30,9 +32,14 @@ Row = TypeVar("Row")
 
 # Readers wait this long for a writer's lock; only a rollback journal or a foreign process makes them wait at all.
 BUSY_SECONDS = 1.0
-REHEARSALS_SINCE_VERSION = 2
-PHASES_SINCE_VERSION = 3
-PLAN_COLUMNS_OF_VERSION_2 = "life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds"
+# Tables that older files lack, by the version that brought them; there they have no rows.
+SINCE_VERSION: dict[type[Any], int] = {RehearsalRow: 2, PhaseRow: 3, FitRow: 3, BacktestRow: 4}
+PLAN_MODES_SINCE_VERSION = 3
+PLANS_OF_VERSION_2 = (
+    "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
+)
+# When a row was recorded; most have `created_unix_seconds`, steps have no time of their own.
+TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
 
 class JournalReader:
@@ -94,24 +101,28 @@ class JournalReader:
 
     def latest_checkpoint(self, iteration: int | None = None) -> CheckpointRow | None:
         """The checkpoint that was committed last, of all or of those at one iteration."""
-        clause = "WHERE status = 'committed' AND (?1 IS NULL OR iteration = ?1) ORDER BY row DESC LIMIT 1"
-        return _first(self._rows(CheckpointRow, clause, (iteration,)))
+        # Two queries: the one condition for both would keep SQLite from its index, and read all rows.
+        at, parameters = ("", ()) if iteration is None else ("AND iteration = ?", (iteration,))
+        clause = f"WHERE status = 'committed' {at} ORDER BY row DESC LIMIT 1"
+        return _first(self._rows(CheckpointRow, clause, parameters))
 
     def recoveries(self) -> list[RecoveryRow]:
         """Every recovery with the sources of all ranks."""
-        return self._recoveries("ORDER BY row")
+        return self._rows(RecoveryRow, "ORDER BY row")
 
     def latest_recovery(self) -> RecoveryRow | None:
         """The newest recovery, or None where the run never had one."""
-        return _first(self._recoveries("ORDER BY row DESC LIMIT 1"))
+        return _first(self._rows(RecoveryRow, "ORDER BY row DESC LIMIT 1"))
 
     def rehearsals(self) -> list[RehearsalRow]:
         """Every rehearsed recovery; none in a file of version 1, which knows no rehearsals."""
-        return self._rows(RehearsalRow, "ORDER BY row") if self._version() >= REHEARSALS_SINCE_VERSION else []
+        return self._rows(RehearsalRow, "ORDER BY row")
 
     def trained_seconds(self) -> float:
-        """Wall time of all recorded steps together, those of branches that were given up included."""
-        ((seconds,),) = self._query("SELECT COALESCE(SUM(seconds), 0) FROM steps")
+        """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""
+        # In one query: between two, steps may go from the one sum to the other.
+        kept, gone = "SELECT TOTAL(seconds) FROM steps", "SELECT TOTAL(CAST(value AS REAL)) FROM meta WHERE key = ?"
+        ((seconds,),) = self._query(f"SELECT ({kept}) + ({gone})", (THINNED_SECONDS,))
         return float(seconds)
 
     def failures(self) -> list[FailureRow]:
@@ -120,26 +131,36 @@ class JournalReader:
 
     def plans(self) -> list[PlanRow]:
         """Every plan, in the order in which they came to hold."""
-        return self._plans("ORDER BY row")
+        return self._rows(PlanRow, "ORDER BY row")
 
     def latest_plan(self) -> PlanRow | None:
         """The plan that was recorded last, or None before the first."""
-        return _first(self._plans("ORDER BY row DESC LIMIT 1"))
+        return _first(self._rows(PlanRow, "ORDER BY row DESC LIMIT 1"))
+
+    def plan_after(self, plan: PlanRow) -> PlanRow | None:
+        """The plan that took the place of this one, or None where it holds."""
+        own = "SELECT MAX(row) FROM plans WHERE life = ? AND from_iteration = ? AND created_unix_seconds = ?"
+        identity = plan.life, plan.from_iteration, plan.created_unix_seconds
+        return _first(self._rows(PlanRow, f"WHERE row > ({own}) ORDER BY row LIMIT 1", identity))
 
     def phases(self) -> list[PhaseRow]:
         """The newest end of each phase; none in a file from before there were phases.
 
         A restart goes back to a checkpoint, from which the same phase may end once more.
         """
-        if self._version() < PHASES_SINCE_VERSION:
-            return []
         return self._rows(PhaseRow, "WHERE row IN (SELECT MAX(row) FROM phases GROUP BY phase) ORDER BY phase")
+
+    def latest_phase(self) -> PhaseRow | None:
+        """The phase that was recorded last to have ended, or None before the first; read without all the others."""
+        return _first(self._rows(PhaseRow, "ORDER BY row DESC LIMIT 1"))
 
     def fits(self, kind: str | None = None) -> list[FitRow]:
         """Every fitted curve, of all kinds or of one; none in a file from before there were any."""
-        if self._version() < PHASES_SINCE_VERSION:
-            return []
         return self._rows(FitRow, "WHERE ?1 IS NULL OR kind = ?1 ORDER BY row", (kind,))
+
+    def backtests(self) -> list[BacktestRow]:
+        """Every backtest of the predictor; none in a file from before they were kept."""
+        return self._rows(BacktestRow, "ORDER BY row")
 
     def events(self) -> list[EventRow]:
         """Every event of every rank."""
@@ -161,28 +182,97 @@ class JournalReader:
         """The steps that were recorded last, newest first."""
         return self._rows(StepRow, "ORDER BY row DESC LIMIT ?", (count,))
 
+    def newest(
+        self,
+        row_type: type[Row],
+        limit: int,
+        since_unix_seconds: float | None = None,
+        until_unix_seconds: float | None = None,
+        kind: str | None = None,
+    ) -> list[Row]:
+        """The rows of a table that were recorded last, newest first.
+
+        Args:
+            row_type: whose rows have a time.
+            limit: of their number.
+            since_unix_seconds: only those of then and later.
+            until_unix_seconds: only those of before.
+            kind: only those of one kind, where the table has any (fits and events).
+        """
+        clause = f"WHERE {_chosen(row_type)} ORDER BY row DESC LIMIT ?4"
+        return self._rows(row_type, clause, (since_unix_seconds, until_unix_seconds, kind, limit))
+
+    def count(
+        self,
+        row_type: type[Any],
+        since_unix_seconds: float | None = None,
+        until_unix_seconds: float | None = None,
+        kind: str | None = None,
+    ) -> int:
+        """How many rows `newest` has to choose from."""
+        if not self._has(row_type):
+            return 0
+        statement = f"SELECT COUNT(*) FROM {TABLES[row_type]} WHERE {_chosen(row_type)}"  # noqa: S608 - no input in it
+        ((count,),) = self._query(statement, (since_unix_seconds, until_unix_seconds, kind))
+        return int(count)
+
+    def after(self, row_type: type[Row], row: int, limit: int) -> list[tuple[int, Row]]:
+        """At most `limit` rows that were recorded after the one of this number, oldest first, with theirs."""
+        if not self._has(row_type):
+            return []
+        statement = self._select(row_type).replace(" FROM", ", row FROM", 1)
+        rows = self._query(f"{statement} WHERE row > ? ORDER BY row LIMIT ?", (row, limit))
+        return [(values[-1], self._build(row_type, values[:-1])) for values in rows]
+
+    def last_row(self, row_type: type[Any]) -> int:
+        """Number of the row that was recorded last; 0 where there is none."""
+        if not self._has(row_type):
+            return 0
+        ((last,),) = self._query(f"SELECT COALESCE(MAX(row), 0) FROM {TABLES[row_type]}")  # noqa: S608 - no input in it
+        return int(last)
+
+    def tally(self, row_type: type[Any], keys: Sequence[str], sums: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+        """For each combination of values of `keys`: these, the number of rows, and the sums of other columns.
+
+        Args:
+            row_type: of the table.
+            keys: columns.
+            sums: columns, in which NULL counts as 0.
+        """
+        unknown = {*keys, *sums} - set(columns(row_type))
+        if unknown:
+            raise ValueError(f"{row_type.__name__} has no columns {sorted(unknown)}")
+        if not self._has(row_type):
+            return []
+        chosen = ", ".join([*keys, "COUNT(*)", *(f"TOTAL({name})" for name in sums)])
+        # The names are this package's own, as was made sure.
+        return self._query(f"SELECT {chosen} FROM {TABLES[row_type]} GROUP BY {', '.join(keys)}")  # noqa: S608
+
+    def _has(self, row_type: type[Any]) -> bool:
+        return self._version() >= SINCE_VERSION.get(row_type, 1)
+
     def _version(self) -> int:
         ((version,),) = self._query("PRAGMA user_version")
         return int(version)
 
-    def _plans(self, clause: str) -> list[PlanRow]:
-        if self._version() >= PHASES_SINCE_VERSION:
-            return self._rows(PlanRow, clause)
-        rows = self._query(f"SELECT {PLAN_COLUMNS_OF_VERSION_2} FROM plans {clause}")  # noqa: S608 - no input in it
-        return [self._build(PlanRow, row) for row in rows]
-
-    def _recoveries(self, clause: str) -> list[RecoveryRow]:
-        names = columns(RecoveryRow)
-        rows = self._query(f"{select_sql(RecoveryRow)} {clause}")
-        return [self._build(RecoveryRow, row, sources=self._sources(row[names.index("id")])) for row in rows]
+    def _select(self, row_type: type[Any]) -> str:
+        if row_type is PlanRow and self._version() < PLAN_MODES_SINCE_VERSION:
+            return PLANS_OF_VERSION_2
+        return select_sql(row_type)
 
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:
         return tuple(self._rows(RecoverySource, "WHERE recovery_id = ? ORDER BY rank, source", (recovery_id,)))
 
     def _rows(self, row_type: type[Row], clause: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        return [self._build(row_type, row) for row in self._query(f"{select_sql(row_type)} {clause}", parameters)]
+        if not self._has(row_type):
+            return []
+        rows = self._query(f"{self._select(row_type)} {clause}", parameters)
+        return [self._build(row_type, row) for row in rows]
 
-    def _build(self, row_type: type[Row], values: Sequence[Any], **more: Any) -> Row:
+    def _build(self, row_type: type[Row], values: Sequence[Any]) -> Row:
+        more: dict[str, Any] = {}
+        if row_type is RecoveryRow:
+            more["sources"] = self._sources(values[columns(RecoveryRow).index("id")])
         try:
             return from_sql(row_type, values, **more)
         except (TypeError, ValueError) as error:
@@ -211,6 +301,12 @@ def _connect_archived(path: Path) -> sqlite3.Connection:
         return _connect(path, "immutable=1")
     except sqlite3.Error as error:
         raise unreadable(path, error) from error
+
+
+def _chosen(row_type: type[Any]) -> str:
+    column = TIME_COLUMNS.get(row_type, "created_unix_seconds")
+    kind = "kind" if "kind" in columns(row_type) else "NULL"
+    return f"(?1 IS NULL OR {column} >= ?1) AND (?2 IS NULL OR {column} < ?2) AND (?3 IS NULL OR {kind} = ?3)"
 
 
 def _first(rows: list[Row]) -> Row | None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 __all__ = [
+    "BacktestRow",
     "CheckpointRow",
     "EventRow",
     "FailureRow",
@@ -214,6 +215,20 @@ class FitRow:
     life: int
     iteration: int
     kind: Literal["loss", "predictor", "failure_rate"]
+    result: Mapping[str, Any]
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BacktestRow:
+    """What the predictor would have foretold of the checkpoint at `iteration`, from those that it had seen before.
+
+    `checkpoints` is how many it has learned from, that one included; `result` holds what was measured.
+    """
+
+    life: int
+    iteration: int
+    checkpoints: int
     result: Mapping[str, Any]
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 

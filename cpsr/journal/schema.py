@@ -10,6 +10,7 @@ import psutil
 
 from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.journal.rows import (
+    BacktestRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -36,7 +37,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
 TABLES: dict[type[Any], str] = {
@@ -49,6 +50,7 @@ TABLES: dict[type[Any], str] = {
     RehearsalRow: "rehearsals",
     PhaseRow: "phases",
     FitRow: "fits",
+    BacktestRow: "backtests",
     PlanRow: "plans",
     EventRow: "events",
 }
@@ -125,6 +127,13 @@ CREATE TABLE fits (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate')), result TEXT NOT NULL,
     created_unix_seconds REAL NOT NULL);
+""",
+    # A life that goes on from a checkpoint knows the backtests up to there, and tells them again.
+    4: """
+CREATE TABLE backtests (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    checkpoints INTEGER NOT NULL, result TEXT NOT NULL, created_unix_seconds REAL NOT NULL,
+    UNIQUE (iteration, checkpoints, result));
 """,
 }
 
@@ -221,8 +230,8 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def unreadable(path: Path, error: sqlite3.Error) -> JournalError:
-    """Say what an SQLite error means for a person who has the journal `path` before them."""
+def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:
+    """Say what an error of SQLite or of the disk means for a person who has the journal `path` before them."""
     name = getattr(error, "sqlite_errorname", "") or type(error).__name__
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         meaning = "is locked by another process; nothing was changed; try again, or end the process that holds it"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from cpsr.errors import JournalError
 from cpsr.journal.events import import_events
 from cpsr.journal.rows import (
+    BacktestRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -31,6 +32,7 @@ from cpsr.journal.rows import (
     to_sql,
 )
 from cpsr.journal.schema import insert_sql, prepare, unreadable
+from cpsr.journal.thinning import thin
 
 __all__ = ["Journal"]
 
@@ -76,10 +78,13 @@ class Journal:
     pushed out are counted in `dropped_rows` and in an event once the file can be written again.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, next_life: int) -> None:
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, next_life: int, full_steps: int | None = None
+    ) -> None:
         self.path = path
         self._connection = connection
         self._next_life = next_life
+        self._full_steps = full_steps
         self._life: int | None = None
         self._changed = threading.Condition()
         self._records: collections.deque[_Write] = collections.deque()
@@ -93,8 +98,12 @@ class Journal:
         self._thread.start()
 
     @classmethod
-    def open(cls, path: Path) -> "Journal":
+    def open(cls, path: Path, full_steps: int | None = None) -> "Journal":
         """Open the journal, or create it and its directory.
+
+        Args:
+            path: of the file.
+            full_steps: how many of the newest steps are all kept; older ones are thinned out. None keeps every step.
 
         Raises:
             JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is left as it was.
@@ -106,7 +115,7 @@ class Journal:
             connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             prepare(connection, path)
             (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM lives").fetchone()
-            return cls(path, connection, last + 1)
+            return cls(path, connection, last + 1, full_steps)
         except (sqlite3.Error, OSError, JournalError) as error:
             if connection is not None:
                 connection.close()
@@ -164,6 +173,12 @@ class Journal:
         """Record a curve as it was fitted."""
         self._record(row)
 
+    def record_backtests(self, rows: Sequence[BacktestRow]) -> None:
+        """Record backtests; one that is recorded already, word for word, is left as it is."""
+        values = self._convert("BacktestRow", rows)
+        statement = f"{insert_sql(BacktestRow)} ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
+        self._enqueue(_Write("BacktestRow", len(values), lambda connection: connection.executemany(statement, values)))
+
     def record_event(self, row: EventRow) -> None:
         """Record anything else worth a line."""
         self._record(row)
@@ -198,12 +213,15 @@ class Journal:
         self._enqueue(_Write("update_recovery", 1, apply))
 
     def record_rehearsal(self, row: RehearsalRow) -> None:
-        """Record a rehearsal; what was recorded of it before, under the same id, is replaced."""
+        """Record a rehearsal; what was recorded of it before, under the same id, is replaced by a row of its own."""
         values = self._convert("RehearsalRow", [row])
 
         def apply(connection: sqlite3.Connection) -> None:
+            # Taken before the deletion, or the number of the last row would be given twice: who follows the rows by
+            # their numbers would miss how the rehearsal ended.
+            (last,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM rehearsals").fetchone()
             connection.execute("DELETE FROM rehearsals WHERE id = ?", (row.id,))
-            connection.executemany(insert_sql(RehearsalRow), values)
+            connection.executemany(insert_sql(RehearsalRow, ("row",)), [(*value, last + 1) for value in values])
 
         if values:
             self._enqueue(_Write("RehearsalRow", 1, apply))
@@ -310,6 +328,7 @@ class Journal:
                     with self._changed:
                         if self._changed.wait_for(lambda: self._abandoned, RETRY_SECONDS):
                             return
+                self._thin()
         except Exception as error:
             # A defect of this file: training goes on without a journal, and everyone who asks is told.
             log.exception("the journal's thread stopped; nothing more is recorded in this life")
@@ -360,6 +379,20 @@ class Journal:
             self._batch = []
             self._changed.notify_all()
         return True
+
+    def _thin(self) -> None:
+        """One slice for each batch: a batch has a few dozen steps, so that also an old file is thinned before long."""
+        if self._full_steps is None:
+            return
+        try:
+            thin(self._connection, self._full_steps)
+        except (sqlite3.Error, ValueError) as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            self._note(
+                "thinning", f"old steps cannot be thinned out ({name}: {error}); all are kept, and it is tried again"
+            )
 
     def _record_drops(self, dropped_rows: int) -> None:
         message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"

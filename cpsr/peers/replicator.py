@@ -354,8 +354,10 @@ class _Incoming:
         self.peer = channel.peer
         self._run_id = run_id
         self._tell = tell
-        held = {state.path: (state.life, state.iteration) for state in held_states(run_id, paths[0].parent)}
-        self._paths = sorted(paths, key=lambda path: held.get(path, (-1, -1)))  # the next to be overwritten first
+        held = {
+            state.path: (state.life, state.branch, state.iteration) for state in held_states(run_id, paths[0].parent)
+        }
+        self._paths = sorted(paths, key=lambda path: held.get(path, (-1, -1, -1)))  # the next to be overwritten first
         self._stop = threading.Event()
         name = f"cpsr-replica-from-{channel.peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -47,7 +47,8 @@ class SmallStates:
         file.unseal()
         buffer.copy_others(snapshot.shard)
         small, word = _others(buffer.shard({})), owned_word(snapshot.shard)
-        file.seal(self._memory.rank, self._memory.life, "small", small, snapshot.iteration, snapshot.scalars, word)
+        stamp, memory = (snapshot.iteration, snapshot.scalars, word), self._memory
+        file.seal(memory.rank, memory.life, "small", small, *stamp, branch=memory.branch)
         return file.path
 
     def forget_after(self, iteration: int) -> None:

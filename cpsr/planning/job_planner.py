@@ -237,7 +237,7 @@ class JobPlanner:
         with self._lock:
             situation, own = self._situation, self._times.costs()
         if fixed is not None:
-            plan = fixed_plan(fixed) if override is None else pinned_plan(fixed_plan(fixed), override)
+            plan = fixed_plan(fixed) if override is None else pinned_plan(fixed_plan(fixed), override, self._limits())
             with self._lock:
                 self._proposal = plan
             self._note_heeded(recorder, situation)

@@ -70,11 +70,17 @@ def overridden(plan: Plan, override: PlanOverride | None, limits: Limits) -> Pla
     return replace(plan, origin=origin, explanation={**plan.explanation, "override": told})
 
 
-def pinned_plan(fixed: Plan, override: PlanOverride) -> Plan:
-    """The plan of a run whose configuration fixes the interval, under an override: as near to it as that allows."""
-    low, high = override.interval_min_iterations or 1, override.interval_max_iterations
-    interval = max(fixed.interval_iterations, low)
-    interval = interval if high is None else min(interval, high)
+def pinned_plan(fixed: Plan, override: PlanOverride, limits: Limits) -> Plan:
+    """The plan of a run whose configuration fixes the interval, under an override: as near to it as that allows.
+
+    Args:
+        fixed: as configured.
+        override: that holds.
+        limits: of the configuration; they are kept, as far as the fixed interval itself does.
+    """
+    usual = fixed.interval_iterations
+    low, high = override.within(min(limits.interval_min_iterations, usual), max(limits.interval_max_iterations, usual))
+    interval = min(max(usual, low), high)
     rule = f"fixed by the configuration to {fixed.interval_iterations} iterations, and overridden for a while"
     explanation = {**fixed.explanation, "rule": rule, "override": _told(override)}
     return replace(fixed, interval_iterations=interval, origin="override", explanation=explanation)

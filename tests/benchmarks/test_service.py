@@ -21,6 +21,7 @@ def result(seconds: list[float], refused: int = 0, service_bytes: int = 1) -> Re
         Answers(seconds, [0.0] * len(seconds), refused, 10),
         step_rows=1,
         journal_bytes=1,
+        processor_seconds=0.1,
         service_bytes=service_bytes,
         trained_iterations=1,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.progress import ProgressCounter, progress_path, read_progress
+from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life, progress_path, read_progress
 
 CHILD = """
 import sys
@@ -121,3 +121,13 @@ def test_killed_while_publishing(tmp_path: Path) -> None:
         rank = progress.ranks[attempt]
         assert rank.iteration >= seen > 0
         assert all(batches == iteration * 3 for iteration, batches in rank.slots.items())
+
+
+def test_the_newest_life_is_known_with_its_branch_also_as_older_versions_wrote_it(tmp_path: Path) -> None:
+    assert newest_life(tmp_path) == (-1, 0)
+    mark_life(tmp_path, 7)
+    assert newest_life(tmp_path) == (7, 0)
+    mark_life(tmp_path, 7, branch=2)
+    assert newest_life(tmp_path) == (7, 2)
+    (tmp_path / "progress" / "life").write_bytes(b"%020d" % 8)
+    assert newest_life(tmp_path) == (8, 0)

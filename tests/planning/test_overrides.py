@@ -45,9 +45,12 @@ def test_a_plan_says_what_it_was_made_under() -> None:
     assert overridden(plan, bound, LIMITS).origin == "cpsr", "the rule has chosen within the bounds"
 
 
-@pytest.mark.parametrize(("low", "high", "expected"), [(7, 7, 7), (80, None, 80), (None, 20, 20), (10, 90, 50)])
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(12, 12, 12), (80, None, 80), (None, 20, 20), (10, 90, 50), (2, 2, 10), (2**31, None, 500)],
+)
 def test_a_fixed_interval_is_overridden_as_well(low: int | None, high: int | None, expected: int) -> None:
-    plan = pinned_plan(fixed_plan(50), override(low, high))
+    plan = pinned_plan(fixed_plan(50), override(low, high), LIMITS)
     assert (plan.interval_iterations, plan.origin) == (expected, "override")
     assert plan.explanation["override"]["id"] == 3
 

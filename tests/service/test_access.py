@@ -52,6 +52,17 @@ def test_without_a_token_a_foreign_name_is_refused(tmp_path: Path, client: TestC
         assert client.get("/plan", headers={"host": host}).status_code == 200, host
 
 
+def test_a_page_of_another_site_changes_nothing(tmp_path: Path, writing: TestClient) -> None:
+    new_run(tmp_path)
+    report = {"description": "x"}
+    for origin in ("https://evil.example", "null", "http://127.0.0.1:1"):
+        refused = writing.post("/failures", json=report, headers={"origin": origin})
+        assert error_of(refused, 403)["code"] == "foreign_origin"
+        assert writing.get("/plan", headers={"origin": origin}).status_code == 200  # it does not get to read it
+    own = {"origin": BASE_URL}
+    assert writing.post("/failures", json=report, headers=own).status_code == 201
+
+
 def test_the_token_is_never_shown() -> None:
     access = Access(TOKEN)
     refusal = access.refusal("x", f"Bearer {TOKEN}!")
