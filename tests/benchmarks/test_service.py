@@ -79,6 +79,7 @@ def test_clients_do_not_wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert answers.bytes == 5
 
 
+@pytest.mark.slow
 def test_the_whole_benchmark_over_a_short_journal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
