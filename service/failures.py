@@ -47,7 +47,7 @@ class Failure(BaseModel):
 class FailureReport(BaseModel):
     """What `POST /failures` takes: a failure that no restart of this job shows."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)  # true is no number
 
     description: str = Field(min_length=1, max_length=1000, examples=["node 17 lost two GPUs; the spare took over"])
     failed_unix_seconds: float | None = Field(

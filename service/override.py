@@ -2,10 +2,10 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from cpsr.journal import PlanOverride, PlanRow, latest_override, override_plan
 from cpsr.service.access import MayWrite
@@ -27,11 +27,20 @@ def _given(name: str, without: tuple[str, ...]) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": "integer"}, **absent}}
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# In JSON 25.0 is an integer, too; true and "25" are not.
+Iterations = Annotated[int, Field(ge=1, le=INTERVAL_MAX_ITERATIONS), BeforeValidator(_whole)]
+
+
 class OverrideRequest(BaseModel):
     """What `PUT /plan/override` takes: one interval, or a bound or two."""
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,  # true is no number
         json_schema_extra={
             "examples": [
                 {"interval_iterations": 50, "expires_in_seconds": 7200, "reason": "the cooling is being repaired"},
@@ -45,9 +54,9 @@ class OverrideRequest(BaseModel):
         },
     )
 
-    interval_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS, description="Pins it.")
-    interval_min_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS)
-    interval_max_iterations: int | None = Field(default=None, ge=1, le=INTERVAL_MAX_ITERATIONS)
+    interval_iterations: Iterations | None = Field(default=None, description="Pins it.")
+    interval_min_iterations: Iterations | None = None
+    interval_max_iterations: Iterations | None = None
     expires_in_seconds: float = Field(
         default=HOUR_SECONDS, gt=0, le=LONGEST_SECONDS, allow_inf_nan=False, description="It ends by itself."
     )

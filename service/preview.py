@@ -27,6 +27,7 @@ class PreviewRequest(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,  # true is no number
         json_schema_extra={"examples": [{"mtbf_hours": 3.0}, {"persist_bytes_per_second": 5e8}]},
     )
 

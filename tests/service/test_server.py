@@ -76,7 +76,7 @@ def serving(run_dir: Path, *options: str, **environment: str) -> Iterator[tuple[
         assert process.stdout is not None
         line = process.stdout.readline()
         assert " on http" in line, process.stderr.read() if process.stderr else ""
-        yield process, line.split(" on ")[1].strip().removesuffix("/plan")
+        yield process, line.split(" on ")[1].strip().removesuffix("/")
     finally:
         if process.poll() is None:
             process.kill()
