@@ -58,6 +58,7 @@ def test_parts_that_are_not_known_are_refused(parts: list[str]) -> None:
         main(parts=parts)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_of_the_wrapper_leaves_figures_samples_and_a_plot_and_cleans_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,7 +89,7 @@ leave()
 """
 
 
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("alike", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_state_is_left_after_a_sigkill_of_all_and_the_loss_of_any_two_of_three_machines(
     tmp_path: Path, alike: bool
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_tight_limit_makes_the_pieces_smaller() -> None:
     assert tight.chunk_elements < CHUNK
 
 
+@pytest.mark.slow
 def test_the_measured_memory_follows_the_size_of_the_pieces_and_stays_below_the_bound(tmp_path: Path) -> None:
     write_history(tmp_path, small_operators=5, large_elements=3 << 18, checkpoints=12)
     small_pieces = Footprint(6, 12, 1 << 15, 1 << 15).peak_bytes
@@ -63,6 +64,7 @@ def test_the_measured_memory_follows_the_size_of_the_pieces_and_stays_below_the_
     assert small < large - (2 << 20)  # of 18 MiB of pieces: samples of the memory may miss the very peak
 
 
+@pytest.mark.slow
 def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(tmp_path: Path) -> None:
     measured, bounds = [], []
     for number in (60, 260):  # of the fewer ones the network already looks at as many together as it ever does

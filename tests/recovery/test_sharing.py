@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.verify import read_manifest
@@ -51,6 +53,7 @@ def test_each_rank_learns_from_its_share(job: Job) -> None:
     comes_back(job)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_the_ranks_of_each_stage_share(job: Job) -> None:
     """Two stages of two ranks, which learn while they wait for the other stage, or not at all."""
     stages: dict[str, Any] = {"ranks": 4, "stages": 2, "micro_batches": 2}
@@ -62,6 +65,7 @@ def test_in_a_pipeline_the_ranks_of_each_stage_share(job: Job) -> None:
     comes_back(job, copies=((0, 1), (2, 3)), **stages)
 
 
+@pytest.mark.slow
 def test_at_higher_stages_nothing_is_shared(job: Job) -> None:
     ended = job.launch(**SHARED | {"zero": 1})
     assert ended.statuses == [0, 0], ended.output
