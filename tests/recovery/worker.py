@@ -148,9 +148,10 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
         path = options.result.with_suffix(f".deepspeed-{rank}.json")
         path.write_text(json.dumps(ds_config))
         ds_config = str(path)
+    module = model(options)
     ranks = torch.distributed.get_world_size()
     data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)))
-    engine = initialize(model(options), ds_config)
+    engine = initialize(module, ds_config)
     if rank == options.odd_rank:
         engine.module.register_buffer("seen", torch.zeros(2))
     return engine, (batch for _ in range(100) for batch in data) if options.one_shot else data
