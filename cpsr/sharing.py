@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from cpsr.checkpoint.catalogue import newest_whole
 from cpsr.checkpoint.loading import load_branch
-from cpsr.checkpoint.manifest import COMMIT, Manifest, step_iteration, step_name
-from cpsr.checkpoint.verify import read_manifest
+from cpsr.checkpoint.manifest import Manifest
 from cpsr.errors import CheckpointError
 from cpsr.group import Group
 from cpsr.predictor.sharing import SHARED_BRANCH, Learned
@@ -64,21 +64,15 @@ class Sharing:
         That very one may have been thinned while its history was hashed, and tells nothing then.
         """
         try:
-            directory = self._newest(iteration)
-            manifest = read_manifest(directory)
+            newest = newest_whole(self._store_directory, since=iteration)
         except (CheckpointError, OSError) as error:
-            logger.warning("what the ranks have learned cannot be had of this checkpoint: %s", error)
+            logger.warning("what the ranks have learned cannot be had: %s", error)
+            return
+        if newest is None:
+            logger.warning("what the ranks have learned cannot be had: checkpoint %d is gone", iteration)
             return
         for member in self._members:
-            yield self._learned_by(member, directory, manifest)
-
-    def _newest(self, iteration: int) -> Path:
-        """Directory of the newest checkpoint of all ranks, at least of that iteration."""
-        found = [(step_iteration(path.name), path) for path in self._store_directory.iterdir()]
-        for _, path in sorted((one, path) for one, path in found if one is not None and one > iteration)[::-1]:
-            if (path / COMMIT).exists() and not read_manifest(path).partial:
-                return path
-        return self._store_directory / step_name(iteration)
+            yield self._learned_by(member, *newest)
 
     def _learned_by(self, member: int, directory: Path, manifest: Manifest) -> Learned | None:
         try:

@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 from cpsr.errors import ConfigError
 from cpsr.service.problems import Problem
 
-__all__ = ["TOKEN_VARIABLE", "Access", "MayWrite", "is_loopback", "read_token"]
+__all__ = ["TOKEN_VARIABLE", "Access", "MayWrite", "foreign_origin", "is_loopback", "read_token"]
 
 TOKEN_VARIABLE = "CPSR_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
 # So many characters of a random token cannot be tried out: 16 of base64 are 96 bits.
@@ -45,20 +45,6 @@ class Access:
                 "with a token, whoever has it may write; leave --allow-writes (service.allow_writes) out, or the token"
             )
 
-    def foreign_origin(self, method: str, host: str, origin: str | None) -> Problem | None:
-        """Why a page may not change anything; None where it may, or where no page asks.
-
-        A browser sends what a page of another site posts to this one, and only keeps the answer from it.
-
-        Args:
-            method: of the request.
-            host: what the request calls this machine.
-            origin: of the page, as its browser tells.
-        """
-        if method in ("GET", "HEAD", "OPTIONS") or origin is None or origin.partition("://")[2] == host:
-            return None
-        return Problem(403, "foreign_origin", f"a page of {origin[:100]!r} asks", "ask from the service's own page")
-
     def refusal(self, host: str, authorization: str | None) -> Problem | None:
         """Why a request may not be answered; None where it may.
 
@@ -83,6 +69,21 @@ class Access:
             f"send the header 'Authorization: {SCHEME} <the token that the service was started with>'",
             {"WWW-Authenticate": SCHEME},
         )
+
+
+def foreign_origin(method: str, host: str, origin: str | None) -> Problem | None:
+    """Why a page may not change anything; None where it may, or where no page asks.
+
+    A browser sends what a page of another site posts to this one, and only keeps the answer from it.
+
+    Args:
+        method: of the request.
+        host: what the request calls this machine.
+        origin: of the page, as its browser tells.
+    """
+    if method in ("GET", "HEAD", "OPTIONS") or origin is None or origin.partition("://")[2] == host:
+        return None
+    return Problem(403, "foreign_origin", f"a page of {origin[:100]!r} asks", "ask from the service's own page")
 
 
 def _may_write(request: Request) -> None:

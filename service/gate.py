@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cpsr.service.access import Access
+from cpsr.service.access import Access, foreign_origin
 from cpsr.service.dashboard import is_page
 from cpsr.service.problems import Problem
 from cpsr.service.rates import Rates
@@ -86,7 +86,7 @@ class Gate:
             raise Problem(429, "too_many_requests", f"{address} asks too often", hint, again)
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        foreign = self._access.foreign_origin(scope["method"], host, headers.get("origin"))
+        foreign = foreign_origin(scope["method"], host, headers.get("origin"))
         if foreign is not None:
             raise foreign
         refusal = self._access.refusal(host, headers.get("authorization"))

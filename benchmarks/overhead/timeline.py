@@ -1,19 +1,18 @@
 """Memory of a training process over a run with a failure, with the predictor and without it."""
 
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from cpsr.benchmarks.predictor_cost.memory import resident
+from cpsr.benchmarks.sampling import Sampling
 from cpsr.config import CPSRConfig
 from cpsr.coordinator.memory import history_checkpoints
 from cpsr.demo.corpus import Windows, read_corpus
@@ -59,33 +58,6 @@ class _FailureError(Exception):
     """Ends a life as an error in the user's loop would."""
 
 
-class _Sampler:
-    """Notes the memory all the time, in a thread, as a context manager."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._started = time.perf_counter()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="timeline", daemon=True)
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started
-
-    def __enter__(self) -> "_Sampler":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
-            self._timeline.samples.append((self.seconds(), resident().anonymous_bytes))
-
-
 def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, model: GPTConfig) -> Timeline:
     """Train, or come back and train on; in a process of its own.
 
@@ -98,9 +70,13 @@ def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, mod
         model: shape of the model.
     """
     logging.getLogger().addHandler(logging.NullHandler())  # no line for every checkpoint
-    timeline = Timeline()
-    with _Sampler(timeline) as sampler, suppress(_FailureError), _life(run_dir, predicts, model) as (recovery, train):
-        timeline.trained_seconds = sampler.seconds()
+    timeline, started = Timeline(), time.perf_counter()
+
+    def note() -> None:
+        timeline.samples.append((time.perf_counter() - started, resident().anonymous_bytes))
+
+    with Sampling(note, SAMPLE_SECONDS), suppress(_FailureError), _life(run_dir, predicts, model) as (recovery, train):
+        timeline.trained_seconds = time.perf_counter() - started
         timeline.predicted = recovery.restored.predicted
         for _ in range(iterations):
             next(train)

@@ -1,9 +1,11 @@
 """Resident memory of this process, and its peak over a piece of work."""
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Self
+
+from cpsr.benchmarks.sampling import Sampling
 
 __all__ = ["MemoryPeak", "Resident", "resident"]
 
@@ -33,7 +35,7 @@ def resident() -> Resident:
     return Resident(anonymous, file)
 
 
-class MemoryPeak:
+class MemoryPeak(Sampling):
     """Samples the resident memory every 5 ms in a thread, as a context manager around the work.
 
     Attributes:
@@ -42,13 +44,12 @@ class MemoryPeak:
     """
 
     def __init__(self) -> None:
+        super().__init__(self._note, SAMPLE_SECONDS)
         self.before = self.peak = resident()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
 
-    def __enter__(self) -> "MemoryPeak":
+    def __enter__(self) -> Self:
         """Start to sample."""
-        self._thread.start()
+        super().__enter__()
         self.before = self.peak = resident()
         return self
 
@@ -56,8 +57,7 @@ class MemoryPeak:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop; the last figures count too."""
-        self._over.set()
-        self._thread.join()
+        super().__exit__(kind, error, traceback)
         self._note()
 
     @property
@@ -66,10 +66,6 @@ class MemoryPeak:
         return Resident(
             self.peak.anonymous_bytes - self.before.anonymous_bytes, self.peak.file_bytes - self.before.file_bytes
         )
-
-    def _sample(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
-            self._note()
 
     def _note(self) -> None:
         now = resident()

@@ -1,11 +1,11 @@
 """Host memory that a method takes, its own processes and shared memory included."""
 
-import threading
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from cpsr.benchmarks.sampling import Sampling
 from cpsr.benchmarks.stall.job import Job, Size
 from cpsr.benchmarks.stall.roster import Entry
 
@@ -35,7 +35,7 @@ def _process_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * KIBIBYTE for line in lines if line.startswith(FIELDS))
 
 
-class FamilyPeak:
+class FamilyPeak(Sampling):
     """Samples `family_bytes` in a thread, as a context manager around the work.
 
     Attributes:
@@ -43,26 +43,18 @@ class FamilyPeak:
     """
 
     def __init__(self) -> None:
+        super().__init__(self._note, SAMPLE_SECONDS)
         self.peak_bytes = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="footprint", daemon=True)
-
-    def __enter__(self) -> "FamilyPeak":
-        """Start to sample."""
-        self._thread.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop; the last figure counts too."""
-        self._over.set()
-        self._thread.join()
-        self.peak_bytes = max(self.peak_bytes, family_bytes())
+        super().__exit__(kind, error, traceback)
+        self._note()
 
-    def _sample(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
-            self.peak_bytes = max(self.peak_bytes, family_bytes())
+    def _note(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, family_bytes())
 
 
 def host_memory_bytes(entry: Entry, size: Size, directory: Path) -> int:

@@ -116,8 +116,7 @@ def _expected(
     predictor: LinePredictor, schedule: Schedule, checkpoint: CheckpointConfig, interval: int, horizon: int
 ) -> Expected | None:
     """Expected lag with checkpoints that far apart, the newest one now, at the present learning rate."""
-    kept = max(checkpoint.history_min_checkpoints, checkpoint.history_span_iterations // interval + 1)
-    count = min(kept, schedule.iteration // interval + 1)
+    count = min(checkpoint.history_checkpoints(interval), schedule.iteration // interval + 1)
     rate = schedule.learning_rate
     points = [
         HistoryEntry(iteration, rate * iteration, rate)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cpsr.experts import sparse_window
+
 __all__ = ["Collective", "Pipeline", "iteration_seconds", "sparse_window_iterations"]
 
 
@@ -72,11 +74,6 @@ def sparse_window_iterations(
 
     Source: moevement, Algorithm 1, `FindWindowSize`.
     """
-    active = operators
-    # Two at a time is the least the algorithm takes, whether or not they fit.
-    while active > 2:
-        snapshot_bytes = full_bytes * active + compute_bytes * (operators - active)
-        if snapshot_bytes / bytes_per_second <= seconds:
-            break
-        active -= 1
-    return -(-operators // active)
+    found = sparse_window([full_bytes] * operators, [compute_bytes] * operators, seconds, bytes_per_second)
+    # Two at a time is the least the algorithm takes as printed, whether or not they fit.
+    return -(-operators // max(found.active_per_step, 2))
