@@ -9,7 +9,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from cpsr.checkpoint.history import DiskHistory
+import torch
+
+from cpsr.checkpoint.history import DiskHistory, ReadManifest
+from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.predictor.protocol import StatePredictor
 
 __all__ = ["BudgetPace", "Learner", "Pace"]
@@ -22,6 +25,8 @@ THREAD_NAME = "cpsr-learner"
 # Longer than any slice. Who waits for one longer goes on without: it hangs, in the file system most likely. Nor does
 # the exit wait longer for the thread.
 SLICE_LIMIT_SECONDS = 5.0
+# To look whether rank 0 has committed what this rank has written: often enough to learn from it before the next one.
+COMMIT_POLL_SECONDS = 0.1
 _DONE = object()  # no value that work yields
 
 
@@ -31,8 +36,8 @@ class Pace(Protocol):
     def before_slice(self) -> None:
         """Wait until a slice may run, or until the pace was closed."""
 
-    def after_slice(self, used_seconds: float) -> None:
-        """A slice has just ended, and took that long."""
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
+        """A slice has just ended: how long it took, and how much of that on a processor."""
 
     def close(self) -> None:
         """Let nobody wait any more; on any thread."""
@@ -58,7 +63,7 @@ class BudgetPace:
         """Rest for what is left."""
         self._closing.wait(self.rest_seconds())
 
-    def after_slice(self, used_seconds: float) -> None:
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
         """The next one may run when this one is a small enough share of the time."""
         self._due = max(self._due, time.perf_counter() + used_seconds / self._fraction - used_seconds)
 
@@ -88,7 +93,7 @@ class Learner:
         self._replacing = threading.Lock()  # of the lock itself, and of what the thread hands over; never held for long
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows whenever somebody else changed the predictor: work under way is then dropped
-        self._checked: set[int] = set()
+        self._known: dict[int, ReadManifest] = {}
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._failure: str | None = None
@@ -113,8 +118,8 @@ class Learner:
     def notify(self, iteration: int, history_start: int) -> None:
         """This checkpoint is the newest one that this rank knows of; returns at once.
 
-        Ranks other than 0 know when they have written theirs: where it is not committed yet, it is taken in with the
-        next.
+        Ranks other than 0 know when they have written theirs: it is taken in when it is committed. Where the next one
+        is written before that, those before it are.
 
         Args:
             iteration: of the checkpoint.
@@ -138,7 +143,7 @@ class Learner:
             self._wanted = None
             self._wake.clear()
             if other_checkpoints:
-                self._checked = set()
+                self._known = {}
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,6 +231,7 @@ class Learner:
 
     def _run(self, store_directory: Path, rank: int) -> None:
         try:
+            _compute_alone()
             while not self._stopping() and self._wake.wait():
                 with self._lock:
                     self._wake.clear()
@@ -233,12 +239,20 @@ class Learner:
                     student = copy.copy(self._predictor)
                 if self._stopping():  # looked at after clearing, or an end in between would be missed
                     return
-                if wanted is not None:
+                if wanted is None:
+                    continue
+                self._await_commit(store_directory / step_name(wanted[0]))
+                if not self._stopping():
                     with closing(self._work(student, store_directory, rank, *wanted)) as work:
                         self._take_in(student, work, generation)
         except Exception as error:
             logger.exception("learning from checkpoints failed")
             self._end(_told(error))
+
+    def _await_commit(self, checkpoint: Path) -> None:
+        """Until the checkpoint is committed, or the next one is written: what was committed by then is taken in."""
+        while not (checkpoint / COMMIT).exists() and not self._wake.wait(COMMIT_POLL_SECONDS):
+            pass
 
     def _stopping(self) -> bool:
         return self._closing.is_set() or self._ended
@@ -274,26 +288,28 @@ class Learner:
             rank,
             before=iteration + 1,
             since=history_start,
-            checked=self._checked,
+            known=self._known,
             partial=False,
             opened=False,
         )
         try:
             yield from history.open()
-            self._checked = {entry.iteration for entry in history.entries}
+            self._known = history.known
             yield
             yield from student.learn(history)
+            yield from history.close_in_pieces()
         finally:
             history.close()
 
     def _slice(self, work: Iterator[None], pace: Pace) -> bool:
         """One piece of work; False when there is none left."""
-        began = self._slice_began = time.perf_counter()
+        began, processor_began = time.perf_counter(), time.thread_time()
+        self._slice_began = began
         try:
             return next(work, _DONE) is not _DONE
         finally:
             self._slice_began = None
-            pace.after_slice(time.perf_counter() - began)
+            pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
 
     def _hand_over(self, student: StatePredictor, before: dict[str, Any], lock: threading.Lock) -> None:
         """What `learn` has replaced in the copy becomes the predictor's own; outcomes that came meanwhile stay."""
@@ -301,6 +317,19 @@ class Learner:
         with self._replacing:
             if self._lock is lock:  # else this thread was left behind, and the predictor is in use
                 vars(self._predictor).update(learned)
+
+
+def _compute_alone() -> None:
+    """Let torch compute on the calling thread only, so that a share of one core is not one of all cores.
+
+    How many threads torch takes belongs to the thread that calls it, for OpenMP, MKL and oneDNN alike. But who has not
+    computed yet begins with the number that was set last in the process, which is therefore set again.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    setting = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    setting.start()
+    setting.join()
 
 
 def _told(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """What the predictor's own memory consists of, and the sizes of pieces with which it stays within a limit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpsr.predictor.statistics import SLICE_ELEMENTS
 
@@ -16,6 +16,8 @@ LIBRARY_BYTES = 40_000_000
 NETWORK_BYTES = 24_000_000
 # Products of the differences, those in the making, a state that is being saved, and rows while a failure is answered.
 OPERATOR_BYTES = 24_000
+# The same without learning: rows and what is read of a manifest while a failure is answered.
+LINE_OPERATOR_BYTES = 6_000
 # An operator's place in the header of an open checkpoint, and its coefficient.
 OPERATOR_CHECKPOINT_BYTES = 500
 # Of a slice of learning: float64 differences and two pieces of float32, each of half a slice at most.
@@ -35,27 +37,36 @@ class Footprint:
         checkpoints: in the history.
         slice_elements: weights that one slice of learning reads.
         chunk_elements: weights that are predicted at a time.
+        learns: False where it follows the line and learns nothing.
     """
 
     operators: int
     checkpoints: int
     slice_elements: int
     chunk_elements: int
+    learns: bool = True
+
+    @classmethod
+    def least(cls, operators: int, checkpoints: int, chunk_elements: int, *, learns: bool = True) -> "Footprint":
+        """With the smallest pieces; the arguments are those of `fitted`."""
+        return cls(operators, checkpoints, MIN_ELEMENTS, min(MIN_ELEMENTS, chunk_elements), learns)
 
     @property
     def fixed_bytes(self) -> int:
         """What does not depend on the model."""
-        return LIBRARY_BYTES + NETWORK_BYTES
+        return LIBRARY_BYTES + (NETWORK_BYTES if self.learns else 0)
 
     @property
     def operators_bytes(self) -> int:
         """What grows with the number of operators, not with their size."""
-        return self.operators * (OPERATOR_BYTES + OPERATOR_CHECKPOINT_BYTES * self.checkpoints)
+        own = OPERATOR_BYTES if self.learns else LINE_OPERATOR_BYTES
+        return self.operators * (own + OPERATOR_CHECKPOINT_BYTES * self.checkpoints)
 
     @property
     def pieces_bytes(self) -> int:
         """Weights that are looked at together; it learns or predicts, never both."""
-        return max(SLICE_BYTES_PER_ELEMENT * self.slice_elements, CHUNK_BYTES_PER_ELEMENT * self.chunk_elements)
+        learning = SLICE_BYTES_PER_ELEMENT * self.slice_elements if self.learns else 0
+        return max(learning, CHUNK_BYTES_PER_ELEMENT * self.chunk_elements)
 
     @property
     def peak_bytes(self) -> int:
@@ -76,7 +87,9 @@ class Footprint:
             )
 
 
-def fitted(limit_bytes: int, operators: int, checkpoints: int, chunk_elements: int) -> Footprint:
+def fitted(
+    limit_bytes: int, operators: int, checkpoints: int, chunk_elements: int, *, learns: bool = True
+) -> Footprint:
     """The largest pieces with which the predictor stays within a limit.
 
     Args:
@@ -84,19 +97,19 @@ def fitted(limit_bytes: int, operators: int, checkpoints: int, chunk_elements: i
         operators: that this rank holds a slice of.
         checkpoints: in the history, at most.
         chunk_elements: no larger chunks are wanted.
+        learns: False where it follows the line and learns nothing.
 
     Raises:
         ValueError: the smallest pieces take more; the message says what takes how much.
     """
-    least = Footprint(operators, checkpoints, MIN_ELEMENTS, min(MIN_ELEMENTS, chunk_elements))
+    least = Footprint.least(operators, checkpoints, chunk_elements, learns=learns)
     least.require(limit_bytes)
     room = limit_bytes - least.fixed_bytes - least.operators_bytes
-    return Footprint(
-        operators,
-        checkpoints,
-        min(SLICE_ELEMENTS, _power_of_two(room // SLICE_BYTES_PER_ELEMENT)),
-        min(chunk_elements, _power_of_two(room // CHUNK_BYTES_PER_ELEMENT)),
-    )
+    chunk = min(chunk_elements, _power_of_two(room // CHUNK_BYTES_PER_ELEMENT))
+    if not learns:
+        return replace(least, chunk_elements=chunk)
+    slices = min(SLICE_ELEMENTS, _power_of_two(room // SLICE_BYTES_PER_ELEMENT))
+    return replace(least, slice_elements=slices, chunk_elements=chunk)
 
 
 def _power_of_two(number: int) -> int:

@@ -116,9 +116,8 @@ class MotionStatistics:
         Raises:
             ValueError: the history returned a piece of another length or type.
         """
-        resized = any(
-            name in history.operators and history.numel(name) != known.numel for name, known in self._operators.items()
-        )
+        held = set(history.operators)
+        resized = any(name in held and history.numel(name) != known.numel for name, known in self._operators.items())
         checked = set(self._left_out) if resized else {*self._seen, *self._left_out}
         left_out = [entry.iteration for entry in history.entries if entry.iteration in self._left_out]
         for position, entry in enumerate(history.entries):

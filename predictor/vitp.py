@@ -100,6 +100,7 @@ class VITPPredictor(LinePredictor):
         self._reduce = reduce
         self._broadcast = broadcast
         self._share = share
+        self._learns = True
         self._memory_limit_bytes: int | None = None
         self._slice_elements = SLICE_ELEMENTS
         self._statistics = MotionStatistics()
@@ -122,16 +123,29 @@ class VITPPredictor(LinePredictor):
         Raises:
             ValueError: it does not fit, whatever the pieces; nothing has changed.
         """
-        footprint = fitted(limit_bytes, operators, checkpoints, self._chunk_elements)
+        footprint = fitted(limit_bytes, operators, checkpoints, self._chunk_elements, learns=self._learns)
         self._memory_limit_bytes = limit_bytes
         self._chunk_elements, self._slice_elements = footprint.chunk_elements, footprint.slice_elements
         self._statistics = self._empty_statistics()
         return footprint
 
+    def least_footprint(self, operators: int, checkpoints: int, *, learns: bool) -> Footprint:
+        """What it takes with the smallest pieces, with or without learning; arguments as in `stay_within`."""
+        return Footprint.least(operators, checkpoints, self._chunk_elements, learns=learns)
+
+    def follow_line(self) -> None:
+        """Learn nothing, and take the line's direction always; before its first use.
+
+        What earlier lives have learned of the motion is not taken over. Their recoveries are, and calibrate the line.
+        """
+        self._learns = False
+        self._forced = "line"
+
     def learn(self, history: History) -> Iterator[None]:
         """Take in the newest checkpoint: its products with those before it, then some training on all of them.
 
-        Every `next` reads at most half a million weights or makes one update of the network: a few milliseconds.
+        Every `next` reads at most half a million weights or makes a part of an update of the network: a millisecond or
+        two.
         What was learned changes at the very end, all at once. The same checkpoints, taken in one by one, always give
         the same result; torch's global random state and its threads are left alone.
 
@@ -229,6 +243,9 @@ class VITPPredictor(LinePredictor):
         learned = state.get("vitp", {})
         if state.get("predictor") == self.name and learned.get("version") != STATE_VERSION:
             raise ValueError(f"learned state of VITP, version {learned.get('version')!r}; this is {STATE_VERSION}")
+        if not self._learns:
+            super().load_state_dict(state)
+            return
         statistics, examples, head = self._empty_statistics(), Examples(), Head()
         if learned:
             statistics.load_state_dict(learned["statistics"])
@@ -270,17 +287,19 @@ class VITPPredictor(LinePredictor):
     ) -> Generator[None, None, tuple[Examples, Head, list[dict[str, Any]]]]:
         """Examples, network and accuracy after some training on what has moved up to that checkpoint."""
         examples, head, accuracy = self._examples.copy(), self._head.copy(), list(self._accuracy)
-        taken = yield from windows(told.operators)
+        # An operator that was not saved anew has taught all it can, and was scored, when it was.
+        fresh = {name: one for name, one in told.operators.items() if one.points[-1].iteration == told.iteration}
+        taken = yield from windows(fresh)
         yield
         if taken:
             found = yield from head.accuracy(taken)
-            moved = {"mean_square_motion": _newest_mean_square(told.operators.values())}
+            moved = {"mean_square_motion": _newest_mean_square(fresh.values())}
             accuracy.append({"iteration": told.iteration, "checkpoints": checkpoints, **found, **moved})
         for window in taken:
             examples.add(window)
         generator = torch.Generator(device="cpu").manual_seed(told.iteration)
         for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
-            head.step(examples, generator)
+            yield from head.step(examples, generator)
             yield
         return examples, head, accuracy[-MAX_ACCURACIES:]
 

@@ -1,6 +1,6 @@
 """Training VITP's head on past windows: a bounded number of small steps for each checkpoint."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from cpsr.predictor.vitp_network import PARAMETERS, corrections, cosines, initia
 __all__ = ["STEPS_PER_CHECKPOINT", "Head"]
 
 STATE_VERSION = 1
-# 0.1 s of one core for each checkpoint, at 3 ms a step. Of 1e-3 and 3e-4 the latter found slow directions better on a
-# byte-level GPT at intervals of 20 and 50 iterations, where 1e-3 was behind the line at 20.
+# 0.1 s of one core for each checkpoint, at 3 ms a step, in four slices. Of 1e-3 and 3e-4 the latter found slow
+# directions better on a byte-level GPT at intervals of 20 and 50 iterations, where 1e-3 was behind the line at 20.
 STEPS_PER_CHECKPOINT = 32
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 1e-2  # AdamW's usual one: with nothing to learn the head goes back to the line
@@ -41,13 +41,22 @@ class Head:
         other.load_state_dict(self.state_dict())
         return other
 
-    def step(self, examples: Examples, generator: torch.Generator) -> None:
-        """One update towards the later motion of one random window."""
+    def step(self, examples: Examples, generator: torch.Generator) -> Iterator[None]:
+        """One update towards the later motion of one random window; yields three times within it.
+
+        Abandoned in between, `steps` tells of no update.
+        """
         with undisturbed():
             question = examples.draw(generator)
+        yield
+        with undisturbed():
             loss = 1.0 - _weighted(self.answer(question), question) / question.weights.sum()
+        yield
+        with undisturbed():
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        yield
+        with undisturbed():
             self._optimizer.step()
         self.steps += 1
 
@@ -59,7 +68,7 @@ class Head:
     def accuracy(self, taken: Sequence[Windows]) -> Generator[None, None, dict[str, float]]:
         """Mean cosines of the line and of this head with the newest difference of each window, by distance moved.
 
-        Yields after each window, and returns `line_cosine` and `vitp_cosine`.
+        Yields twice for each window, and returns `line_cosine` and `vitp_cosine`.
         """
         line, vitp, weights = 0.0, 0.0, 0.0
         for window in taken:
@@ -67,8 +76,10 @@ class Head:
                 question = window.newest_question()
                 straight = question.over_window(question.geometry.line.expand(len(window), -1))
                 line += float(_weighted(straight, question))
-                vitp += float(_weighted(self.answer(question), question))
                 weights += float(question.weights.sum())
+            yield
+            with undisturbed(), torch.no_grad():
+                vitp += float(_weighted(self.answer(question), question))
             yield
         return {"line_cosine": line / weights, "vitp_cosine": vitp / weights}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cpsr import learner as module
 from cpsr.checkpoint.store import CheckpointStore
@@ -15,7 +16,7 @@ from cpsr.coordinator.pace import BubblePace
 from cpsr.learner import BudgetPace, Learner
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import History
-from tests.checkpoint.conftest import save
+from tests.checkpoint.conftest import make_snapshot, save
 
 PATIENCE_SECONDS = 10.0
 LIMIT_SECONDS = 0.2
@@ -60,6 +61,43 @@ class Reader(LinePredictor):
         return super().state_dict() | {"known": self.known}
 
 
+class Computing(LinePredictor):
+    """Multiplies large matrices in its only slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = threading.Event()
+        self.threads = 0
+        self.others_share = 0.0
+
+    def learn(self, history: History) -> Iterator[None]:
+        self.threads = torch.get_num_threads()
+        self.others_share = others_share()
+        self.done.set()
+        yield
+
+
+def others_share() -> float:
+    """CPU time of other threads over this one's own, while this one computes as the predictor does."""
+    wide = torch.ones(16, 1 << 18, dtype=torch.float64)
+    weights = torch.ones(1 << 22)
+    process, own = time.process_time(), time.thread_time()
+    for _ in range(4):
+        wide @ wide.T
+        torch.sub(weights, 1.0).sum()
+        torch.nn.functional.linear(weights.view(512, -1), weights.view(-1, 8192)[:64])
+    own = time.thread_time() - own
+    return (time.process_time() - process - own) / own
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    usual = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(usual)
+
+
 @pytest.fixture
 def filled(tmp_path: Path) -> CheckpointStore:
     store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False)
@@ -76,6 +114,16 @@ def _wait_for(predictor: Reader, known: list[int]) -> None:
         time.sleep(0.01)
 
 
+def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: float = 1.0) -> Learner:
+    """A learner in the middle of a slice, which holds the predictor until `predictor.go_on` is set."""
+    learner = Learner(predictor, BudgetPace(pace))
+    learner.start(filled.directory, 0)
+    predictor.go_on.clear()
+    learner.notify(newest, 0)
+    assert predictor.begun.wait(PATIENCE_SECONDS)
+    return learner
+
+
 def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
@@ -90,15 +138,29 @@ def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
 
 
-def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(filled: CheckpointStore) -> None:
+def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled.directory, 0)
-    predictor.go_on.clear()
-    learner.notify(20, 0)
-    assert predictor.begun.wait(PATIENCE_SECONDS)
-    release = threading.Timer(0.1, predictor.go_on.set)  # the slice that waits holds the predictor
-    release.start()
+    filled.write(make_snapshot(40))
+    learner.notify(40, 0)  # as on a rank that does not commit
+    time.sleep(3 * module.COMMIT_POLL_SECONDS)
+    assert predictor.taken_in == []
+    assert filled.commit(40, PATIENCE_SECONDS, threading.Event()).committed
+    _wait_for(predictor, [10, 20, 30, 40])
+    learner.notify(50, 0)  # never committed
+    save(filled, 60)
+    learner.notify(60, 0)
+    _wait_for(predictor, [10, 20, 30, 40, 60])
+    learner.notify(70, 0)
+    learner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
+
+
+def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(filled: CheckpointStore) -> None:
+    predictor = Reader()
+    learner = in_a_slice(filled, predictor, 20)
+    threading.Timer(0.1, predictor.go_on.set).start()
     with learner.held():
         pass
     learner.notify(30, 30)
@@ -243,13 +305,8 @@ def test_an_outcome_that_is_refused_does_not_reach_training(filled: CheckpointSt
 
 def test_outcomes_that_come_while_it_learns_are_kept(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
-    predictor.go_on.clear()
-    learner.notify(20, 0)
-    assert predictor.begun.wait(PATIENCE_SECONDS)
-    release = threading.Timer(0.1, predictor.go_on.set)  # the slice that waits holds the predictor
-    release.start()
+    learner = in_a_slice(filled, predictor, 20)
+    threading.Timer(0.1, predictor.go_on.set).start()
     learner.record({"kind": "recovery"})
     _wait_for(predictor, [10, 20])
     assert learner.state_dict()["outcomes"] == [{"kind": "recovery"}]
@@ -294,6 +351,26 @@ def test_an_error_of_training_inside_a_bubble_leaves_no_thread(filled: Checkpoin
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: CheckpointStore) -> None:
+    assert others_share() > 0.3  # training's second thread works
+    predictor = Computing()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled.directory, 0)
+    learner.notify(30, 0)
+    assert predictor.done.wait(PATIENCE_SECONDS)
+    learner.close()
+    assert predictor.threads == 1
+    assert predictor.others_share < 0.1
+    assert torch.get_num_threads() == 2
+    assert others_share() > 0.3
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [2]  # nor does it change who computes for the first time
+
+
 def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
     learner = Learner(Reader(), None)
     learner.start(filled.directory, 0)
@@ -304,11 +381,7 @@ def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
 
 def test_the_budget_holds(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, BudgetPace(0.1))
-    learner.start(filled.directory, 0)
-    predictor.go_on.clear()
-    learner.notify(30, 0)
-    assert predictor.begun.wait(PATIENCE_SECONDS)
+    learner = in_a_slice(filled, predictor, 30, pace=0.1)
     started = time.monotonic()
     threading.Timer(0.3, predictor.go_on.set).start()  # the second slice takes 0.3 s: 2.7 s of rest follow it
     _wait_for(predictor, [10, 20, 30])

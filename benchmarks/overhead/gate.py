@@ -43,9 +43,9 @@ class Gate:
         self._open.wait()
         self._pace.before_slice()
 
-    def after_slice(self, used_seconds: float) -> None:
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
         """Tell the pace itself."""
-        self._pace.after_slice(used_seconds)
+        self._pace.after_slice(used_seconds, processor_seconds)
 
     def close(self) -> None:
         """Let nobody wait any more, where the life ends meanwhile."""

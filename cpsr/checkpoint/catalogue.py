@@ -3,15 +3,19 @@
 import datetime
 import json
 import logging
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.checkpoint.files import sync_directory, write_bytes
-from cpsr.checkpoint.manifest import COMMIT, step_iteration
+from cpsr.checkpoint.manifest import COMMIT, Manifest, step_iteration
 from cpsr.checkpoint.verify import DamagedFileError, Problem, UnreadableFileError, is_thinned, read_manifest
 
-__all__ = ["Catalogue", "CheckpointInfo", "SetAside", "scan", "set_aside", "set_aside_list"]
-__all__ += ["note_set_aside"]
+__all__ = ["Catalogue", "CheckpointInfo", "SetAside", "newest_whole", "scan", "scan_in_pieces", "set_aside"]
+__all__ += ["note_set_aside", "set_aside_list"]
+
+# Between two yields of a scan: 0.1 ms each, where a checkpoint has few ranks.
+CHECKPOINTS_AT_ONCE = 8
 
 _RECORD = "SET_ASIDE"
 _KINDS = ("damaged", "abandoned")
@@ -73,13 +77,21 @@ class SetAside:
 
 def scan(checkpoints: Path) -> Catalogue:
     """Read the commit records and manifests (not the tensors) of a run."""
+    pieces = scan_in_pieces(checkpoints)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            found: Catalogue = end.value
+            return found
+
+
+def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
+    """`scan`, which yields after every few checkpoints."""
     found: list[CheckpointInfo] = []
     problems: list[Problem] = []
     unreadable: list[Problem] = []
-    for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
-        iteration = step_iteration(directory.name)
-        if iteration is None or directory.is_symlink() or not (directory / COMMIT).exists():
-            continue
+    for number, (iteration, directory) in enumerate(_committed(checkpoints), start=1):
         try:
             found.append(_info(directory))
         except DamagedFileError as error:
@@ -88,7 +100,37 @@ def scan(checkpoints: Path) -> Catalogue:
             problems.append(Problem(error.file, error.what, iteration))
         except UnreadableFileError as error:
             unreadable.append(Problem(error.file, error.what, iteration))
+        if number % CHECKPOINTS_AT_ONCE == 0:
+            yield
     return Catalogue(sorted(found, key=lambda info: info.iteration), problems, unreadable)
+
+
+def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | None:
+    """The newest committed checkpoint of all ranks' states, found without reading what all the others are.
+
+    Args:
+        checkpoints: the run's directory of them.
+        since: older ones do not count.
+
+    Raises:
+        CheckpointError: a manifest on the way cannot be read.
+        OSError: the directory cannot be.
+    """
+    for iteration, directory in sorted(_committed(checkpoints), reverse=True):
+        if iteration < since:
+            break
+        manifest = read_manifest(directory)
+        if not manifest.partial:
+            return directory, manifest
+    return None
+
+
+def _committed(checkpoints: Path) -> Iterator[tuple[int, Path]]:
+    """Directories with a commit record, whatever is in it."""
+    for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+        iteration = step_iteration(directory.name)
+        if iteration is not None and not directory.is_symlink() and (directory / COMMIT).exists():
+            yield iteration, directory
 
 
 def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan
-from cpsr.checkpoint.manifest import RankManifest, file_name
+from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces
+from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, file_name, holds_weights
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 
-__all__ = ["DiskHistory"]
+__all__ = ["DiskHistory", "ReadManifest"]
 
 _log = logging.getLogger(__name__)
+_warned: set[tuple[Path, str]] = set()
 
 
 class _Slice(NamedTuple):
@@ -28,29 +29,57 @@ class _Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
-    """What is kept of a manifest, which takes 2 kB an operator: that of all checkpoints, and slices mostly once."""
+class ReadManifest:
+    """What is kept of a rank's manifest, which takes 2 kB an operator: slices mostly once for all checkpoints.
 
+    Attributes:
+        sha256: of the manifest.
+        entry: the checkpoint.
+        slices: operator -> its slice.
+        taken_at: operators that were not taken with the entry -> when.
+        places: operators that are in a file of their own -> its name.
+        expert_files: hashes of these files.
+    """
+
+    sha256: str
     entry: HistoryEntry
     slices: Mapping[str, _Slice]
-    taken_at: Mapping[str, int]  # of the operators that were not taken with the entry
+    taken_at: Mapping[str, int]
+    places: Mapping[str, str]
+    expert_files: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    read: ReadManifest
     file: Any  # safetensors' open file: it maps the weights, nothing is read before it is asked for
+    experts: Mapping[str, Any]  # the files of the operators that are not in that one
     partial: bool
+
+    @property
+    def iteration(self) -> int:
+        return self.read.entry.iteration
+
+    def close(self) -> None:
+        """Unmap the files."""
+        for file in {id(one): one for one in [self.file, *self.experts.values()]}.values():
+            file.__exit__(None, None, None)
 
 
 class DiskHistory:
     """`cpsr.predictor.protocol.History` over full, thinned and partial checkpoints.
 
-    Opening reads each weights file once to check its hash; what is damaged, or cannot be
-    read now, is left out with a log line. Time and
-    learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its scalars.
+    Opening reads each weights file once to check its hash; what is damaged, or cannot be read now, is left out, which a
+    process logs once. Time and learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its
+    scalars.
 
     Args:
         store_directory: `CheckpointStore.directory`.
         rank: whose part is read.
         before: only checkpoints of earlier iterations; None is all.
         since: only checkpoints of this and later iterations.
-        checked: iterations of checkpoints whose hash this process has checked before; they are not read again for it.
+        known: iteration -> what this process has read of that checkpoint before (`DiskHistory.known`): where its
+            manifest is the same, neither that nor the weights are read again to check them.
         partial: False leaves partial checkpoints out: then every operator of every rank was taken with its entry.
         opened: False opens no checkpoint yet: `open` does it piece by piece.
 
@@ -67,7 +96,7 @@ class DiskHistory:
         rank: int,
         before: int | None = None,
         since: int = 0,
-        checked: Collection[int] = (),
+        known: Mapping[int, ReadManifest] | None = None,
         *,
         partial: bool = True,
         opened: bool = True,
@@ -75,38 +104,45 @@ class DiskHistory:
         if (store_directory / "checkpoints").is_dir():
             raise ValueError(f"{store_directory} is the run's directory; the history reads its 'checkpoints'")
         self.excluded: dict[int, str] = {}
-        self._checked = checked
-        end = math.inf if before is None else before
-        catalogue = scan(store_directory)
-        for problem in [*catalogue.problems, *catalogue.unreadable]:
-            if problem.iteration is not None and since <= problem.iteration < end:
-                self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
+        self._directory = store_directory
+        self._known = known or {}
+        self._range = since, math.inf if before is None else before
+        self._takes_partial = partial
         self._rank = rank
-        self._found = [
-            info for info in catalogue.checkpoints if since <= info.iteration < end and (partial or not info.partial)
-        ]
         self._checkpoints: list[_Checkpoint] = []
+        self._hashed: set[tuple[int, int, str]] = set()
         self._operators: dict[str, _Slice] = {}
         if opened:
             for _ in self.open():
                 pass
 
     def open(self) -> Iterator[None]:
-        """Open the checkpoints, once: every `next` reads one's manifests, or 4 MiB of weights to check their hash."""
-        for info in self._found:
-            yield from self._add(info)
-            yield
+        """Open the checkpoints, once: every `next` reads a manifest, or 4 MiB of weights to check their hash."""
+        since, end = self._range
+        catalogue = yield from scan_in_pieces(self._directory)
+        for problem in [*catalogue.problems, *catalogue.unreadable]:
+            if problem.iteration is not None and since <= problem.iteration < end:
+                self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
+        for info in catalogue.checkpoints:
+            if since <= info.iteration < end and (self._takes_partial or not info.partial):
+                yield from self._add(info)
+                yield
         self._operators = self._common_operators()
+
+    @property
+    def known(self) -> dict[int, ReadManifest]:
+        """Iteration -> what was read of the entry's manifest."""
+        return {checkpoint.iteration: checkpoint.read for checkpoint in self._checkpoints}
 
     @property
     def entries(self) -> Sequence[HistoryEntry]:
         """Ascending in iteration, without repeats."""
-        return [checkpoint.entry for checkpoint in self._checkpoints]
+        return [checkpoint.read.entry for checkpoint in self._checkpoints]
 
     @property
     def partial_iterations(self) -> Sequence[int]:
         """Entries that are partial checkpoints, on any rank: the same on all that hold the same entries."""
-        return [item.entry.iteration for item in self._checkpoints if item.partial]
+        return [item.iteration for item in self._checkpoints if item.partial]
 
     @property
     def operators(self) -> Sequence[str]:
@@ -120,7 +156,7 @@ class DiskHistory:
     def taken_at(self, operator: str, entry: int) -> int:
         """Iteration at which the operator was taken in that entry."""
         checkpoint = self._checkpoints[entry]
-        return checkpoint.taken_at.get(operator, checkpoint.entry.iteration)
+        return checkpoint.read.taken_at.get(operator, checkpoint.iteration)
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
         """Weights `[start, stop)` of the operator in that entry: 1-D float32; a view of the file where it is float32.
@@ -132,78 +168,130 @@ class DiskHistory:
             raise IndexError(f"{operator} has {self.numel(operator)} elements, asked for [{start}, {stop})")
         if start == stop:
             return torch.empty(0)
-        piece: torch.Tensor = self._checkpoints[entry].file.get_slice(f"param/{operator}")[start:stop]
+        checkpoint = self._checkpoints[entry]
+        file = checkpoint.experts.get(operator, checkpoint.file)
+        piece: torch.Tensor = file.get_slice(f"param/{operator}")[start:stop]
         return piece.float()
 
     def keep(self, iterations: Collection[int]) -> None:
         """Leave out every other checkpoint: ranks must predict from the same ones."""
         for checkpoint in self._checkpoints:
-            if checkpoint.entry.iteration not in iterations:
-                self._exclude(checkpoint.entry.iteration, "it does not belong here, or another rank cannot read it")
-                checkpoint.file.__exit__(None, None, None)
-        self._checkpoints = [item for item in self._checkpoints if item.entry.iteration in iterations]
+            if checkpoint.iteration not in iterations:
+                self._exclude(checkpoint.iteration, "it does not belong here, or another rank cannot read it")
+                checkpoint.close()
+        self._checkpoints = [item for item in self._checkpoints if item.iteration in iterations]
         self._operators = self._common_operators()
 
     def close(self) -> None:
         """Unmap the files."""
-        for checkpoint in self._checkpoints:
-            checkpoint.file.__exit__(None, None, None)
-        self._checkpoints = []
+        for _ in self.close_in_pieces():
+            pass
+
+    def close_in_pieces(self) -> Iterator[None]:
+        """`close`, where every `next` unmaps the files of one checkpoint."""
+        while self._checkpoints:
+            self._checkpoints.pop().close()
+            yield
 
     def _add(self, info: CheckpointInfo) -> Iterator[None]:
-        rank = self._rank
         try:
             manifest = read_manifest(info.directory)
-            if rank >= manifest.world_size:
-                self._exclude(info.iteration, f"was saved by {manifest.world_size} ranks, this is rank {rank}")
+            if self._rank >= manifest.world_size:
+                self._exclude(info.iteration, f"was saved by {manifest.world_size} ranks, this is rank {self._rank}")
                 return
-            record = read_rank_manifest(info.directory, manifest, rank)
-            name = file_name(rank, "params")
-            path = info.directory / name
-            if name not in record.files:
-                raise DamagedFileError(path, "is not listed in its manifest")
-            if info.iteration not in self._checked:
-                yield from check_in_pieces(path, record.files[name])
-            file: Any = open_tensors(path)
-            absent = {f"param/{operator}" for operator in record.operators} - set(file.keys())
-            if absent:
-                raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
+            read = self._known.get(info.iteration)
+            if read is None or read.sha256 != manifest.ranks[self._rank].sha256:
+                found = yield from self._read(info.directory, manifest)
+                if isinstance(found, str):
+                    self._exclude(info.iteration, found)
+                    return
+                read = found
+            file = open_tensors(info.directory / file_name(self._rank, "params"))
+            own = {name: open_tensors(info.directory / name) for name in set(read.places.values())}
         except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
             return
+        experts = {operator: own[name] for operator, name in read.places.items()}
+        self._checkpoints.append(_Checkpoint(read, file, experts, info.partial))
+
+    def _read(self, directory: Path, manifest: Manifest) -> Generator[None, None, ReadManifest | str]:
+        """Read and check this rank's part, or say what its scalars lack."""
+        record = read_rank_manifest(directory, manifest, self._rank)
+        yield
+        path = directory / file_name(self._rank, "params")
+        if path.name not in record.files:
+            raise DamagedFileError(path, "is not listed in its manifest")
+        checked = {word for one in self._known.values() for word in one.expert_files}
+        for name in filter(holds_weights, record.files):
+            if record.files[name].xxh3_128 not in checked:  # or else it is carried along from one that was checked
+                yield from self._check(directory / name, record.files[name])
+        places = _places(directory, record)
+        absent = {f"param/{name}" for name in record.operators.keys() - places.keys()} - _names(path)
+        if absent:
+            raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
+        yield
         entry = _entry(record)
         if isinstance(entry, str):
-            self._exclude(info.iteration, entry)
-            return
-        taken_at = {
-            name: operator.iteration
-            for name, operator in record.operators.items()
-            if operator.iteration != record.iteration
-        }
-        self._checkpoints.append(_Checkpoint(entry, self._slices(record), taken_at, file, info.partial))
+            return entry
+        taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
+        words = frozenset(record.files[name].xxh3_128 for name in places.values())
+        return ReadManifest(manifest.ranks[self._rank].sha256, entry, self._slices(record), taken_at, places, words)
+
+    def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
+        """Compare a file with its hash, once where checkpoints carry it along."""
+        found = path.stat()
+        known = found.st_dev, found.st_ino, record.xxh3_128
+        if known not in self._hashed:
+            yield from check_in_pieces(path, record)
+            self._hashed.add(known)
 
     def _slices(self, record: RankManifest) -> Mapping[str, _Slice]:
         """Slices by operator: the same mapping for all checkpoints that hold the same."""
         slices = {name: _Slice(one.global_shape, one.offset, one.numel) for name, one in record.operators.items()}
-        before = self._checkpoints[-1].slices if self._checkpoints else None
+        before = self._checkpoints[-1].read.slices if self._checkpoints else None
         return slices if before is None or before != slices else before
 
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason
-        _log.warning("checkpoint %d is left out of the prediction: %s", iteration, reason)
+        _warn_once(self._directory, f"checkpoint {iteration} is left out of the prediction: {reason}")
 
     def _common_operators(self) -> dict[str, _Slice]:
         if not self._checkpoints:
             return {}
-        different = list({id(checkpoint.slices): checkpoint.slices for checkpoint in self._checkpoints}.values())
-        newest = self._checkpoints[-1].slices
+        different = list({id(item.read.slices): item.read.slices for item in self._checkpoints}.values())
+        newest = self._checkpoints[-1].read.slices
         common = {
             name: operator for name, operator in newest.items() if all(one.get(name) == operator for one in different)
         }
         known = {name for one in different for name in one}
         if left_out := sorted(known - common.keys()):
-            _log.warning("operators that are new, gone or changed in shape cannot be predicted: %s", left_out)
+            told = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
+            _warn_once(self._directory, told)
         return common
+
+
+def _places(directory: Path, record: RankManifest) -> dict[str, str]:
+    """Operators that are in a file of their own -> its name."""
+    found: dict[str, str] = {}
+    for taken_at, operators in record.by_iteration().items() if record.sparse else ():
+        name = file_name(record.rank, "params", taken_at)
+        if name in record.files:
+            held = _names(directory / name)
+            found |= {operator: name for operator in operators if f"param/{operator}" in held}
+    return found
+
+
+def _names(path: Path) -> set[str]:
+    """Tensors in a file."""
+    with open_tensors(path) as file:
+        return set(file.keys())
+
+
+def _warn_once(store_directory: Path, message: str) -> None:
+    """The history is opened anew for every checkpoint that is learned from, and finds the same each time."""
+    if (store_directory, message) not in _warned:
+        _warned.add((store_directory, message))
+        _log.warning("%s", message)
 
 
 def _entry(record: RankManifest) -> HistoryEntry | str:

@@ -201,17 +201,26 @@ class Bubbles:
         """
         return self.entered(needed_seconds, timeout_seconds) is not None
 
-    def entered(self, needed_seconds: float, timeout_seconds: float) -> float | None:
+    def entered(self, needed_seconds: float, timeout_seconds: float, spared_share: float = 0.0) -> float | None:
         """As `wait`, but say when: a time of `time.perf_counter` that surely lies within a wait of the training.
 
         The thread may be kept from its work from then on, by the scheduler or by the interpreter's lock.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._has(needed_seconds), timeout_seconds)
-            return perf_counter() if not self._closed and self._has(needed_seconds) else None
 
-    def _has(self, needed_seconds: float) -> bool:
-        return self._open is not None and self._until - perf_counter() >= needed_seconds
+        Args:
+            needed_seconds: as in `wait`.
+            timeout_seconds: as in `wait`.
+            spared_share: of each wait's forecast, at its end, which is not counted upon.
+        """
+
+        def has_room() -> bool:
+            if self._open is None:
+                return False
+            until = self._until - spared_share * (self._until - self._began)
+            return until - perf_counter() >= needed_seconds
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or has_room(), timeout_seconds)
+            return perf_counter() if not self._closed and has_room() else None
 
     def worked(self, began: float, ended: float) -> float:
         """A piece of work was done, on a worker's thread, between these two times of `time.perf_counter`.

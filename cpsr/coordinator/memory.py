@@ -1,26 +1,33 @@
 """The host memory that is allotted to the predictor when a life begins."""
 
+import logging
+import math
 from collections.abc import Callable
+from typing import Literal
 
 from cpsr.config import CPSRConfig
-from cpsr.errors import ResourceError
 from cpsr.group import Group
 from cpsr.predictor.vitp import VITPPredictor
 
-__all__ = ["allot_memory", "history_checkpoints"]
+__all__ = ["Use", "allot_memory", "history_checkpoints"]
 
 # Beside those that the history's span asks for: one that was committed while an older one is still being removed, and
 # one that a rehearsal or a copy holds.
 HELD_CHECKPOINTS = 2
 MEGABYTE = 1e6
 
-Tell = Callable[[str, str], object]
+Tell = Callable[..., object]
+Use = Literal["learning", "line", "nothing"]
+"""What the predictor is good for in a life: all of it, predictions by the calibrated line, or not even these."""
 
 
 def allot_memory(
     predictor: VITPPredictor, operators: int, checkpoints_on_disk: int, config: CPSRConfig, group: Group, tell: Tell
-) -> None:
-    """Let the predictor work in pieces that stay within `predictor.memory_limit_bytes`; a collective.
+) -> Use:
+    """Let the predictor do what it can within `predictor.memory_limit_bytes`; a collective.
+
+    It works in pieces that are as small as the limit asks. Where the smallest are too large on any rank it learns
+    nothing on all of them and follows the line; where even that does not fit it is not to be used.
 
     Args:
         predictor: of this rank, not used yet.
@@ -28,43 +35,63 @@ def allot_memory(
         checkpoints_on_disk: in the run directory, whatever interval they were made with.
         config: the limit, and how many checkpoints the history will hold.
         group: the ranks.
-        tell: records an event, by kind and message; called on rank 0.
+        tell: records an event, by kind, message and `level`; called on rank 0.
 
-    Raises:
-        ResourceError: on every rank, where it does not fit on one; the message says what takes how much, and what to
-            change.
+    Returns:
+        The same on every rank.
     """
     if config.mode == "exact" and not (config.predictor.learning_budget_fraction or config.rehearsal.budget_fraction):
-        return  # nothing predicts or learns
+        return "nothing"
     checkpoints = max(history_checkpoints(config), checkpoints_on_disk + HELD_CHECKPOINTS)
     limit_bytes = config.predictor.memory_limit_bytes
-    try:
-        footprint, problem = predictor.stay_within(limit_bytes, operators, checkpoints), ""
-    except ValueError as error:
-        footprint, problem = None, str(error)
-    problems = {rank: found for rank, found in enumerate(group.gather(problem)) if found}
-    if footprint is None or problems:
-        rank, found = next(iter(problems.items()))
-        raise ResourceError(
-            f"predictor.memory_limit_bytes on rank {rank}: {found}. Nothing was started: raise the limit, lower "
-            "checkpoint.history_span_iterations, or checkpoint less often (checkpoint.interval_iterations)"
-        )
+    least = {learns: predictor.least_footprint(operators, checkpoints, learns=learns) for learns in (True, False)}
+    needed: list[list[int]] = group.gather([least[True].peak_bytes, least[False].peak_bytes])
+    learning_bytes, line_bytes = (max(column) for column in zip(*needed, strict=True))
+    use: Use = "learning" if learning_bytes <= limit_bytes else "line" if line_bytes <= limit_bytes else "nothing"
+    if use != "learning":
+        predictor.follow_line()
+        if group.rank == 0:
+            where = f"rank {needed.index(max(needed))} over up to {checkpoints} checkpoints"
+            message = _why_not(use, where, limit_bytes, learning_bytes, line_bytes)
+            tell("predictor memory", message, level=logging.WARNING)
+    if use == "nothing":
+        return use
+    footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
     if group.rank == 0:
         tell(
             "predictor memory",
-            f"the predictor takes {footprint.peak_bytes / MEGABYTE:.0f} MB of a rank's host memory at most "
-            f"({limit_bytes / MEGABYTE:.0f} MB allowed) and nothing on the device: {operators} operators, up to "
+            f"the predictor takes {_megabytes(footprint.peak_bytes)} of a rank's host memory at most "
+            f"({_megabytes(limit_bytes)} allowed) and nothing on the device: {operators} operators, up to "
             f"{checkpoints} checkpoints, {footprint.slice_elements} weights a slice, {footprint.chunk_elements} a "
             "chunk",
         )
+    return use
+
+
+def _why_not(use: Use, where: str, limit_bytes: int, learning_bytes: int, line_bytes: int) -> str:
+    limit = f"predictor.memory_limit_bytes is {limit_bytes}"
+    if use == "line":
+        return (
+            f"learning is off: with the predictions it needs {_megabytes(learning_bytes)} of host memory on {where}, "
+            f"{limit}; raise it to {learning_bytes}. Until then recoveries follow the calibrated line, which needs "
+            f"{_megabytes(line_bytes)}; what earlier lives have learned of the motion is lost, training is not affected"
+        )
+    return (
+        f"predicting and learning are off: the line alone needs {_megabytes(line_bytes)} of host memory on {where}, "
+        f"{limit}; raise it to {line_bytes}, or to {learning_bytes} for learning too. Until then recoveries recompute "
+        "from the newest checkpoint; training is not affected"
+    )
+
+
+def _megabytes(count: int) -> str:
+    """Rounded up: what is needed is not promised for less."""
+    return f"{math.ceil(count / MEGABYTE)} MB"
 
 
 def history_checkpoints(config: CPSRConfig) -> int:
     """Most checkpoints that a history holds, at the shortest interval that the configuration allows."""
     checkpoint = config.checkpoint
     interval = checkpoint.interval_iterations or config.planner.interval_min_iterations
-    span = checkpoint.history_span_iterations
-    if config.rehearsal.budget_fraction > 0:
-        span += config.rehearsal.iterations  # what it predicts from stays until it is over
-    kept = max(checkpoint.history_min_checkpoints, checkpoint.full_checkpoints, span // interval + 1)
-    return kept + HELD_CHECKPOINTS
+    # What a rehearsal predicts from stays until it is over.
+    rehearsed = config.rehearsal.iterations if config.rehearsal.budget_fraction > 0 else 0
+    return max(checkpoint.history_checkpoints(interval, rehearsed), checkpoint.full_checkpoints) + HELD_CHECKPOINTS

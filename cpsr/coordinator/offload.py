@@ -5,6 +5,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -57,10 +59,11 @@ def offloaded_activations(
 class ActivationOffload:
     """Moves the first tensors that a training forward saves to host memory, and back before the backward needs them.
 
-    The first ones saved are needed last, so that there is most time to bring them back. A tensor comes back with the
-    same values in the same layout: losses and gradients are bitwise the same as without. What is not dense (a slice of
-    another tensor) and weights stay where they are. Copies are made in chunks, on a CUDA device on a stream of their
-    own beside the computation.
+    The first ones saved are needed last, so that there is most time to bring them back. In a backward those that its
+    own forward has saved are brought back a little ahead; those of other forwards, a pipeline's other micro-batches,
+    stay where they are. A tensor comes back with the same values in the same layout: losses and gradients are bitwise
+    the same as without. What is not dense (a slice of another tensor) and weights stay where they are. Copies are made
+    in chunks, on a CUDA device on a stream of their own beside the computation.
 
     Source: CPSR, section III-B and figure 5-B, with a limit in place of a schedule.
 
@@ -83,7 +86,6 @@ class ActivationOffload:
         self._weights: set[int] = set()
         # A CUDA device's backward runs in a thread of autograd. Reentrant: a tensor may be let go of at any moment.
         self._lock = threading.RLock()
-        self._waiting: list[weakref.ref[_Moved]] = []  # in the order in which they were saved
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.moved_bytes = self.held_bytes = 0
 
@@ -108,7 +110,7 @@ class ActivationOffload:
             self._weights = {
                 tensor.untyped_storage().data_ptr() for tensor in itertools.chain(module.parameters(), module.buffers())
             }
-            context = saved_tensors_hooks(self._pack, self._unpack)
+            context = saved_tensors_hooks(partial(self._pack, _Forward()), self._unpack)
         context.__enter__()
         self._contexts.append(context)
 
@@ -116,14 +118,12 @@ class ActivationOffload:
         if self._contexts:  # none where another hook raised before ours
             self._contexts.pop().__exit__(None, None, None)
 
-    def _pack(self, tensor: torch.Tensor) -> "_Stayed | _Moved":
+    def _pack(self, forward: "_Forward", tensor: torch.Tensor) -> "_Saved":
         if not self._takes(tensor):
-            return _Stayed(tensor)
+            return forward.save(_Stayed(tensor))
         moved = _Moved(tensor, self._stream(tensor.device), max(self._chunk_bytes // tensor.element_size(), 1))
         weakref.finalize(moved, self._let_go, tensor.nbytes)
-        with self._lock:
-            self._waiting.append(weakref.ref(moved))
-        return moved
+        return forward.save(moved)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         """Whether this one is to be moved; it then counts."""
@@ -138,18 +138,11 @@ class ActivationOffload:
             self.moved_bytes += tensor.nbytes
         return True
 
-    def _unpack(self, packed: "_Stayed | _Moved") -> torch.Tensor:
-        self._prefetch(packed if isinstance(packed, _Moved) else None)
-        return packed.returned()
-
-    def _prefetch(self, asked: "_Moved | None") -> None:
-        """Begin to bring back what the backward will ask for next: what was saved last, before the one asked for."""
-        with self._lock:
-            waiting = [moved for reference in self._waiting if (moved := reference()) is not None]
-            place = waiting.index(asked) if asked is not None and asked in waiting else len(waiting)
-            self._waiting = [weakref.ref(moved) for moved in waiting if moved is not asked]
-        for moved in waiting[:place][-PREFETCHED:]:
+    def _unpack(self, saved: "_Saved") -> torch.Tensor:
+        tensor = saved.kept.returned()  # before those that are not asked for yet: they share one stream
+        for moved in saved.forward.before(saved.place):
             moved.bring_back()
+        return tensor
 
     def _let_go(self, count: int) -> None:
         with self._lock:
@@ -161,6 +154,40 @@ class ActivationOffload:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return self._streams[device]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd holds for one saved tensor.
+
+    Attributes:
+        kept: the tensor, here or in host memory.
+        forward: that saved it.
+        place: how many that forward had moved before.
+    """
+
+    kept: "_Stayed | _Moved"
+    forward: "_Forward"
+    place: int
+
+
+class _Forward:
+    """What one forward has moved to host memory, in its order; the backward asks for it from the end."""
+
+    def __init__(self) -> None:
+        self._moved: list[weakref.ref[_Moved]] = []
+
+    def save(self, kept: "_Stayed | _Moved") -> _Saved:
+        """Note one more tensor."""
+        saved = _Saved(kept, self, len(self._moved))
+        if isinstance(kept, _Moved):
+            self._moved.append(weakref.ref(kept))
+        return saved
+
+    def before(self, place: int) -> list["_Moved"]:
+        """What the backward will ask for next: those that still wait of the few moved before that place."""
+        near = [reference() for reference in self._moved[max(place - PREFETCHED, 0) : place]]
+        return [moved for moved in reversed(near) if moved is not None and not moved.was_returned]
 
 
 class _Stayed:
@@ -196,6 +223,7 @@ class _Moved:
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=stream is not None
         )
         self._back: torch.Tensor | None = None
+        self.was_returned = False  # the backward has had it, and asks again only where its graph is retained
         self._arrived: torch.cuda.Event | None = None  # of what is on its way back
         self._copy(tensor, self._host)
         if stream is not None:
@@ -217,6 +245,7 @@ class _Moved:
         """The tensor on its device, in its own layout; memory there is the caller's from now on."""
         self.bring_back()
         back, self._back = self._back, None
+        self.was_returned = True
         assert back is not None
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)

@@ -1,5 +1,6 @@
 """The series for the predictor, over full and thinned checkpoints."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.manifest import file_name, step_name
+from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.predictor.protocol import History
@@ -118,9 +119,9 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     weights = store.directory / step_name(20) / file_name(0, "params")
     pieces = 4
     monkeypatch.setattr(files, "_CHUNK_BYTES", -(-weights.stat().st_size // pieces))
-    history = DiskHistory(store.directory, 0, checked={10, 30}, opened=False)
+    history = DiskHistory(store.directory, 0, opened=False)
     assert not history.entries
-    assert len(list(history.open())) == 3 + pieces
+    assert len(list(history.open())) == 3 * (3 + pieces)  # its manifest, names and file, and its bytes
     assert [entry.iteration for entry in history.entries] == [10, 20, 30]
     assert list(history.operators) == list(make_shard().operators)
     history.close()
@@ -130,8 +131,46 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    history = DiskHistory(store.directory, 0, opened=False)
-    assert len(list(history.open())) == 3 * (1 + pieces)
+    history = DiskHistory(store.directory, 0)
     assert [entry.iteration for entry in history.entries] == [10, 30]
     assert "its xxh3-128 is" in history.excluded[20]
     history.close()
+
+
+def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: CheckpointStore) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    first = DiskHistory(store.directory, 0)
+    known = first.known
+    assert list(known) == [10, 20, 30]
+    (store.directory / step_name(20) / rank_manifest_name(0)).unlink()
+    again = DiskHistory(store.directory, 0, known=known, opened=False)
+    assert len(list(again.open())) == 3
+    assert again.known == known
+    assert again.entries == first.entries
+    for operator in first.operators:
+        count = first.numel(operator)
+        assert torch.equal(again.read(operator, 1, 0, count), first.read(operator, 1, 0, count))
+    again.close()
+    first.close()
+    shutil.rmtree(store.directory / step_name(20))
+    store.write(make_snapshot(20, seed=9))  # the same iteration, another state
+    assert store.commit(20, 5.0, threading.Event()).committed
+    replaced = DiskHistory(store.directory, 0, known=known)
+    assert replaced.known[10] == known[10]
+    assert replaced.known[20].sha256 != known[20].sha256
+    replaced.close()
+
+
+def test_the_same_is_said_once(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+    for iteration in (10, 20):
+        save(store, iteration)
+    (store.directory / step_name(10) / rank_manifest_name(0)).unlink()
+    for _ in range(3):  # as for every checkpoint that is learned from
+        history = DiskHistory(store.directory, 0)
+        assert list(history.excluded) == [10]
+        history.close()
+    assert caplog.text.count("checkpoint 10 is left out of the prediction") == 1
+    (store.directory / step_name(20) / rank_manifest_name(0)).write_bytes(b"{}")
+    DiskHistory(store.directory, 0).close()
+    assert caplog.text.count("is left out of the prediction") == 2

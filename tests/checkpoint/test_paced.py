@@ -142,6 +142,20 @@ def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     assert pace.plan(1000) == 100  # one piece still looks for waits
 
 
+def test_a_snapshot_that_is_wanted_at_once_tells_nothing_of_the_waits() -> None:
+    pace = CopyPace(Opened(forecast_seconds=0.5))
+    for _ in range(3):
+        pace.note(Split(in_waits=500, beside=500), 1.0, 9.0, 100)
+    planned = pace.plan(1000)
+    assert planned == 500
+    pace.note(Split(at_once=1000), 1.0, 0.0, 100)  # saved now
+    assert pace.plan(1000) == planned
+    pace.note(Split(in_waits=200, beside=500, at_once=300), 1.0, 5.0, 100)  # a short iteration, as others may be
+    assert pace.plan(1000) == 200
+    pace.note(Split(in_waits=200, beside=800), 1.0, 0.0, 100)
+    assert pace.plan(1000) == 200
+
+
 def test_pieces_are_put_off_for_as_long_as_there_is_time() -> None:
     pace = CopyPace(Opened())
     assert pace.patience_seconds(0) == 0.0
@@ -207,9 +221,9 @@ def test_what_does_not_fit_goes_beside_the_work(pool: SnapshotPool) -> None:
 @pytest.mark.parametrize("kind", [Opened, Closed])
 def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Opened]) -> None:
     waits = kind()
-    first(pool, waits)
-    snapshot = take(pool, 2, lambda: waits.asked.wait(PATIENCE_SECONDS))
-    assert split_of(snapshot) == Split(at_once=TOTAL)
+    first(pool, waits, until_update=0.1)
+    second = split_of(take(pool, 2, lambda: time.sleep(0.06)))
+    assert second.at_once + second.late == TOTAL  # late where this machine has slept for longer
     third = split_of(take(pool, 3, lambda: wait_for(lambda: running(pool).split.beside > 0)))
     assert 0 < third.at_once + third.late <= 1000  # it has learned not to count on it
     pool.close()

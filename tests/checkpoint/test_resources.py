@@ -22,6 +22,12 @@ def test_what_does_not_fit_is_refused_with_the_bytes(tmp_path: Path) -> None:
         check_disk(tmp_path / "run", 1 << 60)
 
 
+def test_offloaded_activations_count_too() -> None:
+    total = psutil.virtual_memory().total
+    with pytest.raises(ResourceError, match=r"activations \(\d+ for each\) need .* lower coordinator.offload_activ"):
+        check_host_memory(1 << 20, 2, held_bytes=2 << 20, activations_bytes=total // 2 + 1)
+
+
 def write_group(path: Path, files: dict[str, str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

@@ -1,6 +1,8 @@
 """What is allotted to the predictor when a life begins, in a real life on one rank."""
 
-import logging
+import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,41 +10,163 @@ import pytest
 import torch
 from torch import nn
 
-from cpsr.checkpoint.catalogue import scan
 from cpsr.config import CPSRConfig
 from cpsr.coordinator.memory import allot_memory, history_checkpoints
 from cpsr.engines.torch import TorchAdapter
-from cpsr.errors import ResourceError
 from cpsr.group import Group
 from cpsr.journal import JournalReader
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.recovery import CPSRRecovery
+from cpsr.restore import Restored
+from tests.two_ranks import run
+
+PATIENCE_SECONDS = 10.0
 
 
-def life(run_dir: Path, **predictor: Any) -> CPSRRecovery:
+OPERATORS = 2
+INTERVAL = 5
+
+
+def life(run_dir: Path, **predictor: Any) -> tuple[CPSRRecovery, Callable[[], None]]:
+    """One life of a linear model, and a step of it."""
+    torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()))
-    return CPSRRecovery(adapter, {"run_dir": run_dir, "predictor": predictor, "checkpoint": {"fsync": False}})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = TorchAdapter(model, optimizer)
+    settings = {
+        "run_dir": run_dir,
+        "mode": "predict",
+        "predictor": predictor,
+        # What a life leaves in memory is exact, and would spare the next one its prediction.
+        "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "final": False, "shared_memory": False},
+    }
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+
+    return CPSRRecovery(adapter, settings), step
+
+
+def events(run_dir: Path, kind: str) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [event.message for event in journal.events() if event.kind == kind]
+
+
+def least_bytes(run_dir: Path, *, learns: bool) -> int:
+    config = CPSRConfig.load({"run_dir": run_dir, "checkpoint": {"interval_iterations": INTERVAL}})
+    return VITPPredictor().least_footprint(OPERATORS, history_checkpoints(config), learns=learns).peak_bytes
+
+
+def fail_and_come_back(run_dir: Path, iterations: int, **predictor: Any) -> Restored:
+    """A life that ends in its training loop, and how the next one begins."""
+    with pytest.raises(ZeroDivisionError):
+        fail(*life(run_dir, **predictor), iterations)
+    recovery, _ = life(run_dir, **predictor)
+    with recovery:
+        return recovery.restored
+
+
+def fail(recovery: CPSRRecovery, step: Callable[[], None], iterations: int) -> None:
+    with recovery:
+        for _ in range(iterations):
+            step()
+            recovery._saver.finish()
+            wait_until_written(recovery)
+        raise ZeroDivisionError
+
+
+def wait_until_written(recovery: CPSRRecovery) -> None:
+    """Or a busy disk would decide how many checkpoints the prediction has."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    due = recovery.iteration // INTERVAL * INTERVAL
+    while due and recovery._saver.saved_iteration != due:
+        recovery._saver.surface()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_a_life_says_what_the_predictor_may_take(tmp_path: Path) -> None:
-    with life(tmp_path):
+    with life(tmp_path)[0]:
         pass
-    with JournalReader(tmp_path / "journal.db") as journal:
-        (said,) = [event.message for event in journal.events() if event.kind == "predictor memory"]
+    (said,) = events(tmp_path, "predictor memory")
     assert "(200 MB allowed) and nothing on the device: 2 operators" in said
 
 
-def test_a_limit_that_does_not_suffice_is_refused_by_name_before_anything_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("direction", [None, "vitp"])
+def test_a_limit_too_small_for_learning_leaves_the_line(
+    tmp_path: Path, direction: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
-    with (
-        pytest.raises(ResourceError, match=r"predictor.memory_limit_bytes on rank 0: .* 1000 are allowed"),
-        life(tmp_path, memory_limit_bytes=1000),
-    ):
-        pass
-    assert scan(tmp_path / "checkpoints").checkpoints == []
+    needed, limit = least_bytes(tmp_path, learns=True), least_bytes(tmp_path, learns=False)
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=limit, direction=direction)
+    assert restored.predicted
+    assert restored.restored_iteration == 43
+    assert restored.forecast is not None
+    assert restored.forecast.settings["direction"] == "line"
+    said = events(tmp_path, "predictor memory")
+    assert [message.startswith("learning is off") for message in said] == [True, False] * 2  # once a life
+    assert f"predictor.memory_limit_bytes is {limit}; raise it to {needed}. " in said[0]
+    assert "learning is off" in caplog.text
+    assert not events(tmp_path, "learning ended")
+
+
+def test_a_limit_too_small_for_the_line_leaves_recomputing(tmp_path: Path) -> None:
+    line, learning = (least_bytes(tmp_path, learns=learns) for learns in (False, True))
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=line - 1)
+    assert not restored.predicted
+    assert restored.restored_iteration == 40
+    said = events(tmp_path, "predictor memory")
+    assert len(said) == 2
+    assert said[0].startswith("predicting and learning are off")
+    assert f"raise it to {line}, or to {learning} for learning too" in said[0]
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    from pathlib import Path
+    import torch.distributed as dist
+    from cpsr.config import CPSRConfig
+    from cpsr.coordinator.memory import allot_memory
+    from cpsr.group import Group
+    from cpsr.predictor.vitp import VITPPredictor
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group, found = Group(), []
+    config = CPSRConfig.load({"run_dir": Path("run"), "checkpoint": {"interval_iterations": 10}})
+    for operators in (10, 3000, 30000):
+        predictor, said = VITPPredictor(), []
+        tell = lambda kind, message, level=0: said.append(message)
+        use = allot_memory(predictor, operators if rank else 10, 0, config, group, tell)
+        found.append([use, said])
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_what_does_not_fit_on_one_rank_is_off_on_all(tmp_path: Path) -> None:
+    first, second = run(SCRIPT, tmp_path)
+    assert [use for use, *_ in first] == [use for use, *_ in second] == ["learning", "line", "nothing"]
+    assert [said for *_, said in second] == [[], [], []]
+    assert [len(said) for *_, said in first] == [1, 2, 1]
+    assert "host memory on rank 1 over" in first[1][1][0]
+    assert "host memory on rank 1 over" in first[2][1][0]
+
+
+def test_what_was_learned_before_is_dropped_and_learned_again(tmp_path: Path) -> None:
+    """The limit may be lowered and raised between lives."""
+    predictor, short = VITPPredictor(), VITPPredictor()
+    state = predictor.state_dict() | {"outcomes": [{"kind": "recovery"}]}
+    state["vitp"] = state["vitp"] | {"checkpoints": 7}
+    short.follow_line()
+    short.load_state_dict(state)
+    kept = short.state_dict()
+    assert kept["outcomes"] == [{"kind": "recovery"}]
+    assert kept["vitp"]["checkpoints"] == 0
+    predictor.load_state_dict(kept)
 
 
 def test_checkpoints_of_a_shorter_interval_that_are_on_the_disk_count_too(tmp_path: Path) -> None:

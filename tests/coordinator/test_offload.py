@@ -12,7 +12,10 @@ from torch import nn
 from cpsr.coordinator import offload
 from cpsr.coordinator.offload import ActivationOffload
 from cpsr.demo.model import GPT, GPTConfig
+from cpsr.engines import TorchAdapter
+from cpsr.errors import ResourceError
 from cpsr.journal import JournalReader
+from cpsr.recovery import CPSRRecovery
 from tests.recovery.job import Job
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, context=32)
@@ -60,6 +63,17 @@ def all_forwards_first(model: GPT, device: str) -> Trained:
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def one_forward_one_backward(model: GPT, device: str) -> Trained:
+    """As in a pipeline's first stage: the oldest micro-batch goes back while newer ones wait."""
+    losses = []
+    for batch in batches(4, device):
+        losses.append(model(batch))
+        if len(losses) > 1:
+            losses[-2].backward()
+    losses[-1].backward()
+    return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def twice_through_the_same_graph(model: GPT, device: str) -> Trained:
     loss = model(batches(1, device)[0])
     loss.backward(retain_graph=True)
@@ -69,7 +83,9 @@ def twice_through_the_same_graph(model: GPT, device: str) -> Trained:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("limit_bytes", [60_000, ROOMY])
-@pytest.mark.parametrize("train", [one_by_one, all_forwards_first, twice_through_the_same_graph])
+@pytest.mark.parametrize(
+    "train", [one_by_one, all_forwards_first, one_forward_one_backward, twice_through_the_same_graph]
+)
 def test_losses_and_gradients_are_bitwise_the_same(
     train: Callable[[GPT, str], Trained], limit_bytes: int, device: str
 ) -> None:
@@ -95,6 +111,56 @@ def test_no_more_than_the_limit_lies_in_host_memory_and_all_of_it_goes_with_the_
         model(batches(1)[0])  # dropped without a backward
         gc.collect()
         assert moved.held_bytes == 0
+
+
+class Chain(nn.Module):
+    """Six tensors are saved, one after the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x.tanh()
+        return x.sum()
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """(number of a moved tensor in the order in which they were saved, "sent back" or "asked for")."""
+    found: list[tuple[int, str]] = []
+    numbers: dict[int, int] = {}
+
+    class Watched(offload._Moved):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            numbers[id(self)] = len(numbers)
+
+        def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            if source is self._host:
+                found.append((numbers[id(self)], "sent back"))
+            super()._copy(source, target)
+
+        def returned(self) -> torch.Tensor:
+            found.append((numbers[id(self)], "asked for"))
+            return super().returned()
+
+    monkeypatch.setattr(offload, "_Moved", Watched)
+    return found
+
+
+def test_a_backward_brings_back_what_its_own_forward_moved_a_little_ahead(arrivals: list[tuple[int, str]]) -> None:
+    chain, inputs = Chain(), [torch.randn(10, requires_grad=True) for _ in range(3)]
+    with ActivationOffload(chain, limit_bytes=4 * inputs[0].nbytes) as moved:
+        oldest = chain(inputs[0])  # its last two stay
+        moved._limit_bytes = ROOMY
+        newer = [chain(x) for x in inputs[1:]]
+        assert arrivals == []
+        oldest.backward()
+        assert [number for number, what in arrivals if what == "asked for"] == [3, 2, 1, 0]
+        assert {number for number, _ in arrivals} == {0, 1, 2, 3}
+        for number in range(4):
+            assert arrivals.index((number, "sent back")) < arrivals.index((number, "asked for"))
+        arrivals.clear()
+        newer[0].backward()
+    assert {number for number, _ in arrivals} == set(range(4, 10))
 
 
 def test_weights_and_evaluations_are_left_alone() -> None:
@@ -169,6 +235,17 @@ def test_jobs_of_two_ranks_train_alike_with_their_activations_in_host_memory(tmp
             said = [event.message for event in journal.events() if event.kind == "activations"]
         assert len(said) == 2  # of each rank
         assert not any(message.startswith("0 bytes") for message in said)
+
+
+def test_more_than_the_machine_holds_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()))
+    settings = {"run_dir": tmp_path / "run", "coordinator": {"offload_activations_bytes": 1 << 60}}
+    with (
+        pytest.raises(ResourceError, match=r"lower coordinator\.offload_activations_bytes"),
+        CPSRRecovery(adapter, settings),
+    ):
+        pass
 
 
 def test_zero_3_is_refused_by_name(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Worker:
                 return
             started = time.perf_counter()
             time.sleep(SLICE_SECONDS)
-            self._pace.after_slice(time.perf_counter() - started)
+            self._pace.after_slice(time.perf_counter() - started, SLICE_SECONDS)
             self.slices += 1
 
     def close(self) -> None:
@@ -99,11 +99,57 @@ def test_one_freak_among_many_slices_is_not_expected_again() -> None:
     train(bubbles, 4)
     pace = BubblePace(bubbles, None, pytest.fail)
     for seconds in [60.0, *[SLICE_SECONDS] * (module.RECENT_SLICES - 1)]:
-        pace.after_slice(seconds)
+        pace.after_slice(seconds, seconds)
     with bubbles.waiting("grad"):
         started = time.monotonic()
         pace.before_slice()
         assert time.monotonic() - started < WAIT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"),
+    [
+        ([], [SLICE_SECONDS]),
+        ([60.0], [SLICE_SECONDS]),  # but one
+        ([60.0, 60.0], [60.0, SLICE_SECONDS]),
+        ([50.0, 55.0, 60.0], [55.0, 50.0, SLICE_SECONDS]),
+    ],
+)
+def test_every_round_without_work_makes_the_expected_slice_shorter(longest: list[float], expected: list[float]) -> None:
+    pace = BubblePace(Bubbles(), None, pytest.fail)
+    for seconds in [*[SLICE_SECONDS] * module.RECENT_SLICES, *longest]:
+        pace.after_slice(seconds, seconds)
+    found = [pace._expected_seconds()]
+    while len(found) < len(expected):
+        pace._starve()
+        found.append(pace._expected_seconds())
+    assert found == expected
+
+
+def test_a_thread_that_was_kept_from_the_processor_tells_nothing_of_the_next_slice() -> None:
+    pace = BubblePace(Bubbles(), None, pytest.fail)
+    for _ in range(3):
+        pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
+    pace.after_slice(60.0, SLICE_SECONDS)
+    assert pace._expected_seconds() == SLICE_SECONDS
+    for _ in range(5):
+        pace.after_slice(3 * SLICE_SECONDS, SLICE_SECONDS)  # a slow disk, every time
+    assert pace._expected_seconds() == pytest.approx(3 * SLICE_SECONDS)
+
+
+def test_the_end_of_a_wait_is_not_counted_upon() -> None:
+    bubbles = Bubbles()
+    train(bubbles, 4)
+    pace = BubblePace(bubbles, None, pytest.fail)
+    pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
+    with bubbles.waiting("grad"):
+        room = bubbles.remaining_seconds()
+        assert bubbles.entered(0.5 * room, 0.0, module.SPARED_SHARE) is not None
+        assert bubbles.entered(0.9 * room, 0.0, module.SPARED_SHARE) is None
+        time.sleep(room - 0.2 * WAIT_SECONDS)
+        threading.Timer(0.1, pace.close).start()
+        pace.before_slice()
+        assert pace._entered is None
 
 
 @pytest.mark.parametrize("lengths", [[60.0], [SLICE_SECONDS, 60.0]])
@@ -113,7 +159,7 @@ def test_one_long_slice_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch, le
     train(bubbles, 4)
     pace = BubblePace(bubbles, None, pytest.fail)
     for seconds in lengths:
-        pace.after_slice(seconds)
+        pace.after_slice(seconds, seconds)
     found = threading.Event()
 
     def wait() -> None:
@@ -152,18 +198,18 @@ def test_the_budget_pays_for_what_ran_late() -> None:
     pace = BubblePace(bubbles, outside, pytest.fail)
     with bubbles.waiting("grad"):
         time.sleep(0.01)
-        pace.after_slice(0.005)
+        pace.after_slice(0.005, 0.005)
         assert outside.rest_seconds() == 0.0
         time.sleep(0.01)
     time.sleep(0.05)
-    pace.after_slice(0.055)
+    pace.after_slice(0.055, 0.055)
     assert 0.02 < outside.rest_seconds() <= 0.055
 
 
 def test_the_budget_rests_and_can_be_closed() -> None:
     pace = BudgetPace(0.01)
     pace.before_slice()
-    pace.after_slice(1.0)
+    pace.after_slice(1.0, 1.0)
     assert 98.0 < pace.rest_seconds() <= 99.0
     threading.Timer(0.05, pace.close).start()
     started = time.monotonic()

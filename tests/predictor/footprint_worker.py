@@ -45,10 +45,7 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
         Peak of the process's own memory above the level before, what the predictor's arithmetic allows for, and how
         often its network was trained.
     """
-    torch.set_num_threads(1)
-    # What a training process has anyway, before the level is taken.
-    torch.ones(1 << 20).sum()
-    torch.optim.AdamW([torch.zeros(1)])
+    _settle()
     predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20, direction="vitp")
     with MemoryPeak() as memory:
         footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
@@ -59,10 +56,32 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
                 pass
             history.close()
             state = predictor.state_dict()
-        history = DiskHistory(directory / "checkpoints", 0)
-        target = Target(newest + 15, (newest + 15) * LEARNING_RATE, LEARNING_RATE)
-        forecast = predictor.forecast(history, target)
-        assert forecast.feasible, forecast.reason
-        measure(history, forecast, predictor.predict(history, forecast))
-        history.close()
+        _predict(predictor, directory, newest)
     return memory.above_before.anonymous_bytes, footprint.peak_bytes, state["vitp"]["head"]["steps"]
+
+
+def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int]:
+    """Predict without having learned; returns the first two of `peak_bytes`."""
+    _settle()
+    predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20)
+    with MemoryPeak() as memory:
+        predictor.follow_line()
+        footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
+        _predict(predictor, directory, checkpoints * INTERVAL)
+    return memory.above_before.anonymous_bytes, footprint.peak_bytes
+
+
+def _settle() -> None:
+    """What a training process has anyway, before the level is taken."""
+    torch.set_num_threads(1)
+    torch.ones(1 << 20).sum()
+    torch.optim.AdamW([torch.zeros(1)])
+
+
+def _predict(predictor: VITPPredictor, directory: Path, newest: int) -> None:
+    history = DiskHistory(directory / "checkpoints", 0)
+    target = Target(newest + 15, (newest + 15) * LEARNING_RATE, LEARNING_RATE)
+    forecast = predictor.forecast(history, target)
+    assert forecast.feasible, forecast.reason
+    measure(history, forecast, predictor.predict(history, forecast))
+    history.close()

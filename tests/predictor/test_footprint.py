@@ -1,5 +1,6 @@
 """The arithmetic of the predictor's memory, and that what is measured stays within it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cpsr.predictor.protocol import Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, SLICE_ELEMENTS
 from cpsr.predictor.vitp import VITPPredictor
 from tests.predictor.conftest import MakeHistory
-from tests.predictor.footprint_worker import SMALL_ELEMENTS, peak_bytes, write_history
+from tests.predictor.footprint_worker import SMALL_ELEMENTS, peak_bytes, peak_bytes_of_the_line, write_history
 
 LIMIT = 200_000_000
 CHUNK = 1 << 20
@@ -25,19 +26,27 @@ CHUNK = 1 << 20
     operators=st.integers(0, 10**5),
     checkpoints=st.integers(0, 200),
     chunk=st.integers(1, 1 << 22),
+    learns=st.booleans(),
 )
 def test_what_is_granted_stays_within_the_limit_or_is_refused(
-    limit: int, operators: int, checkpoints: int, chunk: int
+    limit: int, operators: int, checkpoints: int, chunk: int, learns: bool
 ) -> None:
-    least = Footprint(operators, checkpoints, MIN_ELEMENTS, min(MIN_ELEMENTS, chunk))
+    least = Footprint.least(operators, checkpoints, chunk, learns=learns)
     if least.peak_bytes > limit:
         with pytest.raises(ValueError, match=f"takes {least.peak_bytes} bytes of host memory, {limit} are allowed"):
-            fitted(limit, operators, checkpoints, chunk)
+            fitted(limit, operators, checkpoints, chunk, learns=learns)
         return
-    granted = fitted(limit, operators, checkpoints, chunk)
+    granted = fitted(limit, operators, checkpoints, chunk, learns=learns)
+    assert granted.learns == learns
     assert granted.peak_bytes <= limit
     assert MIN_ELEMENTS <= granted.slice_elements <= SLICE_ELEMENTS
     assert min(MIN_ELEMENTS, chunk) <= granted.chunk_elements <= chunk
+
+
+@given(operators=st.integers(0, 10**5), checkpoints=st.integers(0, 200), chunk=st.integers(1, 1 << 22))
+def test_the_line_alone_takes_less(operators: int, checkpoints: int, chunk: int) -> None:
+    line, all_of_it = (Footprint.least(operators, checkpoints, chunk, learns=learns) for learns in (False, True))
+    assert line.peak_bytes < all_of_it.peak_bytes
 
 
 def test_a_usual_model_keeps_the_largest_pieces_within_the_default() -> None:
@@ -65,14 +74,18 @@ def test_the_measured_memory_follows_the_size_of_the_pieces_and_stays_below_the_
 
 
 @pytest.mark.slow
-def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", [peak_bytes, peak_bytes_of_the_line])
+def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(
+    tmp_path: Path, worker: Callable[..., tuple[int, ...]]
+) -> None:
     measured, bounds = [], []
     for number in (60, 260):  # of the fewer ones the network already looks at as many together as it ever does
         directory = tmp_path / str(number)
         write_history(directory, number, SMALL_ELEMENTS, MAX_SNAPSHOTS)
-        found, bound, _ = in_own_process(peak_bytes, directory, LIMIT, number + 1, MAX_SNAPSHOTS)
+        found, bound, *_ = in_own_process(worker, directory, LIMIT, number + 1, MAX_SNAPSHOTS)
         measured.append(found)
         bounds.append(bound)
+        assert found <= bound
     assert 0 < measured[1] - measured[0] <= bounds[1] - bounds[0]
 
 

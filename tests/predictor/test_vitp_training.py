@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from cpsr.predictor.vitp_network import PARAMETERS
 from cpsr.predictor.vitp_training import Head
 
 
-def returned(work: Generator[None, None, Any]) -> Any:
+def returned(work: Iterator[None]) -> Any:
     while True:
         try:
             next(work)
@@ -49,7 +49,7 @@ def circles(first: int = 0) -> Examples:
 def trained(steps: int, head: Head | None = None) -> Head:
     head, examples = head or Head(), circles()
     for step in range(steps):
-        head.step(examples, torch.Generator().manual_seed(step))
+        returned(head.step(examples, torch.Generator().manual_seed(step)))
     return head
 
 
@@ -76,11 +76,22 @@ def test_it_goes_on_where_it_was_saved() -> None:
     once = Head()
     examples = circles()
     for step in range(8):
-        once.step(examples, torch.Generator().manual_seed(step))
+        returned(once.step(examples, torch.Generator().manual_seed(step)))
     for step in range(5, 8):
-        later.step(examples, torch.Generator().manual_seed(step))
+        returned(later.step(examples, torch.Generator().manual_seed(step)))
     assert later.steps == once.steps
     assert torch.equal(later.parameters, once.parameters)
+
+
+def test_an_update_in_parts_is_that_of_one_piece_whatever_comes_between() -> None:
+    expected, paused, examples = trained(1), Head(), circles()
+    with torch.no_grad():
+        for _ in paused.step(examples, torch.Generator().manual_seed(0)):
+            assert paused.steps == 0
+            assert not torch.is_grad_enabled()  # what training has set holds between any two
+            torch.rand(3)
+    assert paused.steps == 1
+    assert torch.equal(paused.parameters, expected.parameters)
 
 
 def test_a_copy_is_another() -> None:
@@ -113,15 +124,15 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def test_the_modes_of_the_training_loop_do_not_reach_it(mode: str) -> None:
     examples, later_windows = circles(), windows({"w": turning(0)})
     expected, later = Head(), Head()
-    expected.step(examples, torch.Generator().manual_seed(0))
+    returned(expected.step(examples, torch.Generator().manual_seed(0)))
     with MODES[mode]():
         head = Head()
-        head.step(examples, torch.Generator(device="cpu").manual_seed(0))
+        returned(head.step(examples, torch.Generator(device="cpu").manual_seed(0)))
         state = head.state_dict()
         later.load_state_dict(state)
-        later.step(examples, torch.Generator(device="cpu").manual_seed(1))
+        returned(later.step(examples, torch.Generator(device="cpu").manual_seed(1)))
         assert mode == "device" or returned(head.accuracy(later_windows))["line_cosine"] < 1.0
-    expected.step(examples, torch.Generator().manual_seed(1))
+    returned(expected.step(examples, torch.Generator().manual_seed(1)))
     assert later.parameters.dtype == torch.float32
     assert torch.equal(later.parameters, expected.parameters)
 
