@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
+from cpsr.experts.naming import Naming
+from cpsr.experts.operators import ModelOperators
+from cpsr.experts.token_counts import HookedTokenCounts
 from cpsr.state import Shard
 
 __all__ = ["EngineAdapter", "Stage", "StepObserver"]
@@ -136,6 +139,41 @@ class EngineAdapter(Protocol):
 
         Returns:
             The learning rate (`learning_rate()`) each of the skipped updates would have used, in order.
+        """
+
+    def expert_naming(self) -> Naming | None:
+        """How the names of the shard's operators tell experts and gates; None for a model without experts."""
+
+    def expert_operators(self) -> ModelOperators | None:
+        """Layers of experts and who owns them, from all parameters of the model; None for a model without experts.
+
+        Raises:
+            UnsupportedEngineError: layers that are shared out in different ways, or numbers with gaps.
+        """
+
+    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
+        """Hooks that count, over all ranks, the tokens routed to each expert; None for a model without experts.
+
+        Its layers are those of `expert_operators`. Whoever asks tells it of the steps, and takes the hooks off.
+
+        Args:
+            probabilities: sum the experts' gating probabilities, too.
+
+        Raises:
+            UnsupportedEngineError: nobody told where the layers show their probabilities.
+        """
+
+    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
+        """Let each expert of a layer take so many times the tokens of a training step that the model allows.
+
+        All ranks that share the experts must do it between the same two steps.
+
+        Args:
+            layer: name, as in `expert_operators`.
+            factor: on what the model was built with; 1 puts exactly that back.
+
+        Returns:
+            Whether there is such a limit; where there is none nothing was changed.
         """
 
     def attach(self, observer: StepObserver) -> None:

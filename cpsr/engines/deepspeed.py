@@ -9,7 +9,7 @@ import torch
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
-from cpsr.engines.deepspeed_experts import expert_names
+from cpsr.engines.deepspeed_experts import Capacities, expert_names, expert_parallel, has_experts, token_counts
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -33,6 +33,9 @@ from cpsr.engines.naming import (
 )
 from cpsr.engines.schedule import Schedule
 from cpsr.errors import UnsupportedEngineError
+from cpsr.experts.naming import DEEPSPEED, Naming
+from cpsr.experts.operators import ModelOperators, operators_of
+from cpsr.experts.token_counts import HookedTokenCounts
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 __all__ = ["DeepSpeedAdapter"]
@@ -74,6 +77,8 @@ class DeepSpeedAdapter:
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
         self._loop = DeepSpeedLoop(engine, self._pipeline)
+        self._has_experts = has_experts(engine.module)
+        self._capacities = Capacities(engine.module)
 
     @property
     def data_parallel_ranks(self) -> list[int]:
@@ -252,6 +257,24 @@ class DeepSpeedAdapter:
         if not self._pipeline:  # pipelines leave this counter at zero
             engine.micro_steps += iterations * self.micro_batches_per_iteration
         return rates
+
+    def expert_naming(self) -> Naming | None:
+        """DeepSpeed's own, with the experts' numbers over all ranks."""
+        return DEEPSPEED if self._has_experts else None
+
+    def expert_operators(self) -> ModelOperators | None:
+        """See `EngineAdapter.expert_operators`."""
+        if not self._has_experts:
+            return None
+        return operators_of(self._names.values(), DEEPSPEED, expert_parallel(self._engine.module))
+
+    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
+        """See `EngineAdapter.token_counts`."""
+        return token_counts(self._engine, probabilities) if self._has_experts else None
+
+    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
+        """The gate's `capacity_factor`; False where the layer drops no tokens."""
+        return self._capacities.scale(layer, factor)
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks on this engine instance.

@@ -17,9 +17,13 @@ from cpsr.engines.naming import (
     tensor_identity,
 )
 from cpsr.engines.schedule import Schedule
+from cpsr.engines.torch_experts import MixtureOfExperts
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import require_supported, unwrapped
 from cpsr.errors import UnsupportedEngineError
+from cpsr.experts.naming import Naming
+from cpsr.experts.operators import ModelOperators
+from cpsr.experts.token_counts import HookedTokenCounts
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
@@ -46,6 +50,7 @@ class TorchAdapter:
         scheduler: learning-rate scheduler that the loop steps after every optimizer step.
         grad_scaler: `torch.amp.GradScaler` that the loop uses.
         micro_batches_per_iteration: batches of the data loader per optimizer step.
+        experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
         UnsupportedEngineError: FSDP, parameters that overlap in memory, parameters outside the module, or an
@@ -59,6 +64,7 @@ class TorchAdapter:
         scheduler: Any = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches_per_iteration: int = 1,
+        experts: MixtureOfExperts | None = None,
     ) -> None:
         if micro_batches_per_iteration < 1:
             raise ValueError(f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}")
@@ -68,6 +74,7 @@ class TorchAdapter:
         self._schedule = Schedule(scheduler)
         self._scaler = grad_scaler
         self._micro_batches = micro_batches_per_iteration
+        self._experts = experts
         self._names = parameter_names(self._module)
         require_supported(self._module, optimizer, self._names)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -214,6 +221,28 @@ class TorchAdapter:
         state["scale"] *= state["growth_factor"] ** growths
         state["_growth_tracker"] = tracker
         self._scaler.load_state_dict(state)
+
+    def expert_naming(self) -> Naming | None:
+        """As given to the constructor."""
+        return None if self._experts is None else self._experts.naming
+
+    def expert_operators(self) -> ModelOperators | None:
+        """See `EngineAdapter.expert_operators`."""
+        return None if self._experts is None else self._experts.operators(list(self._names.values()))
+
+    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
+        """See `EngineAdapter.token_counts`.
+
+        Raises:
+            ValueError: no name of the module is an expert's.
+        """
+        if self._experts is None:
+            return None
+        return self._experts.token_counts(self._module, list(self._names.values()), probabilities)
+
+    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
+        """False: how many tokens an expert takes is the module's own business."""
+        return False
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks.

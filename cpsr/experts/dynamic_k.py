@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
@@ -72,6 +73,15 @@ class DynamicK:
         if self._charged > self._limit and self._count < self._most:
             self._count = min(2 * self._count, self._most)
             self._charged = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """K, and what is charged to it."""
+        return {"experts_per_layer": self._count, "charged": self._charged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the K of `state_dict()`, or that of the start where it is larger."""
+        if state["experts_per_layer"] >= self._count:
+            self._count, self._charged = min(state["experts_per_layer"], self._most), state["charged"]
 
     def select(self, step: int, popularity: Popularity, budget: Budget) -> Sequence[Operator]:
         """What the other policy selects with K, whatever the budget's own."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -58,6 +59,19 @@ class LostTokens:
         new = per_expert(self._layers, lost, "lost tokens")
         self._lost = tuple(old + more for old, more in zip(self._lost, new, strict=True))
         self._failures += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Failures, and the tokens that each expert has lost by them, layer by layer."""
+        return {"failures": self._failures, "lost": [layer.tolist() for layer in self._lost]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`.
+
+        Raises:
+            ValueError: it is of a model with other layers of experts; nothing was changed.
+        """
+        self._lost = per_expert(self._layers, state["lost"], "lost tokens")
+        self._failures = state["failures"]
 
     def by_layer(self, assigned: Sequence[float]) -> NDArray[numpy.float64]:
         """Fraction of each layer's tokens that was lost, `(layers,)`.

@@ -1,17 +1,20 @@
 """Tokens that gates route to each expert, iteration by iteration."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
 from cpsr.experts.measures import Routed
 
-__all__ = ["Counted", "HookedTokenCounts", "RoutingLayer", "TokenCounts"]
+__all__ = ["Counted", "HookedTokenCounts", "ProbabilitiesOf", "RoutingLayer", "TokenCounts"]
+
+ProbabilitiesOf = Callable[[torch.nn.Module, tuple[Any, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,21 @@ class RoutingLayer:
         name: of the layer.
         module: whose forward routes.
         experts: how many there are, on all ranks together.
+        capacity_factor: most tokens that an expert takes, over its equal part of them.
     """
 
     name: str
     module: torch.nn.Module
     experts: int
+    capacity_factor: float = 1.0
+
+
+@dataclass
+class _Sums:
+    """Of one iteration, by place of the layer: on the device, `(experts,)`."""
+
+    tokens: dict[int, torch.Tensor] = field(default_factory=dict)
+    probabilities: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class HookedTokenCounts:
@@ -63,12 +76,14 @@ class HookedTokenCounts:
     counted are evaluations, rehearsals, and forwards that activation checkpointing repeats during a backward. Tokens
     that an expert has no room for are routed to it all the same.
 
-    Between two calls of `take` the device holds 8 bytes for each expert and iteration.
+    Between two calls of `take` the device holds 8 bytes for each expert and iteration, and 8 more with probabilities.
 
     Args:
         layers: in the model's order.
         counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
         ranks: the process group that shares the batch; None where this process is alone.
+        probabilities_of: given a layer and the arguments of its last forward: each expert's gating probability, summed
+            over this rank's tokens, `(experts,)`; None where nobody needs them.
 
     Raises:
         ValueError: there are no layers.
@@ -79,15 +94,17 @@ class HookedTokenCounts:
         layers: Sequence[RoutingLayer],
         counts_of: Callable[[torch.nn.Module], torch.Tensor],
         ranks: Any = None,
+        probabilities_of: ProbabilitiesOf | None = None,
     ) -> None:
         if not layers:
             raise ValueError("the model has no layers of experts: there are no tokens to count")
         self._layers = tuple(layers)
         self._counts_of = counts_of
+        self._probabilities_of = probabilities_of
         self._ranks = ranks
         self._counting = False
-        self._open: dict[int, torch.Tensor] = {}  # by place of the layer
-        self._ended: list[tuple[int, dict[int, torch.Tensor]]] = []
+        self._open = _Sums()
+        self._ended: list[tuple[int, _Sums]] = []
         self._handles: list[RemovableHandle] = [
             layer.module.register_forward_hook(partial(self._after_forward, place))
             for place, layer in enumerate(self._layers)
@@ -97,6 +114,11 @@ class HookedTokenCounts:
     def layer_names(self) -> tuple[str, ...]:
         """Of the layers, in the model's order."""
         return tuple(layer.name for layer in self._layers)
+
+    @property
+    def capacity_factors(self) -> tuple[float, ...]:
+        """Of the layers, as they were when counting began."""
+        return tuple(layer.capacity_factor for layer in self._layers)
 
     def begin_forward(self) -> None:
         """The model is about to be called for training: `StepObserver.on_forward`."""
@@ -117,16 +139,25 @@ class HookedTokenCounts:
         """See `TokenCounts.take`; the host waits for the device here."""
         if not self._ended:
             return []
-        table = torch.stack([self._row(tokens) for _, tokens in self._ended])
-        if self._ranks is not None:
-            torch.distributed.all_reduce(table, group=self._ranks)
+        sums = [one for _, one in self._ended]
+        tokens = self._reduced([self._row(one.tokens, torch.int64) for one in sums])
+        shown = None
+        if self._probabilities_of is not None:
+            shown = self._reduced([self._row(one.probabilities, torch.float64) for one in sums])
         ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
-        taken = [
-            Counted(iteration, Routed(numpy.split(row, ends)))
-            for (iteration, _), row in zip(self._ended, table.cpu().numpy(), strict=True)
-        ]
+        taken = []
+        for place, (iteration, _) in enumerate(self._ended):
+            probabilities = None if shown is None else numpy.split(shown[place], ends)
+            taken.append(Counted(iteration, Routed(numpy.split(tokens[place], ends), probabilities)))
         self._ended = []
         return taken
+
+    def _reduced(self, rows: list[torch.Tensor]) -> NDArray[Any]:
+        """Sums over all ranks, `(iterations, experts of all layers)`."""
+        table = torch.stack(rows)
+        if self._ranks is not None:
+            torch.distributed.all_reduce(table, group=self._ranks)
+        return table.cpu().numpy()
 
     def forget(self) -> None:
         """Drop what was not taken: the weights went back to an earlier iteration."""
@@ -139,7 +170,7 @@ class HookedTokenCounts:
             self._handles.pop().remove()
 
     def _drop_open(self) -> None:
-        self._counting, self._open = False, {}
+        self._counting, self._open = False, _Sums()
 
     def _after_forward(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         # Inside a backward there is a graph task: this forward only repeats one that was counted.
@@ -151,13 +182,21 @@ class HookedTokenCounts:
                 f"layer {layer.name!r} told the tokens of {tuple(counts.shape)} experts and has {layer.experts}; one "
                 "number for each expert over all ranks is needed"
             )
-        if place in self._open:
-            self._open[place] += counts.detach().to(torch.int64)
-        else:
-            self._open[place] = counts.detach().to(torch.int64, copy=True)
+        _add(self._open.tokens, place, counts.detach().to(torch.int64))
+        if self._probabilities_of is not None:
+            with torch.no_grad():
+                probabilities = self._probabilities_of(module, args)
+            _add(self._open.probabilities, place, probabilities.detach().to(torch.float64))
 
-    def _row(self, tokens: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Tokens of all experts, layer by layer, `(experts of all layers,)`; none of a layer that was left out."""
+    def _row(self, found: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
         device = next(self._layers[0].module.parameters()).device
-        none = {place: torch.zeros(layer.experts, dtype=torch.int64) for place, layer in enumerate(self._layers)}
-        return torch.cat([one.to(device) for one in (none | tokens).values()])
+        none = {place: torch.zeros(layer.experts, dtype=dtype) for place, layer in enumerate(self._layers)}
+        return torch.cat([one.to(device) for one in (none | found).values()])
+
+
+def _add(sums: dict[int, torch.Tensor], place: int, values: torch.Tensor) -> None:
+    if place in sums:
+        sums[place] += values
+    else:
+        sums[place] = values.clone()  # the layer may go on using its own

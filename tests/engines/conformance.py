@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from cpsr.codec import decode, encode
 from cpsr.engines import EngineAdapter
+from cpsr.experts.operators import Expert
 
 VOCABULARY, WIDTH, HIDDEN = 11, 7, 13  # odd, so that partitions straddle tensors and end in padding
 BATCH, LENGTH = 2, 3
@@ -48,6 +49,40 @@ class TinyLM(nn.Module):
                 self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
         loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
         return loss * loss_factor
+
+
+class TinyMixture(nn.Module):
+    """Experts beside a shared one, of which each token takes the best; `counts` says how many took which."""
+
+    counts: torch.Tensor
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, places = self.gate(hidden).softmax(-1).max(-1)
+        self.counts = torch.bincount(places.flatten(), minlength=len(self.experts))
+        every = torch.stack([expert(hidden) for expert in self.experts], -2)
+        taken = every.gather(-2, places[..., None, None].expand(*places.shape, 1, WIDTH)).squeeze(-2)
+        output: torch.Tensor = hidden + self.shared(hidden) + weights.unsqueeze(-1) * taken
+        return output
+
+
+class TinyMixtures(nn.Module):
+    """Two layers of experts, not equally many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = TinyMixture(4), TinyMixture(3)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.second(self.first(self.embed(tokens))))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class TinyConvNet(nn.Module):
@@ -256,6 +291,7 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     seed(2)
     job, recorder = build(), Recorder()
     job.adapter.attach(recorder)
+    check_experts(job.adapter)
     mine = dict(job.adapter.shard().tensors())
     weights = [key for key in mine if key.startswith("param/") and "bias" not in key]
     assert any(not torch.equal(mine[key], snapshot["tensors"][key]) for key in weights)
@@ -282,6 +318,28 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     assert job.adapter.describe() == description
     job.adapter.detach()
     return {"snapshot": snapshot, "description": description, "evaluations": evaluations}
+
+
+def check_experts(adapter: EngineAdapter) -> None:
+    """Naming, operators and counts are of the same layers, or there are none of them."""
+    naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), adapter.token_counts()
+    if naming is None:
+        assert (operators, counts) == (None, None)
+        return
+    assert operators is not None
+    assert counts is not None
+    assert operators.layer_names == counts.layer_names
+    assert operators.layer_names
+    named = [name for names in operators.parameters.values() for name in names]
+    assert set(adapter.shard().operators) <= set(named)
+    for operator, names in operators.parameters.items():
+        index = operator.index if isinstance(operator, Expert) else None
+        for place in map(naming.place, names):
+            assert index == (None if place is None else place.expert)
+    counts.remove()
+    for layer in operators.layer_names:
+        adapter.scale_expert_capacity(layer, 1.5)
+        adapter.scale_expert_capacity(layer, 1.0)
 
 
 def check_early_state(build: Callable[[], Job]) -> None:

@@ -2,7 +2,8 @@
 
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
 from tests.engines.mixture_cases import MIXTURES
+from tests.engines.saving_cases import SAVING
 
 __all__ = ["GROUPS"]
 
-GROUPS: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER, "mixtures": MIXTURES}
+GROUPS: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER, "mixtures": MIXTURES | SAVING}

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter
+from cpsr.engines.torch_experts import MixtureOfExperts
 from tests.engines.conformance import (
     OVERFLOW,
     OVERFLOWING_STEPS,
     TinyConvNet,
     TinyLM,
+    TinyMixture,
+    TinyMixtures,
     image_batch,
     lay_out,
     token_batch,
@@ -31,10 +34,11 @@ class TorchJob:
         micro_batches: int = 1,
         called: nn.Module | None = None,
         batch: Callable[[int, int, int], tuple[torch.Tensor, ...]] = token_batch,
+        experts: MixtureOfExperts | None = None,
     ) -> None:
         self.module, self.optimizer, self.scheduler, self.scaler = module, optimizer, scheduler, grad_scaler
         self.called, self.micro_batches, self.batch = called or module, micro_batches, batch
-        self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches)
+        self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches, experts)
 
     def train_step(self, step: int) -> None:
         self.optimizer.zero_grad()
@@ -91,6 +95,17 @@ def build(model: str, optimizer: str, scheduler: str, micro_batches: int = 1, sc
     return TorchJob(module, tuned, scheduler_of(scheduler, tuned), grad_scaler, micro_batches, batch=batch)
 
 
+def counts_of(layer: nn.Module) -> torch.Tensor:
+    assert isinstance(layer, TinyMixture)
+    return layer.counts
+
+
+def build_mixture() -> TorchJob:
+    module = TinyMixtures()
+    optimizer = optimizer_of("adamw", module)
+    return TorchJob(module, optimizer, scheduler_of("cosine", optimizer), experts=MixtureOfExperts(counts_of))
+
+
 CASES: dict[str, Callable[[], TorchJob]] = {
     "fp32-sgd": lambda: build("fp32", "sgd", "none"),
     "fp32-adamw-cosine": lambda: build("fp32", "adamw", "cosine"),
@@ -101,6 +116,7 @@ CASES: dict[str, Callable[[], TorchJob]] = {
     "channels_last-adamw": lambda: build("conv", "adamw", "cosine"),
     "grad_scaler": lambda: build("fp32", "adamw", "none", scaler=True),
     "grad_scaler-cosine": lambda: build("fp32", "adamw", "cosine", scaler=True),
+    "experts": build_mixture,
 }
 
 

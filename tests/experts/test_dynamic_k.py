@@ -73,3 +73,14 @@ def test_what_is_no_portion_is_refused(portion: float) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         policy.recovered(portion)
     assert policy.charged == 0
+
+
+def test_a_checkpoint_brings_the_number_and_its_charge_back() -> None:
+    policy, back = dynamic(), dynamic()
+    for portion in (0.06, 0.03):
+        policy.recovered(portion)
+    back.load_state_dict(policy.state_dict())
+    assert (back.experts_per_layer, back.charged) == (2, 0.03)
+    more = dynamic(count=4)
+    more.load_state_dict(policy.state_dict())
+    assert (more.experts_per_layer, more.charged) == (4, 0.0), "a configured number that is larger holds"

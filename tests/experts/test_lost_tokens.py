@@ -108,3 +108,13 @@ def test_failures_of_a_run_that_saves_in_turn(count: int, gaps: list[int], token
     assert account.portion([assigned]) == pytest.approx(expected / assigned if assigned else 0)
     if count == 8:
         assert expected == 0
+
+
+def test_a_checkpoint_brings_the_account_back() -> None:
+    account, back = LostTokens(LAYERS), LostTokens(LAYERS)
+    account.add([[5, 0], [1, 1, 1]])
+    back.load_state_dict(account.state_dict())
+    assert (back.failures, back.portion([100, 200])) == (1, 8 / 300)
+    with pytest.raises(ValueError, match="lost tokens"):
+        back.load_state_dict(LostTokens(mixture(2, 2)).state_dict())
+    assert back.failures == 1

@@ -95,6 +95,18 @@ def test_iterations_are_given_once_and_feed_accounts_and_measures() -> None:
     assert told(counts.take()) == [(3, [[1, 0, 0], [1, 0]])]
 
 
+def test_probabilities_are_added_up_beside_the_tokens() -> None:
+    model = Model()
+    layer, (tokens, *_) = RoutingLayer("moe", model.layers[0], EXPERTS[0]), EXPERTS
+    counts = HookedTokenCounts(
+        [layer], counts_of, probabilities_of=lambda _, args: torch.full((tokens,), len(args[0]) / tokens)
+    )
+    train(model, counts, 1, 6, 3)
+    train(model, counts, 2, 3)
+    shown = [one.routed.probabilities for one in counts.take()]
+    assert [numpy.asarray(own).tolist() for own in shown] == [[[3, 3, 3]], [[1, 1, 1]]]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_forward_that_a_backward_repeats_counts_once(reentrant: bool) -> None:
     model = Model(reentrant)

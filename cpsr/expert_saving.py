@@ -1,0 +1,410 @@
+"""Which experts the next checkpoint of a running job saves, and what failures took from them."""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from cpsr.config import ExpertsConfig
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import ConfigError
+from cpsr.experts.budget import Budget
+from cpsr.experts.dynamic_k import DynamicK
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.lost_tokens import LostTokens
+from cpsr.experts.measures import Measure
+from cpsr.experts.named import measure_named, policy_named
+from cpsr.experts.naming import Naming
+from cpsr.experts.operators import Expert, ModelOperators
+from cpsr.experts.popularity import PerExpert, Popularity, zeros
+from cpsr.experts.recovering import Recovering
+from cpsr.experts.saved import SavedExperts
+from cpsr.experts.token_counts import HookedTokenCounts
+from cpsr.group import Group
+from cpsr.state import OperatorState, Shard
+
+__all__ = ["ExpertSaving", "trained_experts", "unit_name"]
+
+logger = logging.getLogger(__name__)
+
+# Enough writes that one slow one does not change the bandwidth, and few enough that it follows the disk.
+MEASURED_SAVES = 5
+# Policies whose selections follow one another whatever the load: what was not committed has to come again.
+IN_TURN = ("sequential", "window")
+# Policies that save what the disk takes, which is measured.
+BY_BYTES = ("moetion", "window")
+
+
+class ExpertSaving:
+    """Chooses experts for checkpoints, alike on all ranks, and accounts for those that were not chosen.
+
+    Every checkpoint holds everything but experts whole; experts are chosen one by one (*units*). For a checkpoint::
+
+        units = saving.choose(newest_committed, whole=False)     # all ranks
+        ...                                                      # its small state has saving.state_dict()
+        saving.began(iteration)                                  # unless it was skipped
+
+    A life that begins with a checkpoint gives what that holds to `load_state_dict`, then calls `restored`. So does a
+    roll-back, after `forget`. Popularity is counted anew in each life.
+
+    Made by `of`.
+
+    Attributes:
+        units: operator name in this rank's shard -> unit, for experts' parameters alone.
+        trained: see `trained_experts`.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        naming: Naming,
+        operators: ModelOperators,
+        counts: HookedTokenCounts,
+        shard: Shard,
+        config: ExpertsConfig,
+        group: Group,
+    ) -> None:
+        self.units = {
+            name: unit_name(operator)
+            for operator, names in operators.parameters.items()
+            for name in names
+            if isinstance(operator, Expert) and name in shard.operators
+        }
+        self.trained = trained_experts(naming, shard, group)
+        self._adapter = adapter
+        self._counts = counts
+        self._config = config
+        self._group = group
+        sizes = _expert_bytes(operators, shard, group)
+        self._layers = tuple(
+            # One byte at least: a policy does not know experts that take nothing, as those that are not trained.
+            replace(layer, expert_bytes=max(1, *size.tolist()))
+            for layer, size in zip(_layers(operators), sizes, strict=True)
+        )
+        self._non_expert_bytes = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
+        self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
+        self._measure: Measure | None = None
+        self._saved = SavedExperts(self._layers, adapter.iteration)
+        self._lost = LostTokens(self._layers)
+        self._recovering = Recovering(self._layers, config.recovering_capacity_fraction)
+        self._raised = [False] * len(self._layers)  # capacity, by layer
+        self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
+        self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
+        self._step = 0
+        self._iteration = adapter.iteration
+        self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
+        self._interval_seconds = math.nan
+        self._said_no_limit = False
+
+    @staticmethod
+    def of(adapter: EngineAdapter, shard: Shard, config: ExpertsConfig, group: Group) -> "ExpertSaving | None":
+        """What a configuration asks for; None for the policy `none`. A collective.
+
+        Raises:
+            ConfigError: the model has no layers of experts.
+            UnsupportedEngineError: see `EngineAdapter.expert_operators` and `token_counts`.
+        """
+        if config.policy == "none":
+            return None
+        naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), None
+        if operators is not None and operators.layer_names:
+            counts = adapter.token_counts(probabilities=config.popularity == "soft")
+        if naming is None or operators is None or counts is None:
+            raise ConfigError(
+                f"experts.policy = {config.policy!r}, and the model has no layers of experts that CPSR knows: set it "
+                "to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
+            )
+        return ExpertSaving(adapter, naming, operators, counts, shard, config, group)
+
+    # On every step; nothing here waits for the device
+
+    def begin_forward(self) -> None:
+        """A training forward begins: `StepObserver.on_forward`."""
+        self._counts.begin_forward()
+
+    def end_iteration(self, iteration: int, applied: bool) -> None:
+        """A step is complete: `StepObserver.after_step`."""
+        self._counts.end_iteration(iteration, applied)
+        self._iteration = iteration
+
+    # On every checkpoint
+
+    def choose(self, committed_iteration: int | None, *, whole: bool) -> frozenset[str] | None:
+        """Units of all ranks that a checkpoint of this iteration saves; a collective that gives all ranks the same.
+
+        Args:
+            committed_iteration: newest committed checkpoint by rank 0's word, which alone counts. What was chosen for
+                an older one that was not seen here as the newest is given back, and counts as not saved.
+            whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for.
+                The word of any rank is enough.
+
+        Returns:
+            None for all of them.
+        """
+        told = self._group.gather([committed_iteration, self._bytes_in_an_interval(), whole])
+        self._take()
+        given_back = self._saved.settle(told[0][0])
+        if self._config.policy in IN_TURN:
+            # Whoever asked for a whole one sees to it himself that there is one.
+            self._again += [one for one in given_back if len(one) < len(self._saved.experts)]
+        if any(part[2] for part in told):
+            self._again.clear()
+            self._chosen = frozenset(self._saved.experts)
+            return None
+        self._chosen = self._again[0] if self._again else self._selected([part[1] for part in told])
+        return frozenset(map(unit_name, self._chosen))
+
+    def began(self, iteration: int) -> None:
+        """The checkpoint of this iteration has begun, with what was chosen last."""
+        assert self._chosen is not None, "began() without choose()"
+        self._saved.begun(iteration, self._chosen)
+        if self._again and self._again[0] == self._chosen:
+            self._again.popleft()
+        else:
+            self._step += 1
+        self._chosen = None
+
+    def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
+        """What a checkpoint cost this rank; policies by bytes go by it.
+
+        Args:
+            saved_bytes: that this rank wrote.
+            write_seconds: that it took beside training.
+            interval_seconds: between two checkpoints, as they are now.
+        """
+        if saved_bytes > 0 and write_seconds > 0:
+            self._writes.append(saved_bytes / write_seconds)
+            self._interval_seconds = interval_seconds
+
+    # After a failure
+
+    def forget(self) -> None:
+        """The weights went back, or others came: what was not taken is dropped, and nothing is under way any more."""
+        self._counts.forget()
+        self._iteration = self._adapter.iteration
+        self._saved.history.reach(self._iteration)
+        self._saved.undone()
+        self._again.clear()
+        self._chosen = None
+
+    def restored(self, taken_at: Mapping[str, int], iteration: int, *, predicted: bool = False) -> dict[str, Any]:
+        """A life begins with experts of these ages; a collective that gives all ranks the same.
+
+        Args:
+            taken_at: unit -> iteration of its weights before any prediction, of this rank's experts; of experts that
+                no rank names it is `iteration`, and the oldest counts where several ranks hold parts of one.
+            iteration: of everything else.
+            predicted: predictions stand for what these experts missed, so that they need not make up for it; the
+                account counts it all the same.
+
+        Returns:
+            Plain data: portion of lost tokens and momentary loss of the run, the portion of this failure, and the
+            layers one by one.
+        """
+        ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
+        lost, routed = self._saved.restored(ages, iteration)
+        assigned = [float(layer.sum()) for layer in routed]
+        missed = sum(float(layer.sum()) for layer in lost)
+        portion = missed / sum(assigned) if missed else 0.0
+        if missed:
+            self._lost.add(lost)
+            if not predicted:
+                self._recovering.lost(lost)
+        if isinstance(self._policy, DynamicK):
+            self._policy.recovered(portion)
+        self._set_capacities()
+        report = self._report(ages, iteration, lost, assigned, portion)
+        return {**report, "predicted": predicted}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, accounts, and what recovers, for the checkpoint that was chosen for: plain data for `cpsr.codec`."""
+        dynamic = self._policy.state_dict() if isinstance(self._policy, DynamicK) else None
+        return {
+            "saved": self._saved.state_dict(),
+            "lost": self._lost.state_dict(),
+            "recovering": self._recovering.state_dict(),
+            "dynamic_k": dynamic,
+            "step": self._step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; an empty one, of a checkpoint that was saved without, begins anew.
+
+        Raises:
+            ValueError: it is of a model with other layers of experts.
+        """
+        self.forget()
+        saved = SavedExperts(self._layers, self._iteration)
+        lost = LostTokens(self._layers)
+        recovering = Recovering(self._layers, self._config.recovering_capacity_fraction)
+        if state:
+            saved.load_state_dict(state["saved"])
+            lost.load_state_dict(state["lost"])
+            recovering.load_state_dict(state["recovering"])
+            if isinstance(self._policy, DynamicK) and state["dynamic_k"] is not None:
+                self._policy.load_state_dict(state["dynamic_k"])
+            self._step = state["step"]
+        self._saved, self._lost, self._recovering = saved, lost, recovering
+        self._set_capacities()
+
+    def close(self) -> None:
+        """Take the hooks off, and put the capacities back."""
+        self._counts.remove()
+        for layer, raised in zip(self._layers, self._raised, strict=True):
+            if raised:
+                self._adapter.scale_expert_capacity(layer.name, 1.0)
+        self._raised = [False] * len(self._layers)
+
+    # Parts of the above
+
+    def _take(self) -> None:
+        """Take in what was routed since the last checkpoint; a collective, and the host waits for the device."""
+        for counted in self._counts.take():
+            if self._measure is None:
+                factors = self._counts.capacity_factors
+                self._measure = measure_named(self._config.popularity, self._layers, factors, counted.routed)
+            self._measure.observe(counted.routed)
+            self._saved.history.count(counted.routed.tokens)
+            self._recovering.observe(counted.routed.tokens)
+        self._saved.history.reach(self._iteration)
+        self._set_capacities()
+
+    def _selected(self, budgets: Sequence[float | None]) -> frozenset[Expert]:
+        saved = self._saved
+        scores = zeros(self._layers) if self._measure is None else self._measure.scores
+        popularity = Popularity(scores, saved.unsaved_tokens, saved.ages)
+        operators = self._policy.select(self._step, popularity, self._budget(budgets))
+        return frozenset(operator for operator in operators if isinstance(operator, Expert))
+
+    def _budget(self, measured: Sequence[float | None]) -> Budget:
+        """The same on all ranks: by bytes, that of the rank that can save least."""
+        count = self._config.experts_per_layer
+        if self._config.policy not in BY_BYTES:
+            return Budget(experts_per_layer=count)
+        known = [budget for budget in measured if budget is not None]
+        if len(known) < len(measured):
+            wanted = sum(min(count, layer.experts) * layer.expert_bytes for layer in self._layers)
+            return Budget(snapshot_bytes=wanted / self._layers[0].expert_parallel.size)
+        # A positive number even where non-expert parts take more than there is: one expert is always saved.
+        return Budget(snapshot_bytes=max(1.0, min(known)))
+
+    def _bytes_in_an_interval(self) -> float | None:
+        """Of experts, that this rank can write until the next checkpoint; None before anything was measured."""
+        if not self._writes:
+            return None
+        return statistics.median(self._writes) * self._interval_seconds - self._non_expert_bytes
+
+    def _oldest(self, told: Iterable[Mapping[str, int]], iteration: int) -> NDArray[numpy.int64]:
+        oldest: dict[str, int] = {}
+        for ages in told:
+            for unit, age in ages.items():
+                oldest[unit] = min(age, oldest.get(unit, age))
+        names = [unit_name(expert) for expert in self._saved.experts]
+        if unknown := oldest.keys() - set(names):
+            raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
+        return numpy.array([oldest.get(name, iteration) for name in names])
+
+    def _set_capacities(self) -> None:
+        """Raise the limit of layers with experts that recover, and put it back where none does any more."""
+        raised = 1 + self._config.recovering_capacity_fraction
+        for place, (layer, recovers) in enumerate(zip(self._layers, self._recovering.in_layers, strict=True)):
+            if recovers == self._raised[place]:
+                continue
+            self._raised[place] = recovers
+            limited = self._adapter.scale_expert_capacity(layer.name, raised if recovers else 1.0)
+            if not limited and not self._said_no_limit and self._group.rank == 0:
+                self._said_no_limit = True
+                logger.info(
+                    "layer %r has experts that recover, and no limit to the tokens which they take that could be "
+                    "raised: they make up for lost tokens as training goes on (said once)",
+                    layer.name,
+                )
+
+    def _report(
+        self,
+        ages: NDArray[numpy.int64],
+        iteration: int,
+        lost: PerExpert,
+        assigned: Sequence[float],
+        portion: float,
+    ) -> dict[str, Any]:
+        account = self._lost
+        momentary = account.momentary(assigned)
+        told = zip(
+            self._layers, self._saved.history.split(ages), lost, account.by_layer(assigned), assigned, strict=True
+        )
+        return {
+            "iteration": iteration,
+            "lost_portion": portion,
+            "lost_portion_of_run": account.portion(assigned),
+            "momentary_loss_of_run": {"total": momentary.total, "mean": momentary.mean},
+            "harmless": account.is_harmless(assigned),
+            "experts_per_layer": self._experts_per_layer,
+            "layers": [
+                {
+                    "layer": layer.name,
+                    "stale_experts": int((taken < iteration).sum()),
+                    "oldest_iteration": int(taken.min()),
+                    "lost_tokens": float(now.sum()),
+                    "lost_fraction_of_run": float(fraction),
+                    "assigned_tokens": whole,
+                }
+                for layer, taken, now, fraction, whole in told
+            ],
+        }
+
+    @property
+    def checkpoints_of_a_round(self) -> int | None:
+        """Within which each expert is saved once, as K is now; None where bytes decide."""
+        count = self._experts_per_layer
+        return None if count is None else max(-(-layer.experts // count) for layer in self._layers)
+
+    @property
+    def _experts_per_layer(self) -> int | None:
+        """K; None where bytes decide."""
+        if isinstance(self._policy, DynamicK):
+            return self._policy.experts_per_layer
+        return None if self._config.policy in BY_BYTES else self._config.experts_per_layer
+
+
+def unit_name(expert: Expert) -> str:
+    """How an expert is called in checkpoints: layer and index, `00000-00012`."""
+    return f"{expert.layer:05d}-{expert.index:05d}"
+
+
+def trained_experts(naming: Naming, shard: Shard, group: Group) -> dict[str, tuple[int, ...]]:
+    """Layer -> experts of which some rank trains parameters, what `missing_experts` has to find; a collective."""
+    places = [place for place in map(naming.place, shard.operators) if place is not None and place.expert is not None]
+    told = group.gather(sorted({(place.layer, place.expert) for place in places}))
+    found: dict[str, set[int]] = {}
+    for layer, expert in (pair for pairs in told for pair in pairs):
+        found.setdefault(layer, set()).add(expert)
+    return {layer: tuple(sorted(experts)) for layer, experts in found.items()}
+
+
+def _layers(operators: ModelOperators) -> tuple[ExpertLayer, ...]:
+    """The layers over all ranks, with experts of no size yet."""
+    return operators.layers({name: 1 for names in operators.parameters.values() for name in names})
+
+
+def _expert_bytes(operators: ModelOperators, shard: Shard, group: Group) -> list[NDArray[numpy.int64]]:
+    """For each layer, what each expert takes of the rank that has most of it; 0 of those that nobody trains."""
+    layers = _layers(operators)
+    sizes = [torch.zeros(layer.experts, dtype=torch.int64) for layer in layers]
+    for operator, names in operators.parameters.items():
+        if isinstance(operator, Expert):
+            trained = (shard.operators[name] for name in names if name in shard.operators)
+            sizes[operator.layer][operator.index] = sum(map(_bytes, trained))
+    table = group.reduce(torch.cat(sizes), "max")
+    return list(numpy.split(table.numpy(), numpy.cumsum([layer.experts for layer in layers])[:-1]))
+
+
+def _bytes(operator: OperatorState) -> int:
+    return operator.parameter.values.nbytes + sum(values.nbytes for values in operator.moments.values())

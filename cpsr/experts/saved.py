@@ -1,0 +1,167 @@
+"""What checkpoints hold of each expert, committed or under way."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.operators import Expert
+from cpsr.experts.popularity import PerExpert
+from cpsr.experts.token_history import TokenHistory
+
+__all__ = ["SavedExperts"]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that was begun, of which it is not known yet whether it is committed.
+
+    Attributes:
+        iteration: of it.
+        experts: that it saves.
+        mask: the same, `(experts of all layers,)`.
+    """
+
+    iteration: int
+    experts: frozenset[Expert]
+    mask: NDArray[numpy.bool_]
+
+
+class SavedExperts:
+    """When each expert was last saved, and what was routed to it since then.
+
+    A checkpoint that is under way counts as if it will be committed; when a later one was and it was not, what it
+    saved is given back.
+
+    Args:
+        layers: of the model.
+        iteration: at which training begins.
+
+    Attributes:
+        history: of the tokens; whoever counts them adds them here.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], iteration: int = 0) -> None:
+        self.history = TokenHistory(layers, iteration)
+        self._all = tuple(Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts))
+        self._place = {expert: place for place, expert in enumerate(self._all)}
+        self._saved_at = numpy.full(len(self._all), iteration)  # by what is committed, as are the ages
+        self._ages = numpy.zeros(len(self._all))
+        self._booked_until = 0  # what experts missed up to here is in the account of an earlier recovery
+        self._pending: list[_Pending] = []
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """All of the model, layer by layer."""
+        return self._all
+
+    @property
+    def unsaved_tokens(self) -> PerExpert:
+        """Routed to each expert since it was last saved."""
+        sums = self.history.until(numpy.full(len(self._all), self.history.iteration))
+        saved = self.history.until(self._newest())
+        return tuple(now - then for now, then in zip(sums, saved, strict=True))
+
+    @property
+    def ages(self) -> PerExpert:
+        """Checkpoints since each expert's last one."""
+        ages = self._ages.copy()
+        for later, one in enumerate(reversed(self._pending)):
+            ages = numpy.where(one.mask, numpy.minimum(ages, later), ages)
+        return self.history.split(ages)
+
+    def begun(self, iteration: int, experts: Iterable[Expert]) -> None:
+        """A checkpoint of the present iteration saves these.
+
+        Raises:
+            ValueError: there is no such expert; nothing was noted.
+        """
+        chosen = frozenset(experts)
+        if unknown := chosen - self._place.keys():
+            raise ValueError(f"the model has no {min(unknown, key=str)}")
+        mask = numpy.zeros(len(self._all), dtype=bool)
+        mask[[self._place[expert] for expert in chosen]] = True
+        self._pending = [one for one in self._pending if one.iteration < iteration]
+        self._pending.append(_Pending(iteration, chosen, mask))
+        self._ages += 1
+        self.history.reach(iteration)
+        self.history.mark()
+        self._forget_points()
+
+    def settle(self, committed_iteration: int | None) -> list[frozenset[Expert]]:
+        """Learn which checkpoint is the newest that was committed.
+
+        Returns:
+            What is given back: the experts of each older checkpoint that was under way, oldest first.
+        """
+        if committed_iteration is None:
+            return []
+        given_back = []
+        while self._pending and self._pending[0].iteration <= committed_iteration:
+            one = self._pending.pop(0)
+            if one.iteration == committed_iteration:
+                self._saved_at[one.mask] = committed_iteration
+                self._ages[one.mask] = len(self._pending)
+            else:
+                given_back.append(one.experts)
+        self._forget_points()
+        return given_back
+
+    def restored(self, taken_at: NDArray[numpy.int64], iteration: int) -> tuple[PerExpert, PerExpert]:
+        """Training goes on with experts of these ages, and what they miss counts as lost: nothing is unsaved.
+
+        What they missed in an earlier recovery, and was not saved since, is not lost once more.
+
+        Args:
+            taken_at: iteration of each expert's weights, `(experts of all layers,)`.
+            iteration: of everything else; beyond the last count, tokens are estimated.
+
+        Returns:
+            Tokens lost, and those routed to it in the whole run, of each expert.
+        """
+        history = self.history
+        whole = history.until(numpy.full(len(self._all), iteration))
+        had = history.until(numpy.clip(taken_at, min(self._booked_until, iteration), iteration))
+        lost = tuple(numpy.maximum(all_ - some, 0.0) for all_, some in zip(whole, had, strict=True))
+        history.restart(iteration, whole)
+        self._booked_until = iteration
+        self.undone()
+        return lost, whole
+
+    def undone(self) -> None:
+        """What was under way no longer is, and the present state is where the next failure is counted from."""
+        self._pending = []
+        self._booked_until = min(self._booked_until, self.history.iteration)
+        self._saved_at[:] = self.history.iteration
+        self._ages[:] = 0
+        self.history.mark()
+        self._forget_points()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `restored` needs to know of this life."""
+        return {"history": self.history.state_dict(), "booked_until": self._booked_until}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, with nothing under way and nothing unsaved.
+
+        Raises:
+            ValueError: it is of a model with other layers of experts; nothing was changed.
+        """
+        self.history.load_state_dict(state["history"])
+        self._booked_until = state["booked_until"]
+        self._pending = []
+        self._saved_at[:] = self.history.iteration
+        self._ages[:] = 0
+
+    def _newest(self) -> NDArray[numpy.int64]:
+        newest = self._saved_at.copy()
+        for one in self._pending:
+            newest[one.mask] = one.iteration
+        return newest
+
+    def _forget_points(self) -> None:
+        # Those of what is committed are needed as long as what is newer may yet be given back.
+        self.history.keep({*self._saved_at.tolist(), *(one.iteration for one in self._pending)})

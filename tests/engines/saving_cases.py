@@ -1,0 +1,211 @@
+"""Which experts a DeepSpeed job saves, and the capacity of those that recover; run by `worker.py` on two ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from cpsr.config import ExpertsConfig
+from cpsr.engines import adapt
+from cpsr.errors import UnsupportedEngineError
+from cpsr.expert_saving import ExpertSaving, unit_name
+from cpsr.experts.completeness import missing_experts
+from cpsr.experts.naming import DEEPSPEED
+from cpsr.experts.operators import Expert
+from cpsr.group import Group
+from tests.engines.conformance import BATCH, LENGTH, Recorder, run, seed
+from tests.engines.deepspeed_cases import DeepSpeedJob, configuration, initialize
+from tests.engines.mixture_cases import EXPERTS, LAYERS, PREFIX, TinyMoE
+
+ALL = {unit_name(Expert(layer, index)) for layer in range(len(LAYERS)) for index in range(EXPERTS)}
+
+
+class Watching(Recorder):
+    """Tells of the steps as who watches a run does."""
+
+    def __init__(self, saving: ExpertSaving) -> None:
+        super().__init__()
+        self._saving = saving
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._saving.begin_forward()
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        self._saving.end_iteration(iteration, applied)
+
+
+def alike(value: Any) -> Any:
+    """The same on both ranks."""
+    both: list[Any] = [None, None]
+    torch.distributed.all_gather_object(both, value)
+    assert both[0] == both[1]
+    return value
+
+
+def saving_job(expert_parallel: int, stage: int, **settings: Any) -> tuple[DeepSpeedJob, ExpertSaving]:
+    seed(1)
+    job = DeepSpeedJob(initialize(TinyMoE(expert_parallel), configuration(stage, "fp32")))
+    saving = ExpertSaving.of(job.adapter, job.adapter.shard(), ExpertsConfig(**settings), Group())
+    assert saving is not None
+    job.adapter.attach(Watching(saving))
+    return job, saving
+
+
+def a_run(expert_parallel: int, stage: int, policy: str, popularity: str = "hard") -> None:
+    """Every checkpoint has the experts of both ranks; a failure takes what was routed since each one's own."""
+    job, saving = saving_job(expert_parallel, stage, policy=policy, popularity=popularity)
+    shard, rank = job.adapter.shard(), job.adapter.rank
+    assert saving.units == {
+        name: unit_name(Expert(LAYERS.index(name.partition(".")[0]), int(name.split(".")[4])))
+        for name in shard.operators
+        if PREFIX in name
+    }
+    assert saving.trained == dict.fromkeys(LAYERS, tuple(range(EXPERTS)))
+    gathered: list[Any] = [None, None]
+    pieces = {
+        name: (one.parameter.global_shape, one.parameter.offset, one.parameter.numel)
+        for name, one in shard.operators.items()
+    }
+    torch.distributed.all_gather_object(gathered, pieces)
+    assert missing_experts(dict(enumerate(gathered)), DEEPSPEED, saving.trained) is None
+    if expert_parallel == 2:
+        assert missing_experts({rank: gathered[rank]}, DEEPSPEED, saving.trained) is not None
+
+    saved_at = dict.fromkeys(ALL, 0)
+    for step in range(5):
+        run(job, step, 1)
+        units = alike(saving.choose(step if rank == 0 else None, whole=step == 0))
+        saving.began(step + 1)
+        assert units is None or 0 < len(units) < len(ALL)
+        saved_at |= dict.fromkeys(ALL if units is None else units, step + 1)
+    mine = {unit: saved_at[unit] for unit in saving.units.values()}
+    report = alike(saving.restored(mine, 5))
+    tokens = 5 * 2 * job.engine.gradient_accumulation_steps() * BATCH * LENGTH
+    assert [layer["assigned_tokens"] for layer in report["layers"]] == [tokens, 2 * tokens]
+    stale = [sum(saved_at[unit] < 5 for unit in ALL if unit.startswith(f"0000{layer}-")) for layer in range(2)]
+    assert [layer["stale_experts"] for layer in report["layers"]] == stale
+    assert 0 < report["lost_portion"] < 1
+    saving.close()
+
+
+def capacity_until_made_up() -> None:
+    """Stale experts of one layer: its gate takes more until they have made up for what they lost."""
+    fraction = 0.5
+    job, saving = saving_job(2, 0, policy="sequential", stale="stale", recovering_capacity_fraction=fraction)
+    gates = [layer.deepspeed_moe.gate for layer in (job.module.first, job.module.second)]
+    run(job, 0, 1)
+    saving.choose(None, whole=True)
+    saving.began(1)
+    saving.restored({unit: 0 for unit in saving.units.values() if unit.startswith("00001")}, 1)
+    assert [gate.capacity_factor for gate in gates] == [1.0, 1 + fraction]
+    assert [gate.eval_capacity_factor for gate in gates] == [1.0, 1.0]
+    # The first iteration was lost, and half of each other one makes up for it: that is about two, by expert.
+    factors = []
+    for step in range(1, 8):
+        run(job, step, 1)
+        saving.choose(None, whole=False)
+        saving.began(step + 1)
+        factors.append(alike(gates[1].capacity_factor))
+    assert factors == sorted(factors, reverse=True)
+    assert (factors[0], factors[-1]) == (1 + fraction, 1.0)
+    assert gates[0].capacity_factor == 1.0
+    saving.restored(dict.fromkeys(saving.units.values(), 7), 8)
+    saving.close()
+    assert [gate.capacity_factor for gate in gates] == [1.0, 1.0]
+
+
+def predicted_experts_need_no_capacity() -> None:
+    job, saving = saving_job(1, 0, policy="load_aware", stale="predict")
+    run(job, 0, 1)
+    saving.choose(None, whole=True)
+    saving.began(1)
+    assert saving.restored(dict.fromkeys(saving.units.values(), 0), 1, predicted=True)["lost_portion"] == 1
+    assert job.module.first.deepspeed_moe.gate.capacity_factor == 1.0
+    saving.close()
+
+
+def no_limit_to_raise() -> None:
+    engine = initialize(TinyMoE(1, drop_tokens=False), configuration(0, "fp32"))
+    assert not adapt(engine).scale_expert_capacity("first", 1.1)
+    assert engine.module.first.deepspeed_moe.gate.capacity_factor == 1.0
+
+
+def groups_of_different_sizes() -> None:
+    module = TinyMoE(2)
+    module.second = TinyMoE(1).second
+    adapter = adapt(initialize(module, configuration(0, "fp32")))
+    with pytest.raises(UnsupportedEngineError, match=r"'first': 2, 'second': 1.*set experts.policy to none"):
+        adapter.expert_operators()
+
+
+def a_size_that_does_not_divide() -> None:
+    """DeepSpeed refuses it itself."""
+    with pytest.raises(AssertionError, match=r"Number of experts \(3\) should be divisible"):
+        TinyMoE(2, num_experts=3)
+
+
+def tokens_are_those_of_all_ranks() -> None:
+    """What a failure takes is what both ranks' gates say."""
+    job, saving = saving_job(2, 1, policy="sequential")
+    routed: list[list[int]] = []
+    for layer in (job.module.first, job.module.second):
+        layer.deepspeed_moe.register_forward_hook(lambda one, *_: routed.append(one.exp_counts.tolist()))
+    run(job, 0, 1)
+    both: list[Any] = [None, None]
+    torch.distributed.all_gather_object(both, routed)
+    sums = numpy.sum([numpy.reshape(one, (-1, len(LAYERS), EXPERTS)) for one in both], (0, 1))
+    saving.choose(None, whole=True)
+    saving.began(1)
+    report = saving.restored({unit_name(Expert(1, 2)): 0} if job.adapter.rank == 1 else {}, 1)
+    assert [layer["lost_tokens"] for layer in report["layers"]] == [0, sums[1][2]]
+    saving.close()
+
+
+def probabilities_are_the_gates_own() -> None:
+    """Without noise a gate takes the expert of the largest probability: that of each token is summed."""
+    seed(1)
+    job = DeepSpeedJob(initialize(TinyMoE(2), configuration(0, "fp32")))
+    counts = job.adapter.token_counts(probabilities=True)
+    assert counts is not None
+    inputs: list[torch.Tensor] = []
+    job.module.second.deepspeed_moe.register_forward_hook(lambda _, args, __: inputs.append(args[0].detach()))
+    weight = job.module.second.deepspeed_moe.gate.wg.weight.detach().clone()
+    counts.begin_forward()
+    job.train_step(0)
+    counts.end_iteration(1, applied=True)
+    (taken,) = counts.take()
+    shown = taken.routed.probabilities
+    assert shown is not None
+    tokens = torch.cat([one.reshape(-1, one.shape[-1]) for one in inputs])
+    sums = (tokens @ weight.T).softmax(1).sum(0).double()
+    torch.distributed.all_reduce(sums)
+    assert numpy.allclose(shown[1], sums.numpy(), rtol=1e-5)
+    assert float(numpy.sum(shown[1])) == pytest.approx(2 * len(tokens))  # over two ranks
+    counts.remove()
+
+
+SAVING: dict[str, Callable[[], Any]] = {
+    f"saving-{policy}-ep{expert_parallel}-zero{stage}": partial(a_run, expert_parallel, stage, policy)
+    for policy, expert_parallel, stage in [
+        ("sequential", 1, 0),
+        ("load_aware", 2, 0),
+        ("dynamic_k", 2, 1),
+        ("moetion", 2, 2),
+        ("window", 1, 1),
+        ("window", 2, 0),
+    ]
+}
+SAVING |= {
+    "saving-window-by-probability": partial(a_run, 2, 0, "window", "soft"),
+    "saving-window-by-capacity": partial(a_run, 1, 0, "window", "capacity"),
+    "saving-tokens": tokens_are_those_of_all_ranks,
+    "saving-probabilities": probabilities_are_the_gates_own,
+    "saving-capacity": capacity_until_made_up,
+    "saving-predicted": predicted_experts_need_no_capacity,
+    "saving-no-limit": no_limit_to_raise,
+    "saving-different-groups": groups_of_different_sizes,
+    "saving-size-that-does-not-divide": a_size_that_does_not_divide,
+}

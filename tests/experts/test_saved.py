@@ -1,0 +1,153 @@
+"""What checkpoints hold of experts: chosen, committed, given back, restored."""
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.experts.operators import Expert
+from cpsr.experts.saved import SavedExperts
+from cpsr.experts.token_history import POINTS_KEPT
+from tests.experts.mixtures import mixture
+
+LAYERS = mixture(2, 1)
+FIRST, SECOND, ALONE = Expert(0, 0), Expert(0, 1), Expert(1, 0)
+
+
+def step(saved: SavedExperts, iteration: int, *experts: Expert) -> None:
+    """One token to the first expert, 2 to the second and 3 to the other, and a checkpoint."""
+    saved.history.count([[1, 2], [3]])
+    saved.history.reach(iteration)
+    saved.begun(iteration, experts)
+
+
+def unsaved(saved: SavedExperts) -> list[list[float]]:
+    return [layer.tolist() for layer in saved.unsaved_tokens]
+
+
+def ages(saved: SavedExperts) -> list[list[float]]:
+    return [layer.tolist() for layer in saved.ages]
+
+
+def test_what_is_under_way_counts_as_saved() -> None:
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST)
+    assert unsaved(saved) == [[0, 2], [3]]
+    step(saved, 20, SECOND, ALONE)
+    assert unsaved(saved) == [[1, 0], [0]]
+    assert ages(saved) == [[1, 0], [0]]
+
+
+def test_what_was_not_committed_is_given_back_when_a_later_one_was() -> None:
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST, SECOND, ALONE)
+    assert saved.settle(10) == []
+    step(saved, 20, FIRST)
+    step(saved, 30, SECOND)
+    assert saved.settle(10) == []
+    assert unsaved(saved) == [[1, 0], [6]]
+    step(saved, 40, ALONE)
+    assert saved.settle(30) == [frozenset({FIRST})]
+    assert unsaved(saved) == [[3, 2], [0]]
+    assert ages(saved) == [[3, 1], [0]]
+    assert saved.settle(40) == []
+    assert ages(saved) == [[3, 1], [0]]
+
+
+def test_nothing_committed_yet_gives_nothing_back() -> None:
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST)
+    assert saved.settle(None) == []
+    assert unsaved(saved) == [[0, 2], [3]]
+
+
+def test_a_checkpoint_that_is_saved_again_counts_once() -> None:
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST)
+    saved.begun(10, [SECOND])
+    assert saved.settle(10) == []
+    assert unsaved(saved) == [[1, 0], [3]]
+
+
+def test_a_recovery_loses_what_came_between_each_snapshot_and_the_checkpoint() -> None:
+    saved = SavedExperts(LAYERS)
+    for place, expert in enumerate((FIRST, SECOND, ALONE, FIRST)):
+        step(saved, 10 * place + 10, expert)
+        saved.settle(10 * place + 10)
+    lost, routed = saved.restored(numpy.array([40, 20, 30]), 40)
+    assert [layer.tolist() for layer in lost] == [[0, 4], [3]]
+    assert [layer.tolist() for layer in routed] == [[4, 8], [12]]
+    assert unsaved(saved) == [[0, 0], [0]]
+    step(saved, 50, FIRST)
+    assert unsaved(saved) == [[0, 2], [3]]
+
+
+def test_what_is_still_missing_from_an_earlier_recovery_is_not_lost_again() -> None:
+    """Its next checkpoint came before the expert's turn."""
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST, SECOND, ALONE)
+    step(saved, 20, FIRST)
+    lost, _ = saved.restored(numpy.array([20, 10, 10]), 20)
+    assert [layer.tolist() for layer in lost] == [[0, 2], [3]]
+    step(saved, 30, ALONE)
+    later = SavedExperts(LAYERS)
+    later.load_state_dict(saved.state_dict())
+    lost, routed = later.restored(numpy.array([20, 10, 30]), 30)
+    assert [layer.tolist() for layer in lost] == [[1, 2], [0]]
+    assert [layer.tolist() for layer in routed] == [[3, 6], [9]]
+
+
+def test_a_recovery_beyond_the_last_count_estimates_what_was_routed_since() -> None:
+    """As where a process died and others kept what they had at the failure: nobody can tell its tokens any more."""
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST, SECOND, ALONE)
+    step(saved, 20, FIRST)
+    lost, routed = saved.restored(numpy.array([30, 10, 20]), 30)
+    assert [layer.tolist() for layer in lost] == [[0, 4], [3]]
+    assert [layer.tolist() for layer in routed] == [[3, 6], [9]]
+
+
+def test_weights_newer_than_their_checkpoint_have_lost_nothing() -> None:
+    saved = SavedExperts(LAYERS)
+    step(saved, 10, FIRST, SECOND, ALONE)
+    step(saved, 20, FIRST)
+    lost, _ = saved.restored(numpy.array([20, 20, 20]), 10)
+    assert not any(layer.any() for layer in lost)
+
+
+def test_experts_that_do_not_exist_are_refused() -> None:
+    saved = SavedExperts(LAYERS)
+    with pytest.raises(ValueError, match=r"no Expert\(layer=1, index=1\)"):
+        saved.begun(10, [FIRST, Expert(1, 1)])
+    assert ages(saved) == [[0, 0], [0]]
+
+
+@given(st.lists(st.tuples(st.frozensets(st.sampled_from([FIRST, SECOND, ALONE])), st.booleans()), max_size=12))
+def test_against_a_list_of_what_was_saved(checkpoints: list[tuple[frozenset[Expert], bool]]) -> None:
+    """Each checkpoint is settled before the next one begins; those that fail are known by the next that does not."""
+    saved = SavedExperts(LAYERS)
+    tokens, committed, failed = dict.fromkeys(saved.experts, 0.0), None, False
+    for place, (experts, succeeds) in enumerate(checkpoints):
+        iteration = 10 * place + 10
+        step(saved, iteration, *experts)
+        for expert, more in zip(saved.experts, (1, 2, 3), strict=True):
+            tokens[expert] += more
+        failed |= not succeeds
+        if succeeds:
+            committed = iteration
+            for expert in experts:
+                tokens[expert] = 0.0
+        given_back = saved.settle(committed)
+        assert bool(given_back) == (succeeds and failed)
+        if succeeds:
+            failed = False
+            assert numpy.concatenate(saved.unsaved_tokens).tolist() == list(tokens.values())
+
+
+def test_however_long_it_runs_it_keeps_a_row_for_each_expert_and_the_newest() -> None:
+    saved = SavedExperts(LAYERS)
+    for place in range(50):
+        step(saved, 10 * place + 10, FIRST if place % 2 else SECOND)  # and never the other layer's
+        saved.settle(10 * place + 10)
+        assert len(saved.history.state_dict()["iterations"]) <= len(saved.experts) + POINTS_KEPT + 1
+    assert unsaved(saved) == [[0, 2], [150]]
