@@ -19,6 +19,7 @@ __all__ = [
     "CPSRConfig",
     "CheckpointConfig",
     "CoordinatorConfig",
+    "ExpertsConfig",
     "FitterConfig",
     "GuardConfig",
     "JournalConfig",
@@ -87,6 +88,16 @@ class CheckpointConfig(_Section):
         default=2, ge=1, description="Newest copies that stay at the target; older ones go after the next is committed."
     )
 
+    def history_checkpoints(self, interval_iterations: int, more_iterations: int = 0) -> int:
+        """How many checkpoints are kept for the predictor.
+
+        Args:
+            interval_iterations: between two of them.
+            more_iterations: that are kept beyond the span.
+        """
+        span = self.history_span_iterations + more_iterations
+        return max(self.history_min_checkpoints, span // interval_iterations + 1)
+
 
 class PlannerConfig(_Section):
     """How the interval is chosen while `checkpoint.interval_iterations` is null."""
@@ -151,7 +162,10 @@ class PredictorConfig(_Section):
         default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
     chunk_elements: int = Field(
-        default=1 << 20, ge=1024, description="Elements predicted at a time: bounds the predictor's memory."
+        default=1 << 18,
+        ge=1024,
+        description="Elements predicted at a time: bounds the predictor's memory. A MiB of each checkpoint stays in a "
+        "processor's cache while it is combined; with four it took half as long again.",
     )
     learning_budget_fraction: float = Field(
         default=0.01,
@@ -163,8 +177,9 @@ class PredictorConfig(_Section):
     memory_limit_bytes: int = Field(
         default=200_000_000,
         ge=1,
-        description="Host memory of a rank that predicting and learning may take, by their arithmetic; a job that "
-        "needs more does not start. On the device they take nothing.",
+        description="Host memory of a rank that predicting and learning may take, by their arithmetic: where it does "
+        "not suffice on any rank, learning is off in that life, and predicting too where the line alone needs more. On "
+        "the device they take nothing.",
     )
 
     def settings(self) -> dict[str, Any]:
@@ -220,6 +235,52 @@ class CoordinatorConfig(_Section):
         ge=0,
         description="Activations of a rank that lie in host memory between forward and backward, at most; 0 is off. "
         "Not at ZeRO-3.",
+    )
+
+
+class ExpertsConfig(_Section):
+    """Which experts of a mixture a checkpoint saves, and what becomes of the others after a failure."""
+
+    policy: Literal["none", "sequential", "load_aware", "dynamic_k", "moetion", "window"] = Field(
+        default="none",
+        description="Which experts a checkpoint saves. none: all; sequential: K of each layer in turn; load_aware: the "
+        "K with the most unsaved tokens; dynamic_k: the same, with a K that doubles as failures take tokens; moetion: "
+        "as many with the most unsaved tokens as the disk takes in an interval; window: each once in the shortest "
+        "round whose checkpoints it takes, the least popular first.",
+    )
+    experts_per_layer: int = Field(
+        default=1,
+        ge=1,
+        description="K, experts of each layer in a checkpoint, over all ranks; for moetion and window until the disk's "
+        "bandwidth has been measured.",
+    )
+    lost_portion_limit: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="dynamic_k doubles K once the recoveries under it have lost more than this portion of all tokens.",
+    )
+    popularity: Literal["hard", "soft", "decayed", "capacity"] = Field(
+        default="hard",
+        description="What window orders experts by: tokens, gating probability, tokens of late, tokens over capacity.",
+    )
+    stale: Literal["predict", "stale"] = Field(
+        default="stale",
+        description="Experts older than the checkpoint that the run goes on from do so as they are, with more capacity "
+        "until the lost tokens are made up; or they are predicted up to it from their own history, which was measured "
+        "to be no better (docs/measured.md).",
+    )
+    memory: Literal["all", "saved"] = Field(
+        default="all",
+        description="Experts in the snapshots in host memory: all, for an exact restart of a process that died; or "
+        "those alone that go to the disk, which takes less time to copy.",
+    )
+    recovering_capacity_fraction: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Capacity that layers with stale experts have in addition until the lost tokens are made up; 0 is "
+        "off.",
     )
 
 
@@ -301,6 +362,18 @@ class ServiceConfig(_Section):
     allow_writes: bool = Field(
         default=False, description="Without a token: everybody on this machine may report failures and override plans."
     )
+    connections_max: int = Field(
+        default=256,
+        ge=1,
+        description="Connections open at a time; requests beyond get 503. Each is an open file of the service, of "
+        "which systems often allow 1024; 32 event streams and some hundred pages that poll are fewer.",
+    )
+    idle_seconds: int = Field(
+        default=5,
+        ge=1,
+        description="A connection that has brought no complete request for so long is closed, so that silent ones do "
+        "not fill connections_max.",
+    )
 
 
 class CPSRConfig(_Section):
@@ -325,6 +398,7 @@ class CPSRConfig(_Section):
     guard: GuardConfig = GuardConfig()
     rehearsal: RehearsalConfig = RehearsalConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     liveness: LivenessConfig = LivenessConfig()
     peers: PeersConfig = PeersConfig()
     journal: JournalConfig = JournalConfig()

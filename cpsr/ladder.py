@@ -6,10 +6,16 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
-import torch
-import xxhash
-
-from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state, held_states, held_word, load_held, verify_held
+from cpsr.checkpoint.memory import (
+    SHARED_MEMORY,
+    HeldState,
+    held_state,
+    held_states,
+    held_word,
+    load_held,
+    owned_word,
+    verify_held,
+)
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
@@ -44,7 +50,12 @@ class Ladder:
         self._fetched: dict[Entry, HeldState] = {}
 
     def decide(
-        self, checkpoint_iteration: int | None, failure_iteration: int | None, checkpoint: Shard | None
+        self,
+        checkpoint_iteration: int | None,
+        failure_iteration: int | None,
+        checkpoint: Shard | None,
+        *,
+        stale: bool = False,
     ) -> Decision:
         """The sources of all ranks, from what they can reach now; see `cpsr.checkpoint.tiers.decide`.
 
@@ -52,9 +63,10 @@ class Ladder:
             checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
             failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
             checkpoint: what this rank has loaded: which ranks hold the same shows in it.
+            stale: whether some rank's part of the checkpoint has experts that are older than it is.
         """
         nodes = self._nodes = self._group.gather(self._node)
-        newest = -1 if checkpoint_iteration is None else checkpoint_iteration
+        newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         held = self._catalogue(nodes, newest)
         small = {iteration for part in self._group.gather(_small_iterations(held)) for iteration in part}
         entries = [entry for state in held if (entry := self._entry(state, small)) is not None]
@@ -67,6 +79,7 @@ class Ladder:
             failure_iteration,
             alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
             remote=True,
+            stale=stale,
         )
 
     def bring(self, sources: Sequence[Source]) -> None:
@@ -167,12 +180,5 @@ def _fingerprint(shard: Shard) -> str:
 
     Of buffers names and shapes alone: whoever takes another rank's state takes its running statistics, too.
     """
-    state = xxhash.xxh3_128()
-    for name, operator in sorted(shard.operators.items()):
-        values = operator.parameter.values
-        state.update(repr((name, operator.parameter.global_shape, values.dtype, sorted(operator.moments))).encode())
-        for tensor in (values, *(operator.moments[moment] for moment in sorted(operator.moments))):
-            state.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    for name, values in sorted(shard.others.items()):
-        state.update(repr((name, values.dtype, tuple(values.shape))).encode())
-    return state.hexdigest()
+    others = [(name, str(values.dtype), tuple(values.shape)) for name, values in sorted(shard.others.items())]
+    return f"{owned_word(shard)} {others}"

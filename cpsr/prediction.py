@@ -1,7 +1,7 @@
 """Take an engine that stands at its last checkpoint to the step of the failure, by prediction and under guard."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class StatePrediction:
         forecaster: Forecaster | None = None,
         *,
         partial: bool = True,
+        stale: bool = False,
+        only: Collection[str] | None = None,
         left: Callable[[], bool] | None = None,
     ) -> Prediction:
         """Predict the state at the failure, write it into the engine and judge it.
@@ -101,6 +103,9 @@ class StatePrediction:
             forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
             partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
                 operators are then predicted from their own newest weights, while moments are the checkpoint's.
+            stale: whether going on exactly would go on with the experts that are older than the checkpoint, too: then
+                what these lag is no reason to refuse.
+            only: operators of this rank to write; the others stay what the engine holds. None: all.
             left: puts what is left of this rank's exact state at the failure into the engine, and says whether that is
                 all of it, so that nothing is predicted here; a collective.
 
@@ -121,7 +126,7 @@ class StatePrediction:
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = (forecaster or self._predictor.forecast)(history, target)
-            refusal = _refusal(forecast, recomputed_iterations)
+            refusal = _refusal(forecast, recomputed_iterations, stale=stale)
             if not self._group.all(refusal is None):
                 return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
             limited, guard = self._limit(history, forecast)
@@ -131,7 +136,10 @@ class StatePrediction:
             lost = left is None or not left()
             if left is not None and not self.finite():
                 return Prediction(False, "what a rank left is not finite", forecast, target, guard)
-            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
+            names = None if only is None else frozenset(only)
+            return self._write_and_judge(
+                scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost, only=names
+            )
         finally:
             history.close()
 
@@ -146,6 +154,7 @@ class StatePrediction:
         predict_seconds: float,
         *,
         lost: bool,
+        only: frozenset[str] | None,
     ) -> Prediction:
         """Write the state, where this rank's is lost, shorter and shorter until the guard accepts it."""
         inject_seconds = 0.0
@@ -154,7 +163,7 @@ class StatePrediction:
             started = time.perf_counter()
             tried = of_length(forecast, length)
             if lost:
-                self._write(history, tried)
+                self._write(history, tried, only)
             written = time.perf_counter()
             self._adapter.push_down()
             accepted, reason = self.judge(scalars, loss_checkpoint, guard)
@@ -200,11 +209,12 @@ class StatePrediction:
     def _scales(self, moved: Displacements) -> dict[str, float]:
         return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
 
-    def _write(self, history: DiskHistory, forecast: Forecast) -> None:
+    def _write(self, history: DiskHistory, forecast: Forecast, only: frozenset[str] | None) -> None:
         operators = self._adapter.shard().operators
         with torch.no_grad():
             for name, start, values in self._predictor.predict(history, forecast):
-                operators[name].parameter.values[start : start + values.numel()].copy_(values)
+                if only is None or name in only:
+                    operators[name].parameter.values[start : start + values.numel()].copy_(values)
 
     def probe_loss(self, saved: list[Any]) -> float | None:
         """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
@@ -245,11 +255,13 @@ class StatePrediction:
         return decision.accepted, decision.reason
 
 
-def _refusal(forecast: Forecast, recomputed_iterations: int | None) -> str | None:
+def _refusal(forecast: Forecast, recomputed_iterations: int | None, *, stale: bool) -> str | None:
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
-    if recomputed_iterations is not None and forecast.expected_lag_iterations >= recomputed_iterations:
-        expected = forecast.expected_lag_iterations
+    expected = forecast.expected_lag_iterations
+    if stale:  # of what was taken with the checkpoint
+        expected = float(forecast.settings.get("expected_lag_iterations", expected))
+    if recomputed_iterations is not None and expected >= recomputed_iterations:
         return (
             f"recomputing {recomputed_iterations} iterations is not dearer than the {expected:.0f} expected of a "
             "prediction"

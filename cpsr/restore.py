@@ -3,6 +3,7 @@
 import copy
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +44,9 @@ class Restored:
 
     Attributes:
         method: `scratch`, `exact`, `departure` (every tensor as the ranks left it when the group broke, the small
-            state stepped ahead from the checkpoint's), or the predictor's name.
+            state stepped ahead from the checkpoint's), `stale` (exactly what the checkpoint holds, some experts
+            of which are older than it is), `experts` (the same with those experts predicted up to it), or the
+            predictor's name.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.
@@ -51,6 +54,7 @@ class Restored:
         scalars: the checkpoint's exact small state.
         data: where the data continues.
         sources: where each rank's state comes from, by rank; empty from scratch.
+        taken_at: this rank's operators that were saved before the checkpoint they come from -> when.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the predicted state, where there was one.
         cumulative_learning_rate: the predictor's time at the restored iteration.
@@ -65,6 +69,7 @@ class Restored:
     scalars: Scalars | None = None
     data: DataPosition = field(default_factory=DataPosition)
     sources: tuple[Source, ...] = ()
+    taken_at: dict[str, int] = field(default_factory=dict)
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     cumulative_learning_rate: float = 0.0
@@ -74,8 +79,13 @@ class Restored:
 
     @property
     def predicted(self) -> bool:
-        """Whether the state was predicted and kept."""
-        return self.method not in ("scratch", "exact", "departure")
+        """Whether the state was predicted up to the failure and kept."""
+        return self.method not in ("scratch", "exact", "departure", "stale", "experts")
+
+    @property
+    def of_no_run(self) -> bool:
+        """Whether some of the state is not what the run had: it was predicted, or is older than the rest."""
+        return self.predicted or self.method in ("stale", "experts")
 
     @property
     def partly_predicted(self) -> bool:
@@ -96,6 +106,7 @@ class Restorer:
         probes: what the guard's veto evaluates.
         config: the run's configuration.
         target: where copies of checkpoints may come from.
+        older_experts: whether a checkpoint will do some of whose experts were saved before it.
     """
 
     def __init__(
@@ -109,8 +120,11 @@ class Restorer:
         probes: Probes,
         config: CPSRConfig,
         target: CheckpointTarget,
+        *,
+        older_experts: bool = True,
     ) -> None:
         self._target = target
+        self._older_experts = older_experts
         self._adapter = adapter
         self._group = group
         self._store = store
@@ -135,17 +149,30 @@ class Restorer:
         """
         started = time.perf_counter()
         snapshot = self._load_newest()
+        stale = None if snapshot is None else self._stale(snapshot)
+        restored = self._restore(mode, snapshot, started, stale=stale is not None)
+        if snapshot is None or stale is None or restored.method != "exact" or restored.sources[0].tier != "disk":
+            return restored
+        if not self._older_experts:
+            raise RecoveryError(
+                f"the state in memory could not be read, and checkpoint {snapshot.iteration} holds experts that are "
+                "older than it is, which mode 'exact' does not take. Nothing was changed: start again, which looks for "
+                "an older checkpoint; or with mode 'auto'"
+            )
+        return self._with_stale_experts(restored, snapshot, stale, predict=mode != "exact")
+
+    def _restore(self, mode: str, snapshot: Snapshot | None, started: float, *, stale: bool) -> Restored:
         c = None if snapshot is None else snapshot.iteration
         progress = read_progress(self._config.run_dir, self._group.size)
         f = self._failure_iteration(progress, c or 0)
-        found = self._ladder.decide(c, f, None if snapshot is None else snapshot.shard)
+        found = self._ladder.decide(c, f, None if snapshot is None else snapshot.shard, stale=stale)
         if found.exact_iteration is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
         if snapshot is None or mode == "exact" or f is None or found.exact_iteration >= f:
             return self._exactly(found, snapshot, f, started, mode)
         at_checkpoint = self._at(snapshot, snapshot, f, started)
         restored = self._near_the_failure(at_checkpoint, snapshot, found, progress, f, mode)
-        if restored.method != "exact" or found.exact_iteration == c:
+        if restored.method != "exact" or found.exact[0].tier == "disk":
             return restored
         exact = self._exactly(found, snapshot, f, started, mode)
         return replace(
@@ -223,6 +250,47 @@ class Restorer:
             return self._predict(exact, snapshot, data, target, mode, found=found)
         except Exception as error:  # noqa: BLE001 - whatever it is, the checkpoint is whole and the run must come back
             return self._without_prediction(exact, snapshot, error)
+
+    def _stale(self, snapshot: Snapshot) -> tuple[int, int] | None:
+        """Operators of all ranks that are older than the loaded checkpoint, and the oldest's iteration, if any are."""
+        ages = _older(snapshot).values()
+        told = self._group.gather([len(ages), min(ages, default=snapshot.iteration)])
+        count = sum(part[0] for part in told)
+        return (count, min(part[1] for part in told)) if count else None
+
+    def _with_stale_experts(
+        self, exact: Restored, snapshot: Snapshot, stale: tuple[int, int], *, predict: bool
+    ) -> Restored:
+        """From a checkpoint with experts that were saved earlier: they are predicted up to it, or go on as saved."""
+        assert exact.scalars is not None
+        c = snapshot.iteration
+        told = f"{stale[0]} parameters of experts were saved up to {c - stale[1]} iterations before the checkpoint"
+        as_saved = replace(
+            exact,
+            method="stale",
+            reason=f"{exact.reason}; {told} and go on as they were",
+            taken_at=_older(snapshot),
+        )
+        if self._config.experts.stale == "stale" or not predict:
+            return as_saved
+        failed, why = self._failures.of(c)
+        if failed >= (1 if self._group.size == 1 else TRIES):
+            return replace(as_saved, reason=f"{as_saved.reason}, since predicting them failed before ({why})")
+        try:
+            prediction = self._prediction.attempt(exact.scalars, c, None, only=as_saved.taken_at.keys())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must come back
+            return self._without_prediction(as_saved, snapshot, error)
+        tried = replace(
+            as_saved,
+            forecast=prediction.forecast,
+            guard={**exact.guard, "experts": prediction.guard},
+            predict_seconds=exact.predict_seconds + prediction.predict_seconds,
+            inject_seconds=exact.inject_seconds + prediction.inject_seconds,
+        )
+        if not prediction.accepted:
+            self.inject(snapshot)
+            return replace(tried, reason=f"{as_saved.reason}: {prediction.reason}")
+        return replace(tried, method="experts", reason=f"{exact.reason}; {told}, up to which they are predicted")
 
     def _as_left(self, exact: Restored, snapshot: Snapshot, found: Decision, data: DataPosition) -> Restored:
         """Every rank's tensors as it left them, where they are finite and their loss is not far above the checkpoint's.
@@ -342,11 +410,14 @@ class Restorer:
                 "to recompute from it"
             )
         self.inject(snapshot)
+        stale = self._stale(snapshot)
+        aside = "" if stale is None else f", with {stale[0]} parameters of experts from iteration {stale[1]} on"
         return replace(
             restored,
-            method="exact",
+            method="exact" if stale is None else "stale",
             restored_iteration=snapshot.iteration,
-            reason=f"the predicted state diverged; recomputing from checkpoint {snapshot.iteration}",
+            taken_at=_older(snapshot),
+            reason=f"the predicted state diverged; recomputing from checkpoint {snapshot.iteration}{aside}",
             data=restored.scalars.data,
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
@@ -358,11 +429,11 @@ class Restorer:
         if self._group.size > 1:
             raise RecoveryError(
                 f"predicting the state failed on rank {self._group.rank} ({message}); checkpoint {snapshot.iteration} "
-                f"is untouched, and where it fails {TRIES} times it is restored exactly: start the job again"
+                f"is untouched, and where it fails {TRIES} times it is restored as it is: start the job again"
             ) from error
-        logger.exception("predicting the state failed; the checkpoint is restored exactly")
+        logger.exception("predicting the state failed; the checkpoint is restored as it is")
         self.inject(snapshot)
-        return replace(exact, reason=f"predicting the state failed ({message}): it is exact instead")
+        return replace(exact, reason=f"{exact.reason}; predicting the state failed ({message}): it is the checkpoint's")
 
     def _take_over(self, learned: dict[str, Any]) -> None:
         """What the predictor had learned; where another kind or version wrote it, it begins anew and says so."""
@@ -393,6 +464,7 @@ class Restorer:
             f - alternative if mode == "auto" else None,
             forecaster,
             partial=partial,
+            stale=self._stale(snapshot) is not None,
             left=(lambda: self._take_what_is_left(departed, lineages)) if departed else None,
         )
         tried = replace(
@@ -418,6 +490,7 @@ class Restorer:
             data=data,
             sources=sources,
             cumulative_learning_rate=prediction.target.time,
+            taken_at=_older(snapshot),
         )
 
     def _take_what_is_left(self, departed: tuple[Source, ...], lineages: list[Any]) -> bool:
@@ -444,13 +517,22 @@ class Restorer:
     def _load_newest(self) -> Snapshot | None:
         """The newest checkpoint that every rank can verify, in the recovery buffer; damaged newer ones are set aside.
 
-        None where the run has never committed one.
+        With all experts of its own iteration, where older ones will not do. None where the run has never committed one.
         """
-        while (iteration := self._newest_usable()) is not None:
+        passed_over: list[int] = []
+        while (iteration := self._newest_usable(passed_over)) is not None:
             snapshot = self._pool.acquire(iteration)
             if snapshot is None:
                 raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
             problem = self._load(iteration, snapshot)
+            if problem is None and not self._older_experts and self._stale(snapshot) is not None:
+                # A state of the same iteration or a newer one may be in memory, with all experts.
+                held = self._ladder.decide(iteration, None, snapshot.shard, stale=True)
+                if held.exact[0].tier == "disk":
+                    logger.warning("checkpoint %d has experts that are older: mode 'exact' goes behind it", iteration)
+                    self._pool.release(snapshot)
+                    passed_over.append(iteration)
+                    continue
             if problem is None:
                 self._pool.keep(snapshot)
                 self._set_damaged_aside()
@@ -459,6 +541,12 @@ class Restorer:
             self._damaged[iteration] = problem
             logger.error("checkpoint %d cannot be used; trying the next older one. %s", iteration, problem)
         remains = self._group.broadcast(self._store.remains())
+        if passed_over:
+            raise RecoveryError(
+                f"checkpoints {passed_over} hold experts that are older than they are, and no older checkpoint is left "
+                "whose experts are all of one iteration, as mode 'exact' needs. Nothing was changed: start with mode "
+                "'auto', which predicts these experts or goes on with them as they are"
+            )
         if remains:
             raise RecoveryError(
                 f"none of the checkpoints of this run can be restored: {'; '.join(self.damaged) or 'none is whole'}. "
@@ -467,13 +555,13 @@ class Restorer:
             )
         return None
 
-    def _newest_usable(self) -> int | None:
+    def _newest_usable(self, passed_over: Sequence[int]) -> int | None:
         """The newest checkpoint that was not passed over, fetched first where the target has a newer one."""
         fetched = self._target.fetch(self._store, self._damaged)
         if fetched is not None:
             self._damaged.pop(fetched, None)
         full = [info.iteration for info in self._store.catalogue() if info.full]
-        usable = [iteration for iteration in full if iteration not in self._damaged]
+        usable = [iteration for iteration in full if iteration not in self._damaged and iteration not in passed_over]
         newest: int | None = self._group.broadcast(max(usable, default=None))
         return newest
 
@@ -529,6 +617,12 @@ class Restorer:
             ahead = (f - scalars.iteration) * self._adapter.micro_batches_per_iteration
             return scalars.data.advanced(ahead if scalars.data.batches else 0)
         return scalars.data.advanced(max(batches - scalars.data.batches, 0))
+
+
+def _older(snapshot: Snapshot) -> dict[str, int]:
+    """This rank's operators that were saved before the checkpoint they are in -> when."""
+    operators = snapshot.shard.operators
+    return {name: one.iteration for name, one in operators.items() if one.iteration < snapshot.iteration}
 
 
 def _why_exact(mode: str, iteration: int, failure_iteration: int | None, *, in_memory: bool) -> str:

@@ -178,7 +178,7 @@ class RunState:
         self._peak_learning_rate = scalars.peak_learning_rate
         self.history_start = scalars.history_start
         self._lineage = list(scalars.lineage)
-        if restored.predicted:
+        if restored.of_no_run:
             checkpoint = restored.checkpoint_iteration or 0
             self._lineage.append({"failure_iteration": restored.restored_iteration, "checkpoint_iteration": checkpoint})
         self._losses.restart(scalars.recent_losses)

@@ -36,8 +36,9 @@ class RunDirectory:
     ended: dict[str, Any] | None
 
     def checkpoint_bytes(self) -> int:
-        """Bytes that the run's checkpoints take on the disk now."""
-        return sum(path.stat().st_size for path in (self.path / "checkpoints").rglob("*") if path.is_file())
+        """Bytes that the run's checkpoints take on the disk now; a file with several names counts once."""
+        found = [path.stat() for path in (self.path / "checkpoints").rglob("*") if path.is_file()]
+        return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
 
     def mark_ended(self, ending: str, iteration: int) -> None:
         """Leave the marker of an end that was not a failure (rank 0)."""

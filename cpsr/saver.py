@@ -1,20 +1,24 @@
 """When this rank saves, and what becomes of it: the training thread's side of checkpoints."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
 from cpsr.checkpoint.snapshot import Part, Snapshot, SnapshotPool
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.expert_saving import ExpertSaving
 from cpsr.group import Group
 from cpsr.planner.cadence import Cadence, Savers
 from cpsr.planner.plan import Plan
 from cpsr.planning.job_planner import JobPlanner
+from cpsr.predictor.prior import MIN_CHECKPOINTS
 from cpsr.record import Recorder
 from cpsr.restore import Restored
 from cpsr.scalars import Scalars
@@ -42,6 +46,7 @@ class Saver:
         planner: says with which plan a life begins, and is told of every save.
         config: the run's configuration.
         restored: where this life begins.
+        experts: says which experts a checkpoint saves; None: all of them.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Saver:
         planner: JobPlanner,
         config: CPSRConfig,
         restored: Restored,
+        experts: ExpertSaving | None = None,
     ) -> None:
         self._adapter = adapter
         self._pool = pool
@@ -70,11 +76,18 @@ class Saver:
         self._partial: set[int] = set()  # partial checkpoints under way
         self._partial_iteration: int | None = None  # newest partial one; it stands on the disk where it was committed
         self._carried: Snapshot | None = None  # handed over when the other ranks' copies are
+        self._experts = experts
+        self._all_experts = True  # until a checkpoint of this attempt holds them, there is nothing to carry along
+        self._sparse_iterations: set[int] = set()  # since the last that holds all experts of its own iteration
+        self._begun_at = time.perf_counter()
+        self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         # Newest whole one; on other ranks than 0 it may be abandoned.
         self.saved_iteration = restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         recorder.plan(self.plan, restored.restored_iteration)
+        self._warned = False
+        self._warn_of_short_history()
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint belongs after this iteration."""
@@ -90,7 +103,7 @@ class Saver:
         """
         part = _PARTS[self._cadence.take(self.plan, iteration)]
         if part == "whole":
-            self._begin(iteration, lambda: self._with_plan(scalars()))
+            self._begin(iteration, lambda: self._with_plan(scalars()), sparse=self._sparse(iteration, whole=False))
             return
         self._partial.add(iteration)
         if part == "carried":
@@ -99,17 +112,42 @@ class Saver:
             self._begin(iteration, place, part)
 
     def _with_plan(self, scalars: Scalars) -> dict[str, Any]:
-        return replace(scalars, planning=self._planner.state_dict(self.plan)).to_tree()
+        experts = {} if self._experts is None else self._experts.state_dict()
+        return replace(scalars, planning=self._planner.state_dict(self.plan), experts=experts).to_tree()
 
-    def _begin(self, iteration: int, scalars: Callable[[], dict[str, Any]], part: Part = "whole") -> None:
+    def _sparse(self, iteration: int, *, whole: bool) -> Sparse | None:
+        """Which experts the next checkpoint saves, agreed by all ranks; None where checkpoints save all there is."""
+        if self._experts is None:
+            return None
+        units = self._experts.units
+        chosen = self._experts.choose(self.saved_iteration, whole=whole or self._all_experts)
+        self._experts.began(iteration)
+        self._all_experts = False
+        if chosen is None:
+            self._sparse_iterations.clear()
+        else:
+            self._sparse_iterations.add(iteration)
+        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
+        return Sparse(frozenset(units), saved)
+
+    def _begin(
+        self,
+        iteration: int,
+        scalars: Callable[[], dict[str, Any]],
+        part: Part = "whole",
+        sparse: Sparse | None = None,
+    ) -> None:
+        if sparse is not None and sparse.carried and self._config.experts.memory == "saved":
+            part = "sparse"
         started = time.perf_counter()
         self._last_due = iteration
-        if part == "whole":
+        if part in ("whole", "sparse"):
             self._planner.begun()
+            self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
             captured = scalars()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
-            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part)
+            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part, sparse)
         except (SaveError, UnsupportedEngineError) as error:
             self._writer.skip(iteration, str(error))
             return
@@ -146,17 +184,17 @@ class Saver:
             self._pool.release(snapshot)
 
     def save_now(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
-        """Wait until this iteration is committed, saving it first if it is not; a collective."""
+        """Wait until this iteration is committed with all there is, saving it first if it is not; a collective."""
         self.finish()
         standing = self._committed_at(iteration)
         if standing == "whole":
             return True
         self._store.attempt += 1  # a save of this iteration may have been abandoned just now
         if standing == "partial":
-            self._store.abandon_after(iteration - 1, "a whole checkpoint takes the place of the partial one")
+            self._store.abandon_after(iteration - 1, "a whole checkpoint takes its place")
             self._group.barrier()
         self._cadence.restart(iteration)
-        self._begin(iteration, lambda: self._with_plan(scalars()))
+        self._begin(iteration, lambda: self._with_plan(scalars()), sparse=self._sparse(iteration, whole=True))
         self.finish()
         return self._committed_at(iteration) == "whole"
 
@@ -167,19 +205,19 @@ class Saver:
         self._last_due = iteration
         self.saved_iteration = saved_iteration
         self._partial_iteration = None
+        self._all_experts = True
 
     def _committed_at(self, iteration: int) -> Literal["whole", "partial", "nothing"]:
         """Rank 0's word, once nothing is under way any more on any rank."""
         self._writer.drain(self._config.checkpoint.save_timeout_seconds)
         self.surface()
-        standing: Literal["whole", "partial", "nothing"] = self._group.broadcast(
-            "whole"
-            if self.saved_iteration == iteration
-            else "partial"
-            if self._partial_iteration == iteration
-            else "nothing"
-        )
-        return standing
+        standing: Literal["whole", "partial", "nothing"] = "nothing"
+        if self.saved_iteration == iteration:
+            standing = "partial" if iteration in self._sparse_iterations else "whole"
+        elif self._partial_iteration == iteration:
+            standing = "partial"
+        agreed: Literal["whole", "partial", "nothing"] = self._group.broadcast(standing)
+        return agreed
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""
@@ -193,6 +231,10 @@ class Saver:
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration
                 self._planner.note(outcome)
+                if self._experts is not None:
+                    self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
+            else:
+                self._all_experts = True  # what it was to carry along may be out of reach
 
     def _surface_partial(self, outcome: SaveOutcome, origin: Origin) -> None:
         """It is no checkpoint to whoever reads the journal's, and says nothing of what one costs."""
@@ -213,6 +255,25 @@ class Saver:
         """Let an agreed plan hold from here on."""
         self.plan = plan
         self._recorder.plan(plan, iteration)
+        self._warn_of_short_history()
+
+    def _warn_of_short_history(self) -> None:
+        """Say once where experts are saved too rarely for the history to hold what a prediction of them needs."""
+        rounds = None if self._experts is None else self._experts.checkpoints_of_a_round
+        if rounds is None or self._warned or self._group.rank != 0:
+            return
+        needed = MIN_CHECKPOINTS * rounds * self.plan.interval_iterations
+        span = self._config.checkpoint.history_span_iterations
+        if needed > span:
+            self._warned = True
+            self._recorder.event(
+                "experts saved rarely",
+                f"each expert is in one of {rounds} checkpoints, every {rounds * self.plan.interval_iterations} "
+                f"iterations: for {MIN_CHECKPOINTS} snapshots of it, which a prediction needs, "
+                f"checkpoint.history_span_iterations must be {needed} and is {span}. Until then experts go on as they "
+                "were saved; or raise experts.experts_per_layer",
+                level=logging.WARNING,
+            )
 
 
 def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
@@ -223,7 +284,7 @@ def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
     full = (checkpoint.full_checkpoints + 1 + rehearsed + copied) * shard.state_bytes
     # Where the planner chooses, the interval is not known yet; what it will need is then said by the disk itself.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    entries = max(checkpoint.history_min_checkpoints, checkpoint.history_span_iterations // interval + 1)
+    entries = checkpoint.history_checkpoints(interval)
     weights = sum(operator.parameter.values.nbytes for operator in shard.operators.values())
     history = entries * weights
     if checkpoint.disk_limit_bytes is not None:

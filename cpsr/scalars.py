@@ -78,7 +78,8 @@ class Scalars:
         learning_rate: learning rate of the next step.
         peak_learning_rate: largest learning rate so far.
         origin: `trained`, or `predicted` for every state that descends from a predicted one.
-        lineage: past predicted restarts, as `{"failure_iteration", "checkpoint_iteration"}`.
+        lineage: past restarts from a state that was predicted, or had experts older than the rest, as
+            `{"failure_iteration", "checkpoint_iteration"}`.
         history_start: iteration from which on checkpoints lead to this state; older ones show another training.
         engine: what `EngineAdapter.scalars` returned.
         rng: what `capture_rng` returned.
@@ -88,6 +89,7 @@ class Scalars:
         probes: recent forward inputs or batches for the guard's loss veto.
         learned: what the predictor has learned.
         planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
+        experts: tokens routed to experts, and what of them is not saved, where checkpoints leave experts out.
     """
 
     iteration: int
@@ -105,6 +107,7 @@ class Scalars:
     probes: list[Any] = field(default_factory=list)
     learned: dict[str, Any] = field(default_factory=dict)
     planning: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.codec.encode`."""

@@ -1,6 +1,6 @@
 """One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -130,10 +130,18 @@ def layout_bytes(template: Shard) -> int:
     return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in template.tensors())
 
 
-def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) -> list[Span]:
+def plan_spans(
+    buffer: HostBuffer, shard: Shard, *, weights_only: bool = False, left_out: Collection[str] = ()
+) -> list[Span]:
     """The fewest copies that bring the weights and moments, or the weights alone, into the buffer.
 
     ZeRO's flat partitions become one copy each, and not one a parameter.
+
+    Args:
+        buffer: the target.
+        shard: the sources.
+        weights_only: without the moments.
+        left_out: operators that are not copied.
 
     Raises:
         SaveError: a tensor differs from the template; the message names it.
@@ -143,6 +151,9 @@ def plan_spans(buffer: HostBuffer, shard: Shard, *, weights_only: bool = False) 
     missing = [key for key in buffer.offsets if key.startswith(kinds) and key not in tensors]
     if missing:
         raise SaveError(f"{missing[0]} is no longer there; the snapshot buffers were made with it")
+    if left_out:
+        copied = Shard({name: one for name, one in shard.operators.items() if name not in left_out})
+        tensors = {key: tensor for key, tensor in copied.tensors() if key in tensors}
     spans: list[Span] = []
     for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
         buffer.check(key, tensors[key])

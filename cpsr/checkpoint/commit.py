@@ -7,8 +7,10 @@ commit record; or it leaves an ABANDONED marker, which a late rank finds. A rank
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +26,27 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.errors import SaveError
 
-__all__ = ["ABANDONED", "Attempt", "CommitResult", "abandon", "abandoned_reason", "mark_abandoned", "mark_skipped"]
+__all__ = [
+    "ABANDONED",
+    "Attempt",
+    "CommitResult",
+    "Held",
+    "Missing",
+    "abandon",
+    "abandoned_reason",
+    "mark_abandoned",
+    "mark_skipped",
+]
 __all__ += ["seal", "wait_for_ranks"]
 
 ABANDONED = "ABANDONED"
+
+# What a rank has of a parameter: its whole shape, and the first element and the number of those that it has.
+Held = tuple[Sequence[int], int, int]
+# Given what each rank has, by rank and name, and when it was taken where experts have files of their own: what is wrong
+# with these parts together, in a sentence, or None.
+Missing = Callable[[Mapping[int, Mapping[str, Held]], Mapping[int, Mapping[str, int]]], str | None]
+
 _POLL_SECONDS = 0.02  # latency of a commit; one directory listing each is nothing next to the writing
 
 _log = logging.getLogger(__name__)
@@ -115,7 +134,14 @@ def wait_for_ranks(
 
 
 def seal(
-    directory: Path, iteration: int, attempt: Attempt, shards: dict[int, bytes], sequence: int, *, fsync: bool
+    directory: Path,
+    iteration: int,
+    attempt: Attempt,
+    shards: dict[int, bytes],
+    sequence: int,
+    *,
+    fsync: bool,
+    missing: Missing | None = None,
 ) -> int:
     """Write the manifest over all ranks and, last of all, the commit record.
 
@@ -123,7 +149,7 @@ def seal(
         Bytes of all ranks' files together.
 
     Raises:
-        SaveError: a file that a rank's manifest lists is not there in its full size.
+        SaveError: a file that a rank's manifest lists is not there in its full size, or something is on no rank.
         OSError: the file system refused.
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
@@ -132,6 +158,15 @@ def seal(
             path = directory / name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
+    held = {rank: _held(record) for rank, record in records.items()}
+    ages = {
+        rank: {name: operator.iteration for name, operator in record.operators.items()}
+        for rank, record in records.items()
+        if record.sparse
+    }
+    lacking = None if missing is None else missing(held, ages)
+    if lacking is not None:
+        raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(
@@ -159,6 +194,14 @@ def seal(
     write_bytes(directory / MANIFEST, manifest, fsync=fsync)
     write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)
     return sum(file.bytes for record in records.values() for file in record.files.values())
+
+
+def _held(record: RankManifest) -> dict[str, Held]:
+    """What the rank has saved of each parameter and buffer."""
+    trained: dict[str, Held] = {
+        name: (one.global_shape, one.offset, one.numel) for name, one in record.operators.items()
+    }
+    return {name: (one.shape, 0, math.prod(one.shape)) for name, one in record.others.items()} | trained
 
 
 def _skip_name(rank: int) -> str:

@@ -17,6 +17,7 @@ from cpsr.checkpoint.manifest import (
     file_name,
     rank_manifest_name,
 )
+from cpsr.checkpoint.sparse import expert_files
 from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest
 from cpsr.codec import decode
 from cpsr.errors import CheckpointError, RunMismatchError
@@ -38,14 +39,15 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into)
     names = [file_name(rank, kind) for kind in ("params", "moments", "extra")]
-    if sorted(record.files) != sorted(names):
-        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {names}")
-    for name in names:
-        check_file(directory / name, record.files[name])
+    if absent := sorted(set(names) - record.files.keys()):
+        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {absent}")
+    for name, file in record.files.items():
+        check_file(directory / name, file)
     with ExitStack() as stack:
         saved: dict[str, torch.Tensor] = {}
         for name in names:
             saved.update(_open(stack, directory / name))
+        saved.update(_experts(stack, directory, record))
         scalars = _scalars(directory / rank_manifest_name(rank), record, saved)
         pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
         with torch.no_grad():
@@ -142,6 +144,19 @@ def _open(stack: ExitStack, path: Path) -> dict[str, torch.Tensor]:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except SafetensorError as error:
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
+
+
+def _experts(stack: ExitStack, directory: Path, record: RankManifest) -> dict[str, torch.Tensor]:
+    """Experts with files of their own, each from that of the iteration at which it was taken."""
+    found: dict[str, torch.Tensor] = {}
+    for taken_at, operators in record.by_iteration().items():
+        keys = {f"param/{name}" for name in operators}
+        keys |= {f"moment/{moment}/{name}" for name, one in operators.items() for moment in one.moments}
+        for name in expert_files(record.rank, taken_at):
+            if name in record.files:
+                tensors = _open(stack, directory / name)
+                found |= {key: tensors[key] for key in keys & tensors.keys()}
+    return found
 
 
 def _scalars(path: Path, record: RankManifest, saved: dict[str, torch.Tensor]) -> Any:

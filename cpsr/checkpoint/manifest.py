@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
-__all__ += ["thinned_record"]
+__all__ += ["experts_taken_at", "holds_weights", "thinned_record"]
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -18,7 +18,10 @@ THINNED = "THINNED"
 _STEP = re.compile(r"step-(\d{10,})")
 
 # Names are spelled out, so that no manifest, however it came to be, can point out of its own directory.
-FileName = Annotated[str, StringConstraints(pattern=r"^rank-\d{5,}\.(params|moments|extra)\.safetensors$")]
+_EXPERTS = r"experts-\d{10,}\."
+FileName = Annotated[
+    str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.({_EXPERTS})?(params|moments|extra)\.safetensors$")
+]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -79,6 +82,18 @@ class RankManifest(_Record):
         """Read the JSON form; ValueError (which pydantic's error is too) where it is not one."""
         return cls.model_validate(json.loads(data))
 
+    def by_iteration(self) -> dict[int, dict[str, OperatorRecord]]:
+        """Operators by the iteration at which they were taken, oldest first."""
+        found: dict[int, dict[str, OperatorRecord]] = {}
+        for name, operator in sorted(self.operators.items(), key=lambda item: item[1].iteration):
+            found.setdefault(operator.iteration, {})[name] = operator
+        return found
+
+    @property
+    def sparse(self) -> bool:
+        """Whether experts have files of their own (see `cpsr.checkpoint.sparse`)."""
+        return any(experts_taken_at(name) is not None for name in self.files)
+
 
 class RankRecord(_Record):
     """One rank's manifest as rank 0 saw it at the commit."""
@@ -122,7 +137,12 @@ class Manifest(_Record):
     def history_bytes(self) -> int:
         """Bytes of the files that a thinned checkpoint keeps."""
         records = self.ranks.values()
-        return sum(size for record in records for name, size in record.files.items() if _is_kept(name))
+        return sum(size for record in records for name, size in record.files.items() if holds_weights(name))
+
+    def expert_files(self) -> dict[str, int]:
+        """Files of all ranks with experts of their own, and their bytes; other checkpoints may share them."""
+        files = ((name, size) for record in self.ranks.values() for name, size in record.files.items())
+        return {name: size for name, size in files if experts_taken_at(name) is not None}
 
     def state_bytes(self) -> int:
         """Bytes of all tensor files of all ranks."""
@@ -131,7 +151,7 @@ class Manifest(_Record):
     def thinned_files(self) -> list[str]:
         """Names that thinning removes: all but the weights."""
         names = (name for record in self.ranks.values() for name in record.files)
-        return sorted(name for name in names if not _is_kept(name))
+        return sorted(name for name in names if not holds_weights(name))
 
 
 def step_name(iteration: int) -> str:
@@ -139,8 +159,8 @@ def step_name(iteration: int) -> str:
     return f"step-{iteration:010d}"
 
 
-def _is_kept(name: str) -> bool:
-    """Whether thinning leaves a file: the weights."""
+def holds_weights(name: str) -> bool:
+    """Whether a file holds weights, which thinning leaves."""
     return name.endswith(".params.safetensors")
 
 
@@ -155,9 +175,23 @@ def rank_manifest_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def file_name(rank: int, kind: Literal["params", "moments", "extra"]) -> str:
-    """File of one kind of one rank's tensors."""
-    return f"rank-{rank:05d}.{kind}.safetensors"
+def file_name(rank: int, kind: Literal["params", "moments", "extra"], taken_at: int | None = None) -> str:
+    """File of one kind of one rank's tensors.
+
+    Args:
+        rank: whose.
+        kind: of tensors.
+        taken_at: of experts that have files of their own (see `cpsr.checkpoint.sparse`): the iteration at which those
+            in this one were saved.
+    """
+    experts = "" if taken_at is None else f"experts-{taken_at:010d}."
+    return f"rank-{rank:05d}.{experts}{kind}.safetensors"
+
+
+def experts_taken_at(name: str) -> int | None:
+    """Iteration at which the experts in a file were saved; None of a file that has no experts of its own."""
+    match = re.match(rf"rank-\d+\.{_EXPERTS}", name)
+    return int(name.split(".")[1].removeprefix("experts-")) if match else None
 
 
 def commit_record(manifest: bytes) -> bytes:

@@ -21,18 +21,29 @@ import logging
 import math
 import mmap
 import os
-import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from cpsr.checkpoint.held import (
+    HEADER,
+    MAGIC,
+    NAME,
+    PAGE_BYTES,
+    SHARED_MEMORY,
+    HeldState,
+    Kind,
+    describe,
+    files_of,
+    held_state,
+    held_states,
+)
 from cpsr.checkpoint.loading import dtype_name
 from cpsr.codec import decode, encode
 from cpsr.errors import CheckpointError
@@ -43,6 +54,7 @@ __all__ = [
     "PAGE_BYTES",
     "SHARED_MEMORY",
     "HeldState",
+    "Kind",
     "MemoryFile",
     "SharedMemory",
     "held_bytes",
@@ -58,42 +70,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Another directory than the machine's lets one machine stand for several.
-SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
-PAGE_BYTES = 4096
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
-_MAGIC = b"CPSRMEM1"
-_HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 8
-_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
-
-Kind = Literal["snapshot", "departure", "small"]
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """A whole state in shared memory, as its file describes it.
-
-    Attributes:
-        path: its file.
-        rank: the rank whose state it is.
-        iteration: iteration at which it was taken.
-        life: life of the run that took it.
-        branch: how often that life had gone back before.
-        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
-            `small`, all but weights and moments.
-        owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
-    """
-
-    path: Path
-    rank: int
-    iteration: int
-    life: int
-    kind: Kind
-    owned: str = ""
-    branch: int = 0
 
 
 class MemoryFile:
@@ -139,7 +119,7 @@ class MemoryFile:
     @property
     def iteration(self) -> int:
         """Of the state that is held, -1 where there is none."""
-        held = _describe(self.path)
+        held = describe(self.path)
         return -1 if held is None else held[0].iteration
 
     def unseal(self) -> None:
@@ -200,7 +180,7 @@ class MemoryFile:
         os.pwrite(self._descriptor, description + saved, end)
         sequence = (int(self._sequence[0]) | 1) + 1
         digest = _digest(self._map, self._tensor_bytes, description, saved)
-        header = _HEADER.pack(_MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
+        header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
         self._map[: len(header)] = header
         self._sequence[0] = sequence
 
@@ -279,18 +259,6 @@ def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:
     return max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * size)))
 
 
-def held_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[HeldState]:
-    """The states of a run that this machine's shared memory holds, as their files say; not verified."""
-    held = (_describe(path) for path in _files_of(run_id, directory))
-    return sorted((found[0] for found in held if found is not None), key=lambda state: (state.rank, state.iteration))
-
-
-def held_state(path: Path) -> HeldState | None:
-    """The state that a file holds, as it says; None where it holds none that is whole. Not verified."""
-    found = _describe(path)
-    return None if found is None else found[0]
-
-
 def load_held(state: HeldState, into: Shard) -> Any:
     """Copy a state into the views of `into` and return its scalars.
 
@@ -338,8 +306,8 @@ def held_word(state: HeldState) -> str:
 def held_bytes(run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY) -> int:
     """Memory of this machine that the buffers of these ranks take already, as an earlier life left them."""
     own, found = set(ranks), 0
-    for path in _files_of(run_id, directory):
-        matched = _NAME.fullmatch(path.name)
+    for path in files_of(run_id, directory):
+        matched = NAME.fullmatch(path.name)
         if matched is not None and int(matched["rank"]) in own and matched["slot"].isdigit():
             found += path.lstat().st_blocks * BLOCK_BYTES
     return found
@@ -360,8 +328,8 @@ def remove_held(
         The bytes that were freed.
     """
     kept, freed = set(keep_ranks), 0
-    for path in _files_of(run_id, directory):
-        matched = _NAME.fullmatch(path.name)
+    for path in files_of(run_id, directory):
+        matched = NAME.fullmatch(path.name)
         if matched is None:
             continue
         kind = matched["slot"].partition("-")[0]
@@ -381,7 +349,7 @@ class _Reading:
 
     def __init__(self, state: HeldState) -> None:
         self._state = state
-        found = _describe(state.path)
+        found = describe(state.path)
         if found is None or found[0] != state:
             raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
         self._description, digest, (tensor_bytes, description_bytes, scalar_bytes) = found[1:]
@@ -439,52 +407,9 @@ class _Reading:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
 
 
-def _files_of(run_id: str, directory: Path) -> Iterator[Path]:
-    if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        matched = _NAME.fullmatch(path.name)
-        if matched is not None and matched["run_id"] == run_id:
-            yield path
-
-
-_Found = tuple[HeldState, Mapping[str, Any], bytes, tuple[int, int, int]]
-
-
-def _describe(path: Path) -> _Found | None:
-    """What a file says that it holds, its hash and sizes; None where it holds nothing that is whole."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("%s cannot be read, and is ignored: %s", path, error)
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            logger.warning("%s belongs to another user, and is ignored", path)
-            return None
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            return None
-        magic, sequence, tensor_bytes, description_bytes, scalar_bytes, digest = _HEADER.unpack(header)
-        end = PAGE_BYTES + tensor_bytes + description_bytes + scalar_bytes
-        if magic != _MAGIC or sequence % 2 or end > os.fstat(descriptor).st_size:
-            return None
-        file.seek(PAGE_BYTES + tensor_bytes)
-        try:
-            description = json.loads(file.read(description_bytes))
-            rank, iteration, life, branch = (int(description[name]) for name in ("rank", "iteration", "life", "branch"))
-            state = HeldState(path, rank, iteration, life, description["kind"], str(description["owned"]), branch)
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("%s says nothing that can be read of what it holds, and is ignored: %r", path, error)
-            return None
-    return state, description, digest, (tensor_bytes, description_bytes, scalar_bytes)
-
-
 def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:
-    header = os.pread(descriptor, _HEADER.size, 0)
-    return len(header) == _HEADER.size and _HEADER.unpack(header)[2] == tensor_bytes
+    header = os.pread(descriptor, HEADER.size, 0)
+    return len(header) == HEADER.size and HEADER.unpack(header)[2] == tensor_bytes
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy
 import torch
 
-__all__ = ["CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
+__all__ = ["CopyAccount", "CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
 
 # To look whether the copy is wanted now, however long the next wait of the training thread is in coming: whoever
 # needs the thread of copies for something else waits so long at most.
@@ -26,6 +26,9 @@ RETRY_SECONDS = 0.005
 GROWTH = 2.0
 # How long a snapshot has until the update is the median of so many; one that is wanted at once does not count for much.
 RECENT_SNAPSHOTS = 8
+# A snapshot that is wanted in less than this share of that time (the exit's, or one before the user's own change of the
+# state) met few of the waits that others meet, and tells nothing of what fits into them.
+COMPLETE_SHARE = 0.5
 # Of that time: pieces that were put off go beside the work so long before they would be late.
 MARGIN = 0.1
 
@@ -63,6 +66,21 @@ class Split:
     at_once: int = 0
 
 
+@dataclass(frozen=True)
+class CopyAccount:
+    """What the copies of all snapshots so far amounted to.
+
+    Attributes:
+        in_waits_bytes: copied while the training thread waited.
+        in_waits_seconds: that took.
+        other_bytes: copied beside its work, or while the update waited.
+    """
+
+    in_waits_bytes: int = 0
+    in_waits_seconds: float = 0.0
+    other_bytes: int = 0
+
+
 def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) -> int:
     """How much of a snapshot to copy while the training thread waits (MoEtion, Algorithm 4).
 
@@ -85,10 +103,14 @@ class CopyPace:
 
     Args:
         waits: forecasts them.
+
+    Attributes:
+        account: of all copies so far.
     """
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
+        self.account = CopyAccount()
         self._bytes_per_second = 0.0
         self._limit_bytes: int | None = None  # where forecasts promised more than there was
         self._until_update: deque[float] = deque(maxlen=RECENT_SNAPSHOTS)
@@ -106,10 +128,16 @@ class CopyPace:
 
     def patience_seconds(self, left_bytes: int) -> float:
         """From the beginning of a snapshot on, how long so many bytes may be put off."""
-        until_update = statistics.median(self._until_update) if self._until_update else 0.0
-        return (1.0 - MARGIN) * until_update - self.seconds(left_bytes)
+        return (1.0 - MARGIN) * self._usual_seconds() - self.seconds(left_bytes)
 
-    def note(self, split: Split, copy_seconds: float, until_update_seconds: float, piece_bytes: int) -> None:
+    def note(
+        self,
+        split: Split,
+        copy_seconds: float,
+        until_update_seconds: float,
+        piece_bytes: int,
+        in_waits_seconds: float = 0.0,
+    ) -> None:
         """A snapshot was copied.
 
         Args:
@@ -117,15 +145,29 @@ class CopyPace:
             copy_seconds: for copying alone.
             until_update_seconds: from its beginning until it was wanted.
             piece_bytes: of the largest piece.
+            in_waits_seconds: for copying what was copied in waits.
         """
         total = split.in_waits + split.beside + split.late + split.at_once
+        account = self.account
+        self.account = CopyAccount(
+            account.in_waits_bytes + split.in_waits,
+            account.in_waits_seconds + in_waits_seconds,
+            account.other_bytes + total - split.in_waits,
+        )
         if total and copy_seconds > 0:
             self._bytes_per_second = total / copy_seconds
+        was_complete = until_update_seconds >= COMPLETE_SHARE * self._usual_seconds()
         self._until_update.append(until_update_seconds)
+        if not was_complete:
+            return
         if split.late or split.at_once:
             self._limit_bytes = max(split.in_waits, piece_bytes)  # one piece, to see when there are waits again
         elif self._limit_bytes is not None:
             self._limit_bytes = int(GROWTH * self._limit_bytes)
+
+    def _usual_seconds(self) -> float:
+        """How long a snapshot has until the update; 0 before there was one."""
+        return statistics.median(self._until_update) if self._until_update else 0.0
 
 
 class PacedCopy:
@@ -149,7 +191,7 @@ class PacedCopy:
         self._in_flight = 0
         self._largest_bytes = self._put_off_bytes = 0
         self._copied: Counter[str] = Counter()  # bytes, by the names of `Split`
-        self._seconds = 0.0
+        self._seconds = self._in_waits_seconds = 0.0
         self._error: Exception | None = None
         self._noted = False
 
@@ -202,7 +244,7 @@ class PacedCopy:
                 raise self._error
             if not self._noted:
                 self._noted = True
-                self._pace.note(self.split, self._seconds, until_update, self._largest_bytes)
+                self._pace.note(self.split, self._seconds, until_update, self._largest_bytes, self._in_waits_seconds)
             return self._seconds
 
     def _divide(self, pieces: Sequence[Piece]) -> None:
@@ -250,6 +292,7 @@ class PacedCopy:
         with self._changed:
             self._in_flight -= 1
             self._seconds += seconds
+            self._in_waits_seconds += seconds if when == "in_waits" else 0.0
             self._error = self._error or error
             self._copied[when] += piece[1].nbytes
             self._put_off_bytes -= piece[1].nbytes if pieces is self._for_waits else 0

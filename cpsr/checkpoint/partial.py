@@ -1,7 +1,7 @@
 """Partial checkpoints: between two whole ones, some ranks write new weights and the others carry theirs along.
 
-A partial checkpoint is committed as a whole one is, and holds one weights file a rank, no moments and no buffers: the
-history of a predictor, and no place to restart at. What a rank carries is the file that it wrote last, under one more
+A partial checkpoint is committed as a whole one is, and holds a rank's files of weights, no moments and no buffers: the
+history of a predictor, and no place to restart at. What a rank carries are the files that it wrote last, under one more
 name (a hard link), with the hash of then; the operators in its manifest say at which iteration they were taken.
 """
 
@@ -9,15 +9,16 @@ import errno
 import os
 import shutil
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
-from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name
+from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, holds_weights
 from cpsr.errors import SaveError
 from cpsr.state import Shard
 
-__all__ = ["CarriedWeights", "weights_of"]
+__all__ = ["CarriedWeights", "put_into", "weights_of"]
 
 # Checkpoints looked in for weights to carry, newest first; retention never removes the newest two.
 _REMEMBERED_PLACES = 8
@@ -46,7 +47,7 @@ class CarriedWeights:
 
     def put_into(
         self, directory: Path, attempt: tuple[int, int], *, fsync: bool
-    ) -> tuple[FileRecord, dict[str, OperatorRecord]]:
+    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
         """Give the weights a name in another checkpoint; the caller forces the directory to the disk.
 
         Args:
@@ -55,24 +56,43 @@ class CarriedWeights:
             fsync: force a copy to the disk, where there can be no link.
 
         Returns:
-            The file's record, and the operators without moments, at the iteration at which they were taken.
+            The files' records, and the operators without moments, at the iteration at which they were taken.
 
         Raises:
             SaveError: there are no such weights any more, or a copy differs from what was written.
             OSError: the file system refused.
         """
         for source, written in reversed(self._places):
-            name = file_name(written.rank, "params")
             if (written.life, written.attempt) != attempt:
                 break
-            try:
-                _link(source / name, directory / name, written.files[name], fsync=fsync)
-            except FileNotFoundError:
+            files = {name: record for name, record in written.files.items() if holds_weights(name)}
+            if not put_into(directory, source, files, fsync=fsync):
                 continue  # retention, or with an abandoned checkpoint
-            return written.files[name], {
-                key: one.model_copy(update={"moments": {}}) for key, one in written.operators.items()
-            }
+            return files, {key: one.model_copy(update={"moments": {}}) for key, one in written.operators.items()}
         raise SaveError(f"{directory}: there are no weights that this rank has written since the run went on, to carry")
+
+
+def put_into(directory: Path, source: Path, files: Mapping[str, FileRecord], *, fsync: bool) -> bool:
+    """Give files of one checkpoint the same names in another one; False, and no new name, where one is not there.
+
+    Args:
+        directory: where to; nothing of these names is there.
+        source: where they lie.
+        files: with what was written.
+        fsync: force a copy to the disk, where there can be no link.
+
+    Raises:
+        SaveError: a copy differs from what was written.
+        OSError: the file system refused.
+    """
+    for name, record in files.items():
+        try:
+            _link(source / name, directory / name, record, fsync=fsync)
+        except FileNotFoundError:
+            for done in files:
+                (directory / done).unlink(missing_ok=True)
+            return False
+    return True
 
 
 def _link(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:

@@ -4,13 +4,13 @@ Nothing is removed but after a later checkpoint was committed (and was read back
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, note_set_aside, scan, set_aside_list
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
-from cpsr.checkpoint.manifest import COMMIT, THINNED, step_iteration, thinned_record
+from cpsr.checkpoint.manifest import COMMIT, THINNED, holds_weights, step_iteration, thinned_record
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.config import CheckpointConfig
 
@@ -36,6 +36,7 @@ def plan_retention(
     other_bytes: int = 0,
     held: int | None = None,
     copied: int | None = None,
+    carried: Mapping[int, Mapping[str, int]] | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
 
@@ -46,6 +47,7 @@ def plan_retention(
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
         held: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
+        carried: iteration -> files of experts in it, with their bytes; those of one name are one on the disk.
     """
     if not checkpoints:
         return RetentionPlan([], [])
@@ -66,15 +68,33 @@ def plan_retention(
     sizes = {
         info.iteration: info.bytes if info.iteration in keep_whole else thinned_bytes[info.iteration] for info in kept
     }
+    twice = _Shared(carried or {}, keep_whole)
     # Over the cap the oldest history goes first, then older whole ones, never the newest whole one.
     for iteration in [*sorted(set(sizes) - keep_whole), *sorted(keep_whole)[:-1]]:
-        if config.disk_limit_bytes is None or sum(sizes.values()) + other_bytes <= config.disk_limit_bytes:
+        taken = sum(sizes.values()) - twice.bytes(sizes) + other_bytes
+        if config.disk_limit_bytes is None or taken <= config.disk_limit_bytes:
             break
         del sizes[iteration]
     return RetentionPlan(
         thin=sorted((whole - keep_whole) & sizes.keys()),
         delete=sorted({info.iteration for info in checkpoints} - sizes.keys()),
     )
+
+
+class _Shared:
+    """What the sizes of checkpoints count more than once, since later ones carry files of earlier ones along."""
+
+    def __init__(self, carried: Mapping[int, Mapping[str, int]], whole: Collection[int]) -> None:
+        self._held = {
+            iteration: {name: size for name, size in files.items() if iteration in whole or holds_weights(name)}
+            for iteration, files in carried.items()
+        }
+
+    def bytes(self, kept: Collection[int]) -> int:
+        """Of these checkpoints."""
+        files = [self._held.get(iteration, {}) for iteration in kept]
+        distinct = {name: size for one in files for name, size in one.items()}
+        return sum(sum(one.values()) for one in files) - sum(distinct.values())
 
 
 def retain(
@@ -104,8 +124,11 @@ def retain(
     asides = _remove_asides(checkpoints, catalogue, fsync=fsync)
     newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
     remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
-    remaining = {info.iteration: read_manifest(info.directory).history_bytes() for info in catalogue.checkpoints}
-    plan = plan_retention(catalogue.checkpoints, config, remaining, sum(aside.bytes for aside in asides), held, copied)
+    manifests = {info.iteration: read_manifest(info.directory) for info in catalogue.checkpoints}
+    remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
+    carried = {iteration: manifest.expert_files() for iteration, manifest in manifests.items()}
+    other_bytes = sum(aside.bytes for aside in asides)
+    plan = plan_retention(catalogue.checkpoints, config, remaining, other_bytes, held, copied, carried)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
         _thin(directories[iteration], fsync=fsync)
@@ -115,7 +138,7 @@ def retain(
     for info in catalogue.checkpoints:
         if not info.full and info.iteration not in plan.delete:
             _unlink_thinned(info.directory)
-    _warn_over_limit(config, remaining, catalogue, plan)
+    _warn_over_limit(config, remaining, catalogue, plan, carried)
     return plan
 
 
@@ -171,10 +194,16 @@ def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> l
 
 
 def _warn_over_limit(
-    config: CheckpointConfig, remaining: dict[int, int], catalogue: Catalogue, plan: RetentionPlan
+    config: CheckpointConfig,
+    remaining: dict[int, int],
+    catalogue: Catalogue,
+    plan: RetentionPlan,
+    carried: Mapping[int, Mapping[str, int]],
 ) -> None:
     kept = [info for info in catalogue.checkpoints if info.iteration not in plan.delete]
+    whole = {info.iteration for info in kept if info.full} - set(plan.thin)
     total = sum(remaining[info.iteration] if info.iteration in plan.thin else info.bytes for info in kept)
+    total -= _Shared(carried, whole).bytes([info.iteration for info in kept])
     if config.disk_limit_bytes is not None and total > config.disk_limit_bytes:
         _log.warning(
             "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",

@@ -14,16 +14,18 @@ import torch
 from cpsr.checkpoint.boundary import BoundaryBuffers
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, layout_bytes, plan_spans
 from cpsr.checkpoint.memory import Kind, MemoryFile, SharedMemory
-from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Split, Waits, copy_on_host
+from cpsr.checkpoint.paced import CopyAccount, CopyPace, PacedCopy, Piece, Split, Waits, copy_on_host
 from cpsr.checkpoint.partial import weights_of
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.codec import decode, encode
 from cpsr.errors import SaveError
 from cpsr.state import Shard
 
 __all__ = ["Part", "Snapshot", "SnapshotPool"]
 
-# What a rank contributes to a checkpoint: everything; its weights, or those that it wrote before, to a partial one.
-Part = Literal["whole", "weights", "carried"]
+# What a rank contributes to a checkpoint: everything; all but the experts that are carried; to a partial one its
+# weights, or those that it wrote before.
+Part = Literal["whole", "sparse", "weights", "carried"]
 
 _Source = tuple[int, int, torch.dtype]
 
@@ -46,6 +48,7 @@ class Snapshot:
         copy_seconds: how long the asynchronous copy itself took.
         part: what it holds; nothing was copied, and no buffer is held, where weights are carried.
         split: when its bytes were copied, where the pool copies in waits.
+        sparse: which experts are written, where the run's checkpoints are sparse.
     """
 
     iteration: int
@@ -55,6 +58,22 @@ class Snapshot:
     copy_seconds: float = 0.0
     part: Part = "whole"
     split: Split | None = None
+    sparse: Sparse | None = None
+
+    @property
+    def partial(self) -> bool:
+        """Whether it holds weights alone."""
+        return self.part in ("weights", "carried")
+
+    @property
+    def written(self) -> Shard:
+        """What of the shard goes into the checkpoint."""
+        return self.shard if self.sparse is None else self.sparse.written(self.shard)
+
+    @property
+    def compared(self) -> Shard:
+        """What of the shard is in every checkpoint of all ranks anew, so that checkpoints can be compared by it."""
+        return self.shard if self.sparse is None else self.sparse.without_experts(self.shard)
 
 
 class SnapshotPool:
@@ -109,6 +128,11 @@ class SnapshotPool:
         """The newest durable or restored state, None while there is none."""
         return self._recovery
 
+    @property
+    def copy_account(self) -> CopyAccount | None:
+        """What the copies of all snapshots so far amounted to; None where they wait for nothing."""
+        return None if self._pace is None else self._pace.account
+
     def copy_in(self, waits: Waits) -> None:
         """From now on copy what fits while the training thread waits, and the rest, as before, beside its work.
 
@@ -117,14 +141,17 @@ class SnapshotPool:
         """
         self._pace = CopyPace(waits)
 
-    def begin(self, shard: Shard, iteration: int, scalars: Any, part: Part = "whole") -> Snapshot | None:
+    def begin(
+        self, shard: Shard, iteration: int, scalars: Any, part: Part = "whole", sparse: Sparse | None = None
+    ) -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
 
         Args:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
             scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
-            part: `weights` leaves moments and buffers out.
+            part: `weights` leaves moments and buffers out, `sparse` the experts that are carried.
+            sparse: which experts are written.
 
         Returns:
             The snapshot, not complete yet; None when every buffer is in use: this checkpoint is to be skipped.
@@ -142,8 +169,8 @@ class SnapshotPool:
             return None
         buffer, snapshot = held
         try:
-            snapshot.scalars, snapshot.part = copied, part
-            if part == "whole":
+            snapshot.scalars, snapshot.part, snapshot.sparse = copied, part, sparse
+            if not snapshot.partial:
                 buffer.copy_others(shard)
             self._running = (snapshot, self._start(buffer, snapshot, shard))
         except BaseException:
@@ -430,6 +457,9 @@ class SnapshotPool:
 
     def _spans(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> list[Span]:
         part = snapshot.part
+        if part == "sparse":  # other experts each time
+            assert snapshot.sparse is not None
+            return plan_spans(buffer, shard, left_out=snapshot.sparse.carried)
         sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
         if part not in self._planned or sources != self._planned[part][0]:
             self._planned[part] = (sources, plan_spans(buffer, shard, weights_only=part == "weights"))
@@ -439,6 +469,8 @@ class SnapshotPool:
 def _held(buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> Shard:
     """The buffer's views of what the snapshot holds."""
     held = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
+    if snapshot.part == "sparse":
+        return snapshot.sparse.written(held) if snapshot.sparse is not None else held
     return held if snapshot.part == "whole" else weights_of(held)
 
 

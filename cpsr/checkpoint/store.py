@@ -6,6 +6,7 @@
         rank-00000.params.safetensors    weights
         rank-00000.moments.safetensors   the optimizer's tensors
         rank-00000.extra.safetensors     buffers, and the tensors among the scalars
+        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.sparse`
         rank-00000.json                  what this rank wrote, with sizes and hashes
         manifest.json                    the SHA-256 of every rank's manifest
         COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
@@ -28,6 +29,7 @@ from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, scan, set_aside
 from cpsr.checkpoint.commit import (
     Attempt,
     CommitResult,
+    Missing,
     abandon,
     abandoned_reason,
     mark_abandoned,
@@ -37,9 +39,18 @@ from cpsr.checkpoint.commit import (
 )
 from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.loading import SCALARS, load_shard, operator_record, tensor_record
-from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    FileRecord,
+    OperatorRecord,
+    RankManifest,
+    file_name,
+    rank_manifest_name,
+    step_name,
+)
 from cpsr.checkpoint.partial import CarriedWeights
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.sparse import CarriedExperts
 from cpsr.checkpoint.verify import (
     Problem,
     UnreadableFileError,
@@ -76,6 +87,7 @@ class CheckpointStore:
         run_id: identity of the run, the same in every life.
         life: counts the starts of the job; shards of different lives never form one checkpoint.
         fsync: force every file to the disk before the commit record.
+        missing: what all ranks' parts together lack, in a sentence; nothing is committed where it says something.
 
     Attributes:
         directory: `<run_dir>/checkpoints`.
@@ -86,7 +98,15 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, run_dir: Path, rank: int, world_size: int, run_id: str, life: int, *, fsync: bool = True
+        self,
+        run_dir: Path,
+        rank: int,
+        world_size: int,
+        run_id: str,
+        life: int,
+        *,
+        fsync: bool = True,
+        missing: Missing | None = None,
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
@@ -97,8 +117,10 @@ class CheckpointStore:
         self._run_id = run_id
         self._life = life
         self._fsync = fsync
+        self._missing = missing
         self._reported: set[Problem] = set()
         self._carried = CarriedWeights()
+        self._carried_experts = CarriedExperts()
 
     @property
     def rank(self) -> int:
@@ -193,7 +215,8 @@ class CheckpointStore:
             if isinstance(shards, str):
                 abandon(directory, attempt, shards)
                 return CommitResult(False, shards, time.perf_counter() - started)
-            total = seal(directory, iteration, attempt, shards, self._newest_sequence() + 1, fsync=self._fsync)
+            sequence = self._newest_sequence() + 1
+            total = seal(directory, iteration, attempt, shards, sequence, fsync=self._fsync, missing=self._missing)
         except (OSError, ValueError, SaveError) as error:
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
@@ -291,20 +314,17 @@ class CheckpointStore:
 
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
         """Write this rank's part, its manifest last; returns the bytes that were new."""
-        shard = snapshot.shard
+        shard = snapshot.written
         data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
-        operators = {name: operator_record(operator) for name, operator in shard.operators.items()}
-        carries = snapshot.part == "carried"
-        files: dict[str, FileRecord] = {}
-        if carries:
-            self._refuse_abandoned(directory, attempt)
-            same = attempt.life, attempt.attempt
-            record, operators = self._carried.put_into(directory, same, fsync=self._fsync)
-            files[file_name(self._rank, "params")] = record
+        self._refuse_abandoned(directory, attempt)
+        files, carried = self._carry(directory, snapshot, attempt)
+        operators = {name: operator_record(operator) for name, operator in shard.operators.items()} | carried
+        written = 0
         for name, part in _parts(self._rank, snapshot, scalar_tensors).items():
             self._refuse_abandoned(directory, attempt)
             digest = write_tensors(directory / name, part, fsync=self._fsync)
             files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+            written += digest.bytes
         if self._fsync:
             sync_directory(directory)
         manifest = RankManifest(
@@ -321,7 +341,20 @@ class CheckpointStore:
         )
         write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
         self._carried.note(directory, manifest)
-        return 0 if carries else sum(file.bytes for file in files.values())
+        if snapshot.sparse is not None:
+            self._carried_experts.note(directory, manifest)
+        return written
+
+    def _carry(
+        self, directory: Path, snapshot: Snapshot, attempt: Attempt
+    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
+        """Files and operators of earlier checkpoints that this one holds too."""
+        same = attempt.life, attempt.attempt
+        if snapshot.part == "carried":
+            return self._carried.put_into(directory, same, fsync=self._fsync)
+        if snapshot.sparse is None:
+            return {}, {}
+        return self._carried_experts.put_into(directory, same, snapshot.sparse.carried, fsync=self._fsync)
 
     def _readable(self, after: int = -1) -> Catalogue:
         """What is committed, where the file system gives every commit record of later iterations than `after`."""
@@ -392,19 +425,26 @@ def _parts(
     Raises:
         SaveError: the scalars of a partial checkpoint hold tensors, for which it has no file.
     """
-    if snapshot.part != "whole" and scalar_tensors:
+    if snapshot.partial and scalar_tensors:
         raise SaveError(
             f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
         )
-    tensors = dict(snapshot.shard.tensors())
+    sparse, iteration = snapshot.sparse, snapshot.iteration
+    everywhere = snapshot.shard if sparse is None else sparse.without_experts(snapshot.shard)
+    tensors = dict(everywhere.tensors())
     weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
-    if snapshot.part != "whole":
+    if snapshot.partial:
         return weights if snapshot.part == "weights" else {}
-    return {
+    parts = {
         **weights,
         file_name(rank, "moments"): _of_kind(tensors, "moment/"),
         file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
     }
+    if sparse is not None and sparse.saved:
+        experts = dict(sparse.saved_experts(snapshot.shard).tensors())
+        parts[file_name(rank, "params", iteration)] = _of_kind(experts, "param/")
+        parts[file_name(rank, "moments", iteration)] = _of_kind(experts, "moment/")
+    return parts
 
 
 def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -96,6 +96,7 @@ def decide(
     *,
     alike: Sequence[int],
     remote: bool = False,
+    stale: bool = False,
 ) -> Decision:
     """The sources of all ranks; the same on every rank that is given the same.
 
@@ -111,9 +112,11 @@ def decide(
         alike: by rank, a label of what it holds: what one rank has left does for all with its label. Without ZeRO all
             have the same one, or in a pipeline all of a stage.
         remote: whether a state can be fetched from another machine.
+        stale: whether the checkpoint has experts that are older than it is: then a state of the same iteration goes
+            before it.
     """
     reach = _Reach(nodes, entries, alike=alike, remote=remote)
-    newest = -1 if checkpoint_iteration is None else checkpoint_iteration
+    newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
     exact = reach.everywhere(newest)
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))

@@ -41,6 +41,7 @@ class SaveOutcome:
         stall_seconds: how long the training thread was blocked by the snapshot.
         mean_second_moment: of this rank's gradients, by the optimizer (see `Shard`); None where it keeps none, or
             nothing was written.
+        written_bytes: what this rank wrote; files that it carried along are not among it.
     """
 
     iteration: int
@@ -51,6 +52,7 @@ class SaveOutcome:
     commit_seconds: float
     stall_seconds: float
     mean_second_moment: float | None = None
+    written_bytes: int = 0
 
 
 class CheckpointWriter:
@@ -163,10 +165,15 @@ class CheckpointWriter:
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
         written = self._store.write(snapshot)
-        moment = snapshot.shard.mean_second_moment()
+        moment = snapshot.compared.mean_second_moment()
         if self._store.rank != 0:
             return _outcome(
-                snapshot, "written", bytes_=written.bytes, write_seconds=written.seconds, mean_second_moment=moment
+                snapshot,
+                "written",
+                bytes_=written.bytes,
+                write_seconds=written.seconds,
+                mean_second_moment=moment,
+                written_bytes=written.bytes,
             )
         started = time.perf_counter()
         result = self._store.commit(snapshot.iteration, self._config.save_timeout_seconds, self._cancelled)
@@ -180,6 +187,7 @@ class CheckpointWriter:
             write_seconds=written.seconds,
             commit_seconds=time.perf_counter() - started,
             mean_second_moment=moment,
+            written_bytes=written.bytes,
         )
 
     def _retain(self) -> str:
@@ -223,6 +231,7 @@ def _outcome(
     write_seconds: float = 0.0,
     commit_seconds: float = 0.0,
     mean_second_moment: float | None = None,
+    written_bytes: int = 0,
 ) -> SaveOutcome:
     return SaveOutcome(
         snapshot.iteration,
@@ -233,4 +242,5 @@ def _outcome(
         commit_seconds,
         snapshot.stall_seconds,
         mean_second_moment,
+        written_bytes,
     )

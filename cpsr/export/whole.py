@@ -254,6 +254,11 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
             "the run ever had. Name a whole checkpoint"
         )
     records = [read_rank_manifest(info.directory, manifest, rank) for rank in range(manifest.world_size)]
+    if any(record.sparse for record in records):
+        raise UnsupportedEngineError(
+            f"{info.directory} was saved with experts.policy, of a mixture of experts, which is not exported yet; the "
+            "checkpoint itself is whole, and its job restarts from it. Nothing was exported"
+        )
     if not info.full:
         _require_weights_are_enough(info, identity, records, moments=moments)
     used: dict[Kind, bool] = {"params": True, "moments": moments, "extra": info.full}

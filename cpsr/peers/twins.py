@@ -3,8 +3,9 @@
 import logging
 from pathlib import Path
 
-from cpsr.checkpoint.manifest import COMMIT, file_name, step_iteration
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
+from cpsr.checkpoint.catalogue import newest_whole
+from cpsr.checkpoint.manifest import file_name
+from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 
 __all__ = ["Twins"]
@@ -35,14 +36,11 @@ class Twins:
             return None
 
     def _words(self, ranks: tuple[int, ...]) -> list[str] | None:
-        steps = [(step_iteration(path.name), path) for path in self._checkpoints.iterdir()]
-        for _, directory in sorted((iteration, path) for iteration, path in steps if iteration is not None)[::-1]:
-            manifest = read_manifest(directory) if (directory / COMMIT).exists() else None
-            if manifest is None or manifest.partial:
-                continue
-            files = [read_rank_manifest(directory, manifest, rank).files for rank in ranks]
-            return [
-                " ".join(file[file_name(rank, kind)].xxh3_128 for kind in ("params", "moments"))
-                for rank, file in zip(ranks, files, strict=True)
-            ]
-        return None
+        newest = newest_whole(self._checkpoints)
+        if newest is None:
+            return None
+        files = [read_rank_manifest(*newest, rank).files for rank in ranks]
+        return [
+            " ".join(file[name].xxh3_128 for name in sorted(file) if name != file_name(rank, "extra"))
+            for rank, file in zip(ranks, files, strict=True)
+        ]

@@ -13,6 +13,7 @@ from cpsr.checkpoint import verify
 from cpsr.checkpoint.files import read_bytes
 from cpsr.checkpoint.partial import weights_of
 from cpsr.checkpoint.snapshot import Part, Snapshot
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state import OperatorState, ParamSlice, Shard
 
@@ -65,9 +66,11 @@ def assert_same_bits(found: Shard, expected: Shard) -> None:
         ), key
 
 
-def save(store: CheckpointStore, iteration: int) -> None:
+def save(store: CheckpointStore, iteration: int, sparse: Sparse | None = None) -> None:
     """One complete save of a single-rank store."""
-    store.write(make_snapshot(iteration))
+    snapshot = make_snapshot(iteration)
+    snapshot.sparse = sparse
+    store.write(snapshot)
     assert store.commit(iteration, 5.0, threading.Event()).committed
 
 

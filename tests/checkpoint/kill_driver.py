@@ -1,6 +1,6 @@
 """Runs saves that are SIGKILLed, each in a fork of this process, and checks after each what a new life finds.
 
-Usage: kill_driver.py every <directory> | kill_driver.py random <directory> <seed> <kills>
+Usage: kill_driver.py steps <directory> <one of so many of each kind> | kill_driver.py random <directory> <seed> <kills>
 Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
 """
 
@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,24 @@ import torch
 
 import cpsr.checkpoint.files as files
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
+from cpsr.state import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save, save_partial
 
 KEEP_ALL = CheckpointConfig()
 CONFIG = CheckpointConfig(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
 STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod", "link")
 BEFORE = (10, 20, 30, 40)
+EXPERTS = frozenset(list(make_shard().operators)[1:])
 
 
 def main() -> None:
     mode, base = sys.argv[1], Path(sys.argv[2])
     _in_child(lambda: _prepare_base(base / "base"))
-    if mode == "every":
-        names = _kill_at_every_step(base)
+    if mode == "steps":
+        names = _kill_at_steps(base, int(sys.argv[3]))
     else:
         names = _kill_at_random(base, random.Random(int(sys.argv[3])), int(sys.argv[4]))
     sys.stdout.write(f"{len(names)} {' '.join(sorted(set(names)))}\n")
@@ -52,7 +56,8 @@ def _prepare_base(run_dir: Path) -> None:
 def _work(run_dir: Path) -> None:
     """Save, roll back behind that save, save the same iteration again; with everything that retention does.
 
-    A partial checkpoint, to which the first one's weights are carried, follows it and is rolled back too.
+    A partial checkpoint, to which the first one's weights are carried, follows it and is rolled back too. The last save
+    is sparse: one of the two experts that the save before it holds in files of their own is carried along.
     """
     store = CheckpointStore(run_dir, 0, 1, "run", 2)
     store.prepare()
@@ -62,8 +67,10 @@ def _work(run_dir: Path) -> None:
     store.retain(CONFIG)
     store.abandon_after(40, "a test")
     _note(run_dir, 40)
-    save(store, 50)
+    save(store, 50, Sparse(EXPERTS, EXPERTS))
     _note(run_dir, 50)
+    save(store, 60, Sparse(EXPERTS, frozenset([min(EXPERTS)])))
+    _note(run_dir, 60)
     store.retain(CONFIG)
 
 
@@ -89,7 +96,9 @@ def _check(run_dir: Path) -> None:
         shard = make_shard(999)
         scalars = store.load(iteration, shard)
         assert scalars["step"] == iteration
-        assert_same_bits(shard, make_shard(iteration))
+        taken = {name: make_shard(one.iteration).operators[name] for name, one in shard.operators.items()}
+        assert {one.iteration for name, one in shard.operators.items() if name not in EXPERTS} == {iteration}
+        assert_same_bits(shard, Shard(taken, make_shard(iteration).others))
     leftovers = [p for p in store.directory.rglob("*") if p.name.endswith((".tmp", ".skip")) or p.name[:4] == ".tmp"]
     assert not [path for path in leftovers if path.parent.name.startswith("step-")], leftovers
     for iteration in (newest + 10, newest + 20):
@@ -114,16 +123,34 @@ def _acknowledged(run_dir: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _kill_at_every_step(base: Path) -> list[str]:
+def _kill_at_steps(base: Path, one_of: int) -> list[str]:
     names: list[str] = []
-    for count in range(1, 10_000):
+    for count in chosen_steps(_steps_of(base), one_of):
         run_dir = _fresh(base)
         status = _in_child(lambda run_dir=run_dir, count=count: _work_until(run_dir, count))  # type: ignore[misc]
+        assert os.WIFSIGNALED(status), f"the work ended before step {count}"
         _require_good(run_dir, f"killed at step {count}")
-        if not os.WIFSIGNALED(status):
-            return names
         names.append((base / "step").read_text())
-    raise AssertionError("the work does not end")
+    return names
+
+
+def _steps_of(base: Path) -> list[str]:
+    """Names of the steps of the work, in their order, from one that nothing happens to."""
+    run_dir = _fresh(base)
+    assert _in_child(lambda: _work_until(run_dir, None)) == 0, "the work itself failed"
+    _require_good(run_dir, "not killed")
+    return (base / "steps").read_text().split()
+
+
+def chosen_steps(names: Sequence[str], one_of: int) -> list[int]:
+    """Numbers, from 1 on, of every so many of the steps of each name; the first of each is among them."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for number, name in enumerate(names, start=1):
+        if seen[name] % one_of == 0:
+            chosen.append(number)
+        seen[name] += 1
+    return chosen
 
 
 def _kill_at_random(base: Path, chance: random.Random, kills: int) -> list[str]:
@@ -149,14 +176,14 @@ def _require_good(run_dir: Path, what: str) -> None:
         sys.exit(f"{what}: the check failed with status {status}, {run_dir}")
 
 
-def _work_until(run_dir: Path, count: int) -> None:
-    """Die at the given call of a file system primitive: before it, or in the middle of writing."""
-    left = [count]
+def _work_until(run_dir: Path, count: int | None) -> None:
+    """Die at the given call of a file system primitive: before it, or in the middle of writing; or note them all."""
+    names: list[str] = []
 
     def arm(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def armed(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
+            names.append(name)
+            if len(names) == count:
                 (run_dir.parent.parent / "step").write_text(name)
                 if name == "write":
                     real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
@@ -176,6 +203,7 @@ def _work_until(run_dir: Path, count: int) -> None:
         setattr(os, name, arm(name, call))
     files.save_file = arm("save_file", files.save_file)  # type: ignore[attr-defined]
     _work(run_dir)
+    (run_dir.parent.parent / "steps").write_text(" ".join(names))
 
 
 def _in_child(action: Callable[[], None], kill_after_seconds: float | None = None) -> int:

@@ -1,4 +1,5 @@
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.retention import _thin
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.sparse import Sparse
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.export.whole import open_whole
 from cpsr.state import Shard
-from tests.export.made import operator, shard, write_checkpoint, write_identity
+from tests.export.made import RUN_ID, SCALARS, operator, shard, write_checkpoint, write_identity
 
 
 def test_slices_of_every_split_are_put_together(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -189,3 +193,15 @@ def test_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write_identity(tmp_path, run_id="another")
     with pytest.raises(CheckpointError, match="of the run 'made'"):
         open_whole(tmp_path, None, moments=True)
+
+
+def test_checkpoints_that_leave_experts_out_are_refused(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    part = shard(operator("moe.w", torch.ones(4), (4,)))
+    experts = frozenset(part.operators)
+    store = CheckpointStore(tmp_path, 0, 1, RUN_ID, 1, fsync=False)
+    store.prepare()
+    store.write(Snapshot(50, part, SCALARS, sparse=Sparse(experts, experts)))
+    assert store.commit(50, 5.0, threading.Event()).committed
+    with pytest.raises(UnsupportedEngineError, match=r"saved with experts\.policy"):
+        open_whole(tmp_path, 50, moments=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.peers.twins import Twins
 from tests.peers.states import RUN_ID, shard
@@ -30,6 +31,19 @@ def test_of_ranks_that_committed_the_same_the_words_are_equal(tmp_path: Path) ->
     words = twins.words(0, 1, 2)
     assert words is not None
     assert words[0] == words[1] != words[2]
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_experts_in_files_of_their_own_count(tmp_path: Path, alike: bool) -> None:
+    stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1, fsync=False) for rank in (0, 1)]
+    for rank, store in enumerate(stores):
+        held = shard(rank, 10, ELEMENTS, alike=alike)
+        experts = frozenset(held.operators)
+        store.write(Snapshot(10, held, {"origin": "trained"}, sparse=Sparse(experts, experts)))
+    assert stores[0].commit(10, 5.0, threading.Event()).committed
+    words = Twins(tmp_path / "checkpoints").words(0, 1)
+    assert words is not None
+    assert (words[0] == words[1]) is alike
 
 
 def test_the_newest_checkpoint_counts(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.manifest import commit_record
+from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import TargetError
+from cpsr.state import Shard
 from cpsr.target.catalogue import CopyDamagedError, read_copy
 from cpsr.target.download import fetch_ranks, prepare_fetch, put_in_place
 from cpsr.target.place import open_place
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save
 from tests.target.conftest import RUN, FaultySystem, assert_whole, commit, new_run, send
 
 FOLDER = "step-0000000010"
@@ -38,6 +41,28 @@ def test_ranks_fetch_their_own_files_and_rank_0_commits(tmp_path: Path, url: str
     assert not (tmp_path / "new" / "fetching").exists()
     commit(stores, 20)  # the run goes on, its commits counted from there
     assert [info.sequence for info in stores[0].catalogue()] == [1, 2]
+
+
+def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Path, url: str) -> None:
+    (store,) = new_run(tmp_path / "run")
+    experts = frozenset(list(make_shard().operators)[1:])
+    for iteration, saved in ((10, experts), (20, frozenset[str]())):
+        save(store, iteration, Sparse(experts, saved))
+    place = open_place(url)
+    send(place, tmp_path / "run", store.directory / "step-0000000020")
+    copy = read_copy(place, "step-0000000020")
+    (back,) = new_run(tmp_path / "new", life=5)
+    prepare_fetch(tmp_path / "new", copy)
+    fetch_ranks(place, copy, [0], tmp_path / "new")
+    put_in_place(copy, tmp_path / "new", back, "a test")
+    assert verify_run(tmp_path / "new") == []
+    shard = make_shard(999)
+    back.load(20, shard)
+    assert {name: one.iteration for name, one in shard.operators.items()} == {
+        name: 10 if name in experts else 20 for name in shard.operators
+    }
+    expected = {name: make_shard(one.iteration).operators[name] for name, one in shard.operators.items()}
+    assert_same_bits(shard, Shard(expected, make_shard(20).others))
 
 
 def test_what_lies_in_its_place_is_set_aside_and_not_deleted(tmp_path: Path, url: str) -> None:

@@ -1,0 +1,261 @@
+"""Sparse checkpoints of DeepSpeed MoE models in a job that is killed: what comes back of experts left out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cpsr import CPSRRecovery
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.store import verify_run
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
+from cpsr.engines.torch import TorchAdapter
+from cpsr.engines.torch_experts import MixtureOfExperts
+from cpsr.journal import JournalReader
+from cpsr.restore import Restored
+from tests.recovery.engines import EXPERTS
+from tests.recovery.job import INTERVAL, RANKS, Ended, Job
+
+CHECKPOINT, FAILURE, END = 36, 38, 46
+SIGKILLED = -9
+EXPERT = "experts.deepspeed_moe.experts.deepspeed_experts"
+# One of four experts in each checkpoint, from rank to rank, after a first one with all of them at 4.
+AGES = {0: 36, 1: 28, 2: 24, 3: 32}
+SHARED: dict[str, Any] = {"expert_parallel": 2, "zero": 0, "iterations": END}
+
+
+# Two checkpoints of history, from which nothing can be predicted: the run goes on from the newest.
+SHORT = {"history_span_iterations": 0, "history_min_checkpoints": 2}
+
+
+def settings(**experts: Any) -> dict[str, Any]:
+    return {"experts": {"policy": "sequential", "experts_per_layer": 1, **experts}}
+
+
+def killed_at(job: Job, iteration: int, sections: dict[str, Any], **options: Any) -> None:
+    committed = iteration - iteration % INTERVAL
+    killed = job.launch(
+        mode="auto", fault=f"step:1:{iteration}", committed=committed, settings=sections, **SHARED, **options
+    )
+    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
+
+
+def taken_at(job: Job, rank: int, iteration: int = CHECKPOINT) -> dict[str, int]:
+    directory = job.run_dir / "checkpoints" / step_name(iteration)
+    record = read_rank_manifest(directory, read_manifest(directory), rank)
+    return {name: operator.iteration for name, operator in record.operators.items()}
+
+
+def expected_ages(names: Any) -> dict[str, int]:
+    ages = dict.fromkeys(names, CHECKPOINT)
+    for name in ages:
+        if name.startswith(EXPERT):
+            ages[name] = AGES[int(name.removeprefix(f"{EXPERT}.").partition(".")[0])]
+    return ages
+
+
+def began(job: Job, rank: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(job.directory / f"life-{job.lives}.{rank}.safetensors")
+    return found
+
+
+def trained(job: Job, rank: int) -> dict[tuple[str, int], torch.Tensor]:
+    """Weights at every checkpoint of a job that saved all of them: (operator, iteration) -> values."""
+    history = DiskHistory(job.run_dir / "checkpoints", rank)
+    return {
+        (name, entry.iteration): history.read(name, place, 0, history.numel(name)).clone()
+        for name in history.operators
+        for place, entry in enumerate(history.entries)
+    }
+
+
+def restarted(job: Job, sections: dict[str, Any], mode: str = "auto", **options: Any) -> Ended:
+    back = job.launch(mode=mode, settings=sections, began=True, **SHARED, **options)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    return back
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, int], torch.Tensor]]:
+    """The same training with every expert in every checkpoint, by rank."""
+    job = Job(tmp_path_factory.mktemp("dense"))
+    assert job.launch(**{**SHARED, "iterations": FAILURE}).statuses == [0] * RANKS
+    return [trained(job, rank) for rank in range(RANKS)]
+
+
+@pytest.fixture
+def failed(job: Job) -> Job:
+    """Killed one iteration after the checkpoint."""
+    killed_at(job, CHECKPOINT + 1, {**settings(stale="stale"), "checkpoint": SHORT})
+    return job
+
+
+def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[str, int], torch.Tensor]]) -> None:
+    sections = {**settings(stale="stale"), "checkpoint": SHORT}
+    for rank in range(RANKS):
+        ages = taken_at(failed, rank)
+        assert ages == expected_ages(ages)
+    back = restarted(failed, sections)
+    for rank in range(RANKS):
+        assert back.result(rank)["started"]["method"] == "stale"
+        assert back.result(rank)["started"]["iteration"] == CHECKPOINT
+        found = began(failed, rank)
+        for name, age in expected_ages(found).items():
+            assert torch.equal(found[name], dense[rank][name, age].view_as(found[name])), (name, age)
+    with JournalReader(failed.run_dir / "journal.db") as journal:
+        recovery = journal.recoveries()[-1]
+        assert (recovery.method, recovery.outcome, recovery.predicted) == ("stale", "kept", True)
+        lost = recovery.guard["lost_tokens"]
+        assert lost["layers"][0]["stale_experts"] == EXPERTS - 1
+        assert lost["layers"][0]["oldest_iteration"] == min(AGES.values())
+        assert 0 < lost["lost_portion"] < 1
+        assert journal.checkpoints()[-1].origin == "predicted"
+    assert verify_run(failed.run_dir) == []
+    assert set(taken_at(failed, 0, END).values()) == {END}  # the last one holds all
+
+
+def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
+    killed_at(job, FAILURE, settings())
+    back = restarted(job, settings(), mode="predict")
+    for rank in range(RANKS):
+        assert back.result(rank)["started"]["iteration"] == FAILURE
+        assert back.result(rank)["started"]["method"] == "vitp"
+
+
+def test_mode_exact_goes_behind_experts_of_other_ages(job: Job) -> None:
+    killed_at(job, 10, settings())
+    back = restarted(job, settings(), mode="exact")
+    assert [back.result(rank)["started"]["iteration"] for rank in range(RANKS)] == [INTERVAL] * RANKS
+    assert set(taken_at(job, 0, END - 2).values()) == {END - 2}
+
+
+def test_mode_exact_says_where_no_such_checkpoint_is_left(failed: Job) -> None:
+    refused = failed.launch(mode="exact", settings=settings(), **SHARED)
+    assert 0 not in refused.statuses
+    assert "no older checkpoint is left whose experts are all of one iteration" in refused.output[0].replace("\n", " ")
+    assert len(list((failed.run_dir / "checkpoints").glob("damaged-*"))) == 0
+
+
+@pytest.mark.parametrize("memory", ["all", "saved"])
+def test_host_memory_holds_what_the_disk_does_not(job: Job, memory: str, tmp_path: Path) -> None:
+    sections = {**settings(memory=memory, stale="stale"), "checkpoint": {"shared_memory": True, **SHORT}}
+    held = CHECKPOINT if memory == "all" else None
+    killed_at(job, CHECKPOINT + 1, sections, held=held)
+    started = restarted(job, sections).result()["started"]
+    assert started["iteration"] == CHECKPOINT
+    assert started["method"] == ("exact" if memory == "all" else "stale"), started
+
+
+class PlainMixture(torch.nn.Module):
+    """Top-1 of three experts, without DeepSpeed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(4, 3)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        self.counts = torch.zeros(3, dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(1).max(1)
+        self.counts = torch.bincount(chosen, minlength=3)
+        routed = torch.stack([self.experts[int(one)](row) for one, row in zip(chosen, x, strict=True)])
+        loss: torch.Tensor = ((x + weights.unsqueeze(1) * routed) - x.flip(1)).square().mean()
+        return loss
+
+
+def plain_life(
+    config: dict[str, Any], fail_after: int, *, ends: bool = False
+) -> tuple[Restored, dict[str, torch.Tensor]]:
+    """One life of a plain torch loop; how it began, and the weights that it began with."""
+    torch.manual_seed(0)
+    model = PlainMixture()
+    batches = torch.randn(100, 8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    experts = MixtureOfExperts(lambda layer: layer.counts)  # type: ignore[arg-type, return-value] # PlainMixture's own
+    with CPSRRecovery(TorchAdapter(model, optimizer, experts=experts), config) as recovery:
+        start = {name: values.detach().clone() for name, values in model.named_parameters()}
+        restored = recovery.restored
+        if recovery.iteration == fail_after:
+            return restored, start
+        for batch in recovery.resume(batches):
+            loss = model(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert recovery._saver.settle(10.0)
+            if recovery.iteration == fail_after and ends:
+                return restored, start
+            if recovery.iteration == fail_after:
+                raise RuntimeError("the end of this life")
+    raise AssertionError("the data ended")
+
+
+@pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion", "window"])
+def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
+    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
+    config["experts"] = {"policy": policy, "stale": "stale"}
+    with pytest.raises(RuntimeError, match="the end of this life"):
+        plain_life(config, 40)
+    history = DiskHistory(tmp_path / "checkpoints", 0)
+    place = len(history.entries) - 1
+    saved = {name: history.read(name, place, 0, history.numel(name)).clone() for name in history.operators}
+    ages = {name: history.taken_at(name, place) for name in history.operators}
+    history.close()
+    restored, start = plain_life(config, 40)
+    assert restored.restored_iteration == 40
+    stale = {name for name, age in ages.items() if age < 40}
+    assert stale <= {name for name in ages if name.startswith("experts.")}
+    assert restored.taken_at == {name: ages[name] for name in stale}
+    assert restored.method == ("stale" if stale else "exact")
+    assert bool(stale) or policy in ("moetion", "window")  # which save all where the disk takes it
+    for name, values in saved.items():
+        assert torch.equal(start[name].reshape(-1), values)
+
+
+def test_experts_are_predicted_up_to_the_checkpoint(tmp_path: Path) -> None:
+    """And nothing else moves: the rest is the checkpoint's, bit for bit."""
+    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "guard": {"loss_tolerance_nats": 100.0}}
+    config["experts"] = {"policy": "sequential", "stale": "predict"}
+    with pytest.raises(RuntimeError, match="the end of this life"):
+        plain_life(config, 60)
+    history = DiskHistory(tmp_path / "checkpoints", 0)
+    newest = len(history.entries) - 1
+    restored, start = plain_life(config, 60)
+    assert (restored.method, restored.restored_iteration) == ("experts", 60)
+    for name in history.operators:
+        same = torch.equal(start[name].reshape(-1), history.read(name, newest, 0, history.numel(name)))
+        assert same == (history.taken_at(name, newest) == 60), name
+    history.close()
+    with JournalReader(tmp_path / "journal.db") as journal:
+        recovery = journal.recoveries()[-1]
+        assert recovery.method == "experts"
+        assert recovery.guard["lost_tokens"]["predicted"]
+        assert recovery.guard["lost_tokens"]["layers"][0]["stale_experts"] == 2
+
+
+def test_experts_that_are_saved_too_rarely_to_be_predicted_are_told_of(tmp_path: Path) -> None:
+    kept = {"interval_iterations": 50, "fsync": False, "shared_memory": False, "history_span_iterations": 400}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "experts": {"policy": "sequential"}}
+    plain_life(config, 0)
+    with JournalReader(tmp_path / "journal.db") as journal:
+        told = [event.message for event in journal.events() if event.kind == "experts saved rarely"]
+    assert len(told) == 1
+    assert "history_span_iterations must be 450 and is 400" in told[0]
+
+
+def test_the_last_checkpoint_holds_all_experts_where_one_is_due_there_too(tmp_path: Path) -> None:
+    kept = {"interval_iterations": 5, "fsync": False}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "experts": {"policy": "sequential"}}
+    plain_life(config, 20, ends=True)
+    history = DiskHistory(tmp_path / "checkpoints", 0)
+    newest = len(history.entries) - 1
+    assert {history.taken_at(name, newest) for name in history.operators} == {20}
+    assert any(history.taken_at(name, newest - 1) < 15 for name in history.operators)
+    history.close()
+    restored, _ = plain_life(config, 20)
+    assert (restored.method, restored.restored_iteration) == ("exact", 20)
