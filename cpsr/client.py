@@ -130,6 +130,10 @@ class Client:
         """Backtests of the predictor."""
         return self._ask("GET", "/backtests", window)
 
+    def bubbles(self, **window: float) -> dict[str, Any]:
+        """Waits of the ranks' training threads, and what was done in them."""
+        return self._ask("GET", "/bubbles", window)
+
     def runs(self, limit: int = 100) -> dict[str, Any]:
         """The runs that the service is over."""
         return self._ask("GET", "/runs", {"limit": limit})

@@ -14,7 +14,8 @@
     ├── TargetError              the target of copies cannot be read or written now
     ├── ServiceError             the HTTP service cannot be reached, or refuses
     └── JournalError             the journal cannot be read or has a newer schema
-        └── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
+        ├── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
+        └── TooManyReportsError      more failures were reported than are taken
 
 Every message says what happened, where, what was kept, and what to do.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "SaveError",
     "ServiceError",
     "TargetError",
+    "TooManyReportsError",
     "UnsupportedEngineError",
 ]
 
@@ -97,3 +99,16 @@ class JournalError(CPSRError):
 
 class JournalDamagedError(JournalError):
     """The journal's file is torn or altered; checkpoints are kept apart from it and are not affected."""
+
+
+class TooManyReportsError(JournalError):
+    """More failures were reported than are taken; this one was not written.
+
+    Args:
+        message: what happened.
+        retry_seconds: after which the next one is taken; None where none is any more.
+    """
+
+    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds

@@ -14,6 +14,7 @@ from cpsr.fitter.phases import Phase
 from cpsr.group import Group
 from cpsr.journal import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventFile,
     EventRow,
@@ -101,6 +102,13 @@ class Recorder:
         row = EventRow(life=self.life, rank=self._rank, kind=kind, message=message, iteration=iteration)
         if self._journal is not None:
             self._journal.record_event(row)
+        elif self._events is not None:
+            self._events.append(row)
+
+    def bubbles(self, row: BubbleRow) -> None:
+        """Record what this rank's waits amounted to."""
+        if self._journal is not None:
+            self._journal.record_bubbles(row)
         elif self._events is not None:
             self._events.append(row)
 
@@ -202,7 +210,7 @@ class Recorder:
             )
         forecast = restored.forecast
         recovery_id = uuid.uuid4().hex
-        vetoed = restored.method == "exact" and bool(restored.guard)
+        vetoed = restored.method in ("exact", "stale") and bool(restored.guard.keys() - {"lost_tokens"})
         self._journal.record_recovery(
             RecoveryRow(
                 id=recovery_id,

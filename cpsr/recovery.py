@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.memory import held_bytes
 from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
@@ -23,6 +24,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
+from cpsr.coordinator.bubble_log import BubbleLog
 from cpsr.coordinator.lag import SLOPE_LOSSES_MAX
 from cpsr.coordinator.memory import allot_memory
 from cpsr.coordinator.offload import offloaded_activations
@@ -33,6 +35,8 @@ from cpsr.departure import Departure
 from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
+from cpsr.expert_saving import ExpertSaving, trained_experts
+from cpsr.experts.completeness import wrong_experts
 from cpsr.group import Group, Votes
 from cpsr.host_memory import HostMemory
 from cpsr.ladder import Ladder
@@ -106,6 +110,7 @@ class CPSRRecovery:
     _recorder: Recorder
     _store: CheckpointStore
     _target: CheckpointTarget
+    _learns: bool
     _memory: HostMemory
     _pool: SnapshotPool
     _departure: Departure
@@ -115,10 +120,12 @@ class CPSRRecovery:
     _writer: CheckpointWriter
     _planner: JobPlanner
     _saver: Saver
+    _bubble_log: BubbleLog
     _rehearsals: Rehearsals
     _votes: Votes
     _restored: Restored
     _opened: ExitStack
+    _experts: ExpertSaving | None
 
     def __init__(
         self,
@@ -239,6 +246,7 @@ class CPSRRecovery:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self._opened:
+            self._bubble_log.record(self.iteration)  # before rank 0 takes the other ranks' rows over for the last time
             if kind not in (None, _Leave):
                 self._abandon(error)
             if kind is None:
@@ -279,6 +287,8 @@ class CPSRRecovery:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins."""
         self._liveness.sign()
+        if self._experts is not None:
+            self._experts.begin_forward()
         self._probes.on_forward(args, kwargs)
         self._rehearsals.on_forward(args, kwargs)
 
@@ -303,6 +313,8 @@ class CPSRRecovery:
         seconds, self._stepped = now - self._stepped, now
         if applied:
             self._state.count_update(self._learning_rate)
+        if self._experts is not None:
+            self._experts.end_iteration(iteration, applied)
         self._progress.publish(iteration, self._state.position.batches)
         self._at_boundary(iteration)
         self._liveness.step(iteration)
@@ -318,6 +330,7 @@ class CPSRRecovery:
         # from must stay the newest.
         if self._watch is None and self._saver.is_due(iteration):
             self._saver.begin(iteration, self._capture, self._state.place)
+            self._bubble_log.at_checkpoint(iteration)
             self._planner.consider(self._situation(iteration))
         elif iteration == self._restored.restored_iteration + FIRST_PLAN_ITERATIONS:
             self._planner.consider(self._situation(iteration))  # a failure has changed the rate
@@ -373,12 +386,18 @@ class CPSRRecovery:
         self._exchange.open(group)
         opened.callback(self._close_group)
         shard = adapter.shard()
+        asked = config.mode
+        # Mode exact restores no expert that is older than its checkpoint, and so saves all of them.
+        self._experts = None if asked == "exact" else ExpertSaving.of(adapter, shard, config.experts, group)
+        if self._experts is not None:
+            opened.callback(self._experts.close)
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
         held = held_bytes(run.run_id, run.local_ranks)
-        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
+        activations = config.coordinator.offload_activations_bytes
+        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held, activations)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
@@ -388,14 +407,23 @@ class CPSRRecovery:
             opened.callback(service.close)
             service.start()
         store = self._store = CheckpointStore(
-            config.run_dir, group.rank, group.size, run.run_id, self._recorder.life, fsync=config.checkpoint.fsync
+            config.run_dir,
+            group.rank,
+            group.size,
+            run.run_id,
+            self._recorder.life,
+            fsync=config.checkpoint.fsync,
+            missing=self._missing_experts(shard),
         )
         if group.rank == 0:
             store.prepare()
         group.barrier()
         self._sharing.open(group, shard, adapter.data_parallel_ranks, store.directory)
         on_disk: int = group.broadcast(len(store.catalogue()) if group.rank == 0 else None)
-        allot_memory(self._predictor, len(shard.operators), on_disk, config, group, self._recorder.event)
+        use = allot_memory(self._predictor, len(shard.operators), on_disk, config, group, self._recorder.event)
+        self._learns = use == "learning"
+        if use == "nothing":
+            config = self.config = config.model_copy(update={"mode": "exact"})
         self._memory = HostMemory(
             run, self._recorder.life, group, shard, adapter.data_parallel_ranks, config, self._recorder.event
         )
@@ -405,7 +433,16 @@ class CPSRRecovery:
             pool.copy_in(self._bubbles)
         ladder = Ladder(run.run_id, group, shard, (last_life, last_branch), config.peers)
         self._restorer = Restorer(
-            adapter, group, store, pool, ladder, self._predictor, self._probes, config, self._target
+            adapter,
+            group,
+            store,
+            pool,
+            ladder,
+            self._predictor,
+            self._probes,
+            config,
+            self._target,
+            older_experts=asked != "exact",
         )
         self._departure = Departure(
             self._dump,
@@ -448,25 +485,36 @@ class CPSRRecovery:
         opened.enter_context(offloaded)
         self._handle_sigterm(handlers)
 
+    def _missing_experts(self, shard: Shard) -> Missing | None:
+        """What tells whether all ranks' parts of a checkpoint make up the experts; a collective."""
+        naming = self._adapter.expert_naming()
+        if naming is None:
+            return None
+        return partial(wrong_experts, naming=naming, trained=trained_experts(naming, shard, self._group))
+
     def _possible(self, config: CPSRConfig, shard: Shard) -> CPSRConfig:
-        """The configuration, with one interval for all ranks where their own would make copies of weights differ."""
-        held_twice = self._exchange.held_twice(shard) if config.planner.intervals == "per_rank" else None
-        if held_twice is None:
+        """The configuration, with one interval for all ranks where their own ones are not possible."""
+        if config.planner.intervals != "per_rank":
+            return config
+        held_twice = self._exchange.held_twice(shard)
+        if held_twice is not None:
+            why = (
+                f"ranks hold the same elements of '{held_twice}', and predicted from weights of different ages these "
+                "would differ. All ranks take one interval; ZeRO splits the weights over the ranks"
+            )
+        elif config.experts.policy != "none":
+            why = f"experts.policy {config.experts.policy!r} needs checkpoints of all ranks. All take one interval"
+        else:
             return config
         if self._group.rank == 0:
-            self._recorder.event(
-                "one interval",
-                f"planner.intervals 'per_rank' is not possible: ranks hold the same elements of '{held_twice}', and "
-                "predicted from weights of different ages these would differ. All ranks take one interval; ZeRO splits "
-                "the weights over the ranks",
-                level=logging.WARNING,
-            )
+            told = f"planner.intervals 'per_rank' is not possible: {why}"
+            self._recorder.event("one interval", told, level=logging.WARNING)
         return config.model_copy(update={"planner": config.planner.model_copy(update={"intervals": "common"})})
 
     def _begin(self) -> None:
         """Restore, and start this life from there."""
         config, group = self.config, self._group
-        restored = self._restored = self._restorer.restore(config.mode)
+        restored = self._restored = self._with_lost_tokens(self._restorer.restore(config.mode))
         iteration = restored.restored_iteration
         self._state.take(restored)
         # Partial checkpoints of iterations that come again; what a prediction rests on stays.
@@ -488,9 +536,20 @@ class CPSRRecovery:
         if restored.scalars is not None:
             self._planner.load_state_dict(restored.scalars.planning)
         self._saver = Saver(
-            self._adapter, self._pool, self._writer, self._store, self._recorder, group, self._planner, config, restored
+            self._adapter,
+            self._pool,
+            self._writer,
+            self._store,
+            self._recorder,
+            group,
+            self._planner,
+            config,
+            restored,
+            self._experts,
         )
-        self._learner.start(self._store.directory, group.rank)
+        self._bubble_log = BubbleLog(self._bubbles, lambda: self._pool.copy_account, self._recorder, group.rank)
+        if self._learns:
+            self._learner.start(self._store.directory, group.rank)
         self._target.start(self._store)
         self._planner.start(config.run_dir, group.size, self._recorder)
         self._rehearsals = Rehearsals(
@@ -512,7 +571,26 @@ class CPSRRecovery:
         self._stepped = time.perf_counter()
         self._learning_rate = self._adapter.learning_rate()
 
+    def _with_lost_tokens(self, restored: Restored) -> Restored:
+        """The same, with the tokens that experts have lost beside the guard's numbers; a collective."""
+        if self._experts is None or restored.scalars is None:
+            return restored
+        self._experts.load_state_dict(restored.scalars.experts)
+        if self._group.all(not restored.taken_at):
+            return restored
+        checkpoint, units, ages = restored.scalars.iteration, self._experts.units, dict[str, int]()
+        for name in restored.taken_at.keys() & units.keys():
+            ages[units[name]] = min(restored.taken_at[name], ages.get(units[name], checkpoint))
+        lost = self._experts.restored(ages, checkpoint, predicted=restored.method != "stale")
+        return replace(restored, guard={**restored.guard, "lost_tokens": lost})
+
     def _announce(self) -> None:
+        if self._experts is not None and self.config.experts.memory == "saved" and self._group.rank == 0:
+            self._recorder.event(
+                "experts in memory",
+                "experts.memory is 'saved': but for the first of a life no snapshot in host memory is whole, so that a "
+                "process that dies comes back from the disk, and peers.replicas has nothing to copy",
+            )
         for problem in self._restorer.damaged:
             self._recorder.event("checkpoint damaged", problem, level=logging.ERROR)
         if self._group.rank != 0:
@@ -701,9 +779,10 @@ class CPSRRecovery:
         self._departure.begin_update()
         self._saver.discard()
         with self._learner.held():
-            restored = self._restored = self._restorer.roll_back(self._restored)
+            restored = self._restorer.roll_back(self._restored)
         iteration = restored.restored_iteration
         self._forget_after(iteration, "the predicted state diverged")
+        restored = self._restored = self._with_lost_tokens(restored)
         self._state.take(restored)
         self._progress.reset(iteration, self._state.position.batches)
         self._at_boundary(iteration)
@@ -738,6 +817,8 @@ class CPSRRecovery:
         if self._group.rank == 0:
             mark_life(self.config.run_dir, self._recorder.life, self._memory.branch)
         self._recovered = None
+        if self._experts is not None:
+            self._experts.forget()
         self._rehearsals.drop()
         self._store.abandon_after(iteration, reason)
         self._group.barrier()

@@ -12,13 +12,26 @@ from rich.markup import escape
 from cpsr.client import Client
 from cpsr.errors import RunMismatchError, ServiceError
 from cpsr.service.access import TOKEN_VARIABLE
+from cpsr.service.bubbles import list_bubbles
 from cpsr.service.health import health_of
+from cpsr.service.parameters import Window
 from cpsr.service.plan import plan_of
 
 __all__ = ["run_status"]
 
 HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
 RIVALS_SHOWN = ("young", "checkfreq")
+ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
+BUBBLE_ROWS = 1000  # the newest; the most that a service gives at once
+BUBBLE_SUMS = (
+    "seconds",
+    "iterations",
+    "bubble_seconds",
+    "used_seconds",
+    "late_seconds",
+    "outside_seconds",
+    "copied_seconds",
+)
 
 
 def run_status(location: str, run: str | None, as_json: bool) -> None:
@@ -27,7 +40,8 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
     Args:
         location: a run directory, or the URL of a service; its token is taken from the environment.
         run: name of the run, where the service is over several.
-        as_json: print one JSON object with `health` and `plan` (null before the first one).
+        as_json: print one JSON object with `health`, `plan` (null before the first one) and `bubbles` (of each rank
+            that has waited in the newest life, the sums of its newest rows).
 
     Raises:
         RunMismatchError: there is no run in the directory.
@@ -39,7 +53,7 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
         print(json.dumps(found, allow_nan=False))  # noqa: T201
         return
     console = Console(highlight=False)
-    for line in _lines(found["health"], found["plan"]):
+    for line in [*_lines(found["health"], found["plan"]), *_bubble_lines(found["bubbles"])]:
         console.print(line, soft_wrap=True)
 
 
@@ -52,23 +66,50 @@ def _of_directory(run_dir: Path) -> dict[str, Any]:
     return {
         "health": health_of(run_dir).model_dump(mode="json"),
         "plan": None if plan is None else plan.model_dump(mode="json"),
+        "bubbles": _bubble_sums(list_bubbles(run_dir, Window(BUBBLE_ROWS)).model_dump(mode="json")["bubbles"]),
     }
 
 
 def _of_service(url: str, run: str | None) -> dict[str, Any]:
     with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
-        health = client.health()
+        found = {"health": client.health(), "bubbles": _bubble_sums(client.bubbles(limit=BUBBLE_ROWS)["bubbles"])}
         try:
-            return {"health": health, "plan": client.plan()}
+            return {**found, "plan": client.plan()}
         except ServiceError as error:
             if error.code != "no_plan_yet":
                 raise
-            return {"health": health, "plan": None}
+            return {**found, "plan": None}
+
+
+def _bubble_sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each rank of the newest life that there is, by rank."""
+    sums: dict[int, dict[str, Any]] = {}
+    life = max((row["life"] for row in rows), default=0)
+    for row in rows:
+        if row["life"] == life:
+            rank = sums.setdefault(row["rank"], {"rank": row["rank"], **dict.fromkeys(BUBBLE_SUMS, 0)})
+            for name in BUBBLE_SUMS:
+                rank[name] += row[name] or 0  # null where copies wait for nothing
+    return [sums[rank] for rank in sorted(sums)]
+
+
+def _bubble_lines(ranks: list[dict[str, Any]]) -> list[str]:
+    total = {name: sum(rank[name] for rank in ranks) for name in BUBBLE_SUMS}
+    if not total["bubble_seconds"] or not total["seconds"]:
+        return []
+    waited, used = total["bubble_seconds"] / total["seconds"], total["used_seconds"] / total["bubble_seconds"]
+    copied = total["copied_seconds"] / total["bubble_seconds"]
+    count = f"{len(ranks)} rank" + "s" * (len(ranks) > 1)
+    return [
+        f"bubbles: training waited {waited:.1%} of the time on {count}, the predictor worked in {used:.1%} of that, "
+        f"snapshots were copied in {copied:.1%}; {_duration(total['late_seconds'])} past the end of waits"
+    ]
 
 
 def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     well = health["status"] == "ok"
     state = "[green]ok[/]" if well else f"[red]degraded[/]: {escape(str(health['reason']))}"
+    state += ENDINGS.get(health["life"], "")
     at = "no step yet" if health["last_iteration"] is None else f"iteration {health['last_iteration']}"
     name = "run" if plan is None or plan["run_id"] is None else f"run {escape(plan['run_id'])}"
     lines = [f"{name}: {state}, {at}"]

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 
 from cpsr.service import (
     backtests,
+    bubbles,
     checkpoints,
     events,
     failures,
@@ -42,6 +43,7 @@ _NOUNS = (
     recoveries,
     rehearsals,
     backtests,
+    bubbles,
     health,
     metrics,
     events,

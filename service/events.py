@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Receive, Scope, Send
 
 from cpsr.errors import JournalError
-from cpsr.service.follow import ROWS_AT_ONCE, Place, end_of, recorded_after
+from cpsr.service.follow import ROWS_AT_ONCE, Place, end_of, recorded_after, start_of
 from cpsr.service.gate import Limits
 from cpsr.service.parameters import RunDir
 from cpsr.service.problems import Problem
@@ -55,9 +55,10 @@ class Streams:
         200: {
             "content": {"text/event-stream": {"itemSchema": _MESSAGE_SCHEMA}},
             "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
-            "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit` and `backtest` are rows of the journal, and "
-            "have an id to go on from. `progress` is the newest step, at most once a second. `reset`: the id was of "
-            "another journal, the stream goes on from now. `unavailable`: the journal cannot be read now.",
+            "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
+            "journal, and have an id to go on from. `progress` is the newest step, at most once a second. `reset`: the "
+            "journal is another one, or has lost rows that were told; forget what you know, the stream goes on behind "
+            "the last row that is still there. `unavailable`: the journal cannot be read now.",
         }
     },
 )
@@ -109,10 +110,10 @@ class _Follower:
             streams: of the service.
         """
         begin = _begin(asked, self._place)
-        yield _message("hello", {"run": self._run_dir.name}, begin or self._place)
+        self._place = begin or start_of(self._place)
+        yield _message("hello", {"run": self._run_dir.name}, self._place)
         if begin is None:
-            yield self._reset("the id is none of this journal's")
-        self._place = begin or self._place
+            yield self._reset("the id is none of this service's")
         said = time.monotonic()
         while not streams.closing:
             told, more = await self._look()
@@ -129,34 +130,30 @@ class _Follower:
     async def _look(self) -> tuple[list[str], bool]:
         """What is new, and whether there may be more of it already."""
         try:
-            rows, step, other = await run_in_threadpool(recorded_after, self._run_dir, self._place)
-            if other:
-                self._place = await run_in_threadpool(end_of, self._run_dir)
+            news = await run_in_threadpool(recorded_after, self._run_dir, self._place)
         except JournalError as error:
             known, self._failure = self._failure, str(error)
             return [] if known == self._failure else [_message("unavailable", {"message": self._failure})], False
         self._failure = ""
-        told = [self._reset("the journal was begun anew")] if other else []
-        told += [_message(row.name, row.content, row.place) for row in rows]
-        if rows:
-            self._place = rows[-1].place
-        if step != self._step and step is not None:
-            told.append(_message("progress", step))
-        self._step = step
-        return told, len(rows) >= ROWS_AT_ONCE
+        self._place = news.begin
+        told = [self._reset(news.reset)] if news.reset else []
+        told += [_message(row.name, row.content, row.place) for row in news.rows]
+        if news.rows:
+            self._place = news.rows[-1].place
+        if news.step != self._step and news.step is not None:
+            told.append(_message("progress", news.step))
+        self._step = news.step
+        return told, len(news.rows) >= ROWS_AT_ONCE
 
     def _reset(self, why: str) -> str:
-        return _message("reset", {"reason": f"{why}; the stream goes on from now"}, self._place)
+        return _message("reset", {"reason": f"{why}; what follows is what was not told yet"}, self._place)
 
 
 def _begin(asked: str | None, here: Place) -> Place | None:
-    """Where a stream begins; None where what was asked for is no place in this journal."""
+    """Where a stream begins; None where what was asked for is no place."""
     if asked is None:
         return here
-    if asked == "start":
-        return Place(here.journal, (0,) * len(here.rows))
-    place = Place.parse(asked)
-    return place if place is not None and place.journal == here.journal else None
+    return start_of(here) if asked == "start" else Place.parse(asked)
 
 
 def _message(name: str, content: dict[str, Any], place: Place | None = None) -> str:

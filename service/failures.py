@@ -1,5 +1,6 @@
 """Failures: those that the job saw, and those that people report."""
 
+import math
 import time
 from http import HTTPStatus
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from cpsr.errors import TooManyReportsError
 from cpsr.journal import FailureRow, ReportedFailure, report_failure, reported_failures
 from cpsr.service.access import MayWrite
 from cpsr.service.parameters import RunDir, WindowQuery
@@ -77,8 +79,19 @@ def post_failure(run_dir: RunDir, report: FailureReport) -> Failure:
     failed = now if report.failed_unix_seconds is None else report.failed_unix_seconds
     if failed > now + CLOCKS_SECONDS:
         raise Problem(422, "bad_request", f"failed_unix_seconds {failed:g} lies in the future", "leave it out")
-    report_failure(run_dir, ReportedFailure(description=report.description, failed_unix_seconds=failed))
+    try:
+        report_failure(run_dir, ReportedFailure(description=report.description, failed_unix_seconds=failed))
+    except TooManyReportsError as error:
+        raise _too_many(error) from error
     return _reported(report.description, failed)
+
+
+def _too_many(error: TooManyReportsError) -> Problem:
+    hint = "does something report the same failure over and over?"
+    if error.retry_seconds is None:
+        return Problem(409, "reports_full", str(error), hint)
+    again = math.ceil(error.retry_seconds)
+    return Problem(429, "too_many_reports", str(error), f"{hint} Ask again in {again} s", {"Retry-After": str(again)})
 
 
 def _all(run_dir: Path) -> list[Failure]:

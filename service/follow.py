@@ -3,12 +3,13 @@
 import heapq
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cpsr.journal import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -21,7 +22,7 @@ from cpsr.journal import (
 )
 from cpsr.service.rows import open_journal, plain_row
 
-__all__ = ["FOLLOWED", "ROWS_AT_ONCE", "Place", "Recorded", "end_of", "recorded_after"]
+__all__ = ["FOLLOWED", "ROWS_AT_ONCE", "News", "Place", "Recorded", "end_of", "recorded_after", "start_of"]
 
 # By the name under which a row is told. Their order is part of a place: a new one goes to the end.
 FOLLOWED: dict[str, type[Any]] = {
@@ -34,9 +35,11 @@ FOLLOWED: dict[str, type[Any]] = {
     "phase": PhaseRow,
     "fit": FitRow,
     "backtest": BacktestRow,
+    "bubble": BubbleRow,
 }
 ROWS_AT_ONCE = 100  # of each table: a reader that was away for long is told in pieces, and none of them is large
-_PLACE = re.compile(r"([0-9a-f]{1,24})-(\d{1,18}(?:\.\d{1,18}){%d})" % (len(FOLLOWED) - 1))  # noqa: UP031 - braces
+_ROWS = r"\d{1,18}(?:\.\d{1,18}){%d}" % (len(FOLLOWED) - 1)  # noqa: UP031 - braces
+_PLACE = re.compile(rf"([0-9a-f]{{1,24}})-([0-9a-f]{{1,15}})-({_ROWS})")
 MICROSECONDS = 1e6
 
 
@@ -46,24 +49,26 @@ class Place:
 
     Attributes:
         journal: which one; a journal that was set aside and begun anew is another.
+        opened: when the writer whose rows these were had opened it, in microseconds; 0: not known.
         rows: number of the last row that was told, of each followed table.
     """
 
     journal: str
+    opened: int
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.journal}-{'.'.join(map(str, self.rows))}"
+        return f"{self.journal}-{self.opened:x}-{'.'.join(map(str, self.rows))}"
 
     @classmethod
     def parse(cls, text: str) -> "Place | None":
         """The place that a text names; None where it is none of this version's."""
         found = _PLACE.fullmatch(text)
-        return None if found is None else cls(found[1], tuple(map(int, found[2].split("."))))
+        return None if found is None else cls(found[1], int(found[2], 16), tuple(map(int, found[3].split("."))))
 
     def after(self, table: int, row: int) -> "Place":
         """The place behind one more row."""
-        return Place(self.journal, (*self.rows[:table], row, *self.rows[table + 1 :]))
+        return replace(self, rows=(*self.rows[:table], row, *self.rows[table + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -81,32 +86,74 @@ class Recorded:
     place: Place
 
 
+@dataclass(frozen=True)
+class News:
+    """What a journal has gained.
+
+    Attributes:
+        begin: the place behind which its rows are: the one that was asked for, as far as the journal still agrees.
+        reset: why it is not the one that was asked for; empty where it is.
+        rows: in the order of their time; some of them where they are many.
+        step: the newest step; None where there is none.
+    """
+
+    begin: Place
+    reset: str
+    rows: list[Recorded]
+    step: dict[str, Any] | None
+
+
 def end_of(run_dir: Path) -> Place:
     """The place behind everything that is recorded now.
 
     Raises:
         JournalError: the journal cannot be read.
     """
-    with open_journal(run_dir) as reader:
-        return Place(_identity(reader), tuple(reader.last_row(row_type) for row_type in FOLLOWED.values()))
+    with open_journal(run_dir) as reader, reader.at_one_time():
+        start = _start(reader)
+        return replace(start, rows=tuple(reader.last_row(row_type) for row_type in FOLLOWED.values()))
 
 
-def recorded_after(run_dir: Path, place: Place) -> tuple[list[Recorded], dict[str, Any] | None, bool]:
-    """What was recorded after a place, in the order of its time, some of it where it is much.
+def start_of(place: Place) -> Place:
+    """The place before everything in the same journal."""
+    return replace(place, rows=(0,) * len(FOLLOWED))
 
-    Returns:
-        The rows; the newest step, None where there is none; and whether `place` is one of another journal than this:
-        then there are no rows.
+
+def recorded_after(run_dir: Path, place: Place) -> News:
+    """What was recorded after a place.
+
+    A power cut may take the last rows of a journal, whose numbers are then given again: what was told of the rows that
+    are still there counts, and the others are told. Where the journal is another one, nothing of it was told yet.
 
     Raises:
         JournalError: the journal cannot be read.
     """
-    with open_journal(run_dir) as reader:
+    with open_journal(run_dir) as reader, reader.at_one_time():
         steps = reader.recent_steps(1)
-        newest = plain_row(steps[0]) if steps else None
-        if _identity(reader) != place.journal:
-            return [], newest, True
-        return list(_rows_after(reader, place)), newest, False
+        begin, reset = _agreed(reader, place)
+        rows = list(_rows_after(reader, begin))
+        return News(begin, reset, rows, plain_row(steps[0]) if steps else None)
+
+
+def _agreed(reader: JournalReader, place: Place) -> tuple[Place, str]:
+    """The place up to which a journal still holds what was told, and why it is another; "" where it is the same."""
+    start = _start(reader)
+    if start.journal != place.journal:
+        return start, "the journal is another one than the id's: it was begun anew"
+    # The first writer after the one whose rows were told: what it found was told, or will be.
+    later = next((last for opened, last in reader.openings() if opened > place.opened), {})
+    kept = tuple(
+        min(row, later.get(row_type, row)) for row, row_type in zip(place.rows, FOLLOWED.values(), strict=True)
+    )
+    lost = "" if kept == place.rows else "the journal has lost its last rows, for example by a power cut"
+    return replace(start, rows=kept), lost
+
+
+def _start(reader: JournalReader) -> Place:
+    created = float(reader.meta().get("created_unix_seconds", "0"))
+    openings = reader.openings()
+    opened = openings[-1][0] if openings else 0
+    return Place(f"{round(created * MICROSECONDS):x}", opened, (0,) * len(FOLLOWED))
 
 
 def _rows_after(reader: JournalReader, place: Place) -> Iterator[Recorded]:
@@ -130,8 +177,3 @@ def _content(name: str, row: Any) -> dict[str, Any]:
     if name == "plan":
         del content["explanation"]  # kilobytes, which `GET /plan` has
     return content
-
-
-def _identity(reader: JournalReader) -> str:
-    created = float(reader.meta().get("created_unix_seconds", "0"))
-    return f"{round(created * MICROSECONDS):x}"

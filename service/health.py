@@ -18,12 +18,14 @@ from cpsr.errors import JournalError
 from cpsr.journal import CheckpointRow, JournalReader, LifeRow, StepRow
 from cpsr.service.parameters import RunDir
 
-__all__ = ["RECENT_STEPS", "Health", "Readiness", "health_of", "iteration_seconds", "router"]
+__all__ = ["RECENT_STEPS", "Health", "LifeState", "Readiness", "health_of", "iteration_seconds", "router"]
 
 RECENT_STEPS = 101  # enough that the median ignores the steps that a checkpoint or a cold start made slow
 # A journal that is written every few dozen iterations is late after this many, or after two minutes for fast steps.
 STALE_ITERATIONS = 200
 STALE_SECONDS = 120.0
+
+LifeState = Literal["running", "silent", "killed", "clean", "sigterm", "error"]
 
 router = APIRouter(tags=["health"])
 
@@ -33,12 +35,24 @@ class Health(BaseModel):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"status": "ok", "reason": None, "journal_age_seconds": 1.5, "last_iteration": 4200}]
+            "examples": [
+                {
+                    "status": "ok",
+                    "reason": None,
+                    "life": "running",
+                    "journal_age_seconds": 1.5,
+                    "last_iteration": 4200,
+                }
+            ]
         }
     )
 
     status: Literal["ok", "degraded"]
     reason: str | None = Field(description="Why it is degraded.")
+    life: LifeState | None = Field(
+        description="Of the newest life: `running`; `silent`, not heard of for too long; `killed`; or how it "
+        "ended: `clean`, `sigterm`, `error`. null where there is none."
+    )
     journal_age_seconds: float | None = Field(description="Since the journal was last written; null without one.")
     last_iteration: int | None
 
@@ -81,11 +95,14 @@ def health_of(run_dir: Path) -> Health:
             lives, steps = reader.lives(), reader.recent_steps(RECENT_STEPS)
             checkpoints = reader.recent_checkpoints(1)
     except (JournalError, OSError) as error:
-        return Health(status="degraded", reason=str(error), journal_age_seconds=None, last_iteration=None)
-    reason = _trouble(lives, steps, checkpoints, age_seconds)
+        return Health(status="degraded", reason=str(error), life=None, journal_age_seconds=None, last_iteration=None)
+    stale_seconds = max(STALE_SECONDS, STALE_ITERATIONS * (iteration_seconds(steps) or 0.0))
+    state = _state(lives[-1], age_seconds > stale_seconds) if lives else None
+    reason = _trouble(lives, state, checkpoints, f"{age_seconds:.0f} s ago, more than {stale_seconds:.0f} s")
     return Health(
         status="degraded" if reason else "ok",
         reason=reason,
+        life=state,
         journal_age_seconds=age_seconds,
         last_iteration=steps[0].iteration if steps else None,
     )
@@ -97,20 +114,26 @@ def iteration_seconds(steps: Sequence[StepRow]) -> float | None:
     return median if math.isfinite(median) else None
 
 
+def _state(life: LifeRow, stale: bool) -> LifeState:
+    if life.ending != "running":
+        return life.ending
+    if life.host == socket.gethostname() and not psutil.pid_exists(life.pid):
+        return "killed"
+    return "silent" if stale else "running"
+
+
 def _trouble(
-    lives: list[LifeRow], steps: list[StepRow], checkpoints: list[CheckpointRow], age_seconds: float
+    lives: list[LifeRow], state: LifeState | None, checkpoints: list[CheckpointRow], written: str
 ) -> str | None:
-    if not lives:
+    if state is None:
         return "the journal holds no life of the run yet"
     life = lives[-1]
-    if life.ending == "error":
+    if state == "error":
         return f"life {life.life} ended with an error"
-    if life.ending == "running":
-        if life.host == socket.gethostname() and not psutil.pid_exists(life.pid):
-            return f"life {life.life} was killed: its process {life.pid} is gone and no later life has started"
-        stale_seconds = max(STALE_SECONDS, STALE_ITERATIONS * (iteration_seconds(steps) or 0.0))
-        if age_seconds > stale_seconds:
-            return f"the journal was last written {age_seconds:.0f} s ago, more than {stale_seconds:.0f} s"
+    if state == "killed":
+        return f"life {life.life} was killed: its process {life.pid} is gone and no later life has started"
+    if state == "silent":
+        return f"the journal was last written {written}"
     if checkpoints and checkpoints[0].status == "failed":
         return f"the checkpoint at iteration {checkpoints[0].iteration} failed: {checkpoints[0].reason}"
     return None

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from cpsr.errors import JournalError
 from cpsr.journal import (
+    BubbleRow,
     CheckpointRow,
     FailureRow,
     JournalReader,
@@ -69,6 +70,7 @@ class RunMetrics(Collector):
                     _plan(families, name, reader)
                     _checkpoints(families, name, reader)
                     _failures(families, name, reader, run_dir)
+                    _bubbles(families, name, reader)
             except JournalError:
                 up = False
             families.gauge("journal_up", "Whether the run's journal could be read.", name, up)
@@ -166,3 +168,24 @@ def _failures(families: _Families, run: str, reader: JournalReader, run_dir: Pat
     for outcome, count, seconds in reader.tally(RehearsalRow, ("outcome",), ("cost_seconds",)):
         families.counter("rehearsals", "Rehearsed recoveries.", run, count, outcome=outcome)
         families.counter("rehearsal_cost_seconds", "That training waited for them.", run, seconds, outcome=outcome)
+
+
+# Column of the journal -> what its sum is; the sums are of all lives.
+_BUBBLES = {
+    "bubble_seconds": "That the training thread waited for other pipeline stages or its data.",
+    "used_seconds": "Work of the predictor inside of such waits.",
+    "late_seconds": "Work that ran past the end of its wait.",
+    "outside_seconds": "Work that began outside of waits.",
+    "slices": "Pieces of work.",
+    "late_slices": "Pieces that ran past the end of their wait.",
+    "copied_seconds": "Copying of snapshots during waits.",
+    "copied_bytes": "Of snapshots, copied during waits.",
+    "copied_beside_bytes": "Of snapshots, copied beside the training's work.",
+}
+
+
+def _bubbles(families: _Families, run: str, reader: JournalReader) -> None:
+    for rank, _, *totals in reader.tally(BubbleRow, ("rank",), tuple(_BUBBLES)):
+        for (column, text), total in zip(_BUBBLES.items(), totals, strict=True):
+            name = column if column == "bubble_seconds" else f"bubble_{column}"
+            families.counter(name, text, run, total, rank=str(rank))

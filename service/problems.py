@@ -68,7 +68,7 @@ _SAID = {
     409: "The run is not in a state in which this can be answered.",
     413: "The body is larger than any that is asked for.",
     422: "A parameter or the body does not fit.",
-    429: "Too many requests from one address.",
+    429: "Too many requests from one address, or too many reports in an hour.",
     503: "The journal is absent, locked, truncated or newer.",
 }
 # For OpenAPI: what every operation may answer.

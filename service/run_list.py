@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from cpsr.service.health import health_of
+from cpsr.service.health import LifeState, health_of
 from cpsr.service.identity import identity_of
 from cpsr.service.parameters import LIMIT_DEFAULT, LIMIT_MAX
 from cpsr.service.runs import Runs
@@ -28,6 +28,7 @@ class RunSummary(BaseModel):
                     "world_size": 8,
                     "status": "ok",
                     "reason": None,
+                    "life": "running",
                     "journal_age_seconds": 1.5,
                     "last_iteration": 4200,
                 }
@@ -40,6 +41,7 @@ class RunSummary(BaseModel):
     world_size: int | None
     status: str = Field(description="As `/healthz` says.")
     reason: str | None
+    life: LifeState | None
     journal_age_seconds: float | None
     last_iteration: int | None
 

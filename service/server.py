@@ -1,27 +1,43 @@
 """The server around the service: its socket, its signals, and whose child it is."""
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from cpsr.errors import ConfigError
 from cpsr.service.access import Access, is_loopback
 from cpsr.service.events import Streams
 
-__all__ = ["bind", "serve"]
+__all__ = ["Connections", "bind", "serve"]
 
 DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
 PARENT_LOOK_SECONDS = 1.0
 RETRY_SECONDS = 0.2
 PORT_SECONDS = 15.0  # how long a service that belongs to a job waits for the one of the life before to be gone
 CHILD_NICENESS = 10  # beside training, whatever it is asked
+
+
+@dataclass(frozen=True)
+class Connections:
+    """How many connections there may be.
+
+    Attributes:
+        maximum: at a time; requests beyond are answered 503.
+        idle_seconds: after which one that has brought no complete request is closed.
+    """
+
+    maximum: int = 256
+    idle_seconds: int = 5
 
 
 def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) -> socket.socket:
@@ -45,7 +61,11 @@ def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) ->
     until = time.monotonic() + patience_seconds
     while True:
         try:
-            return socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=family)
+            # Connections inherit it. asyncio sets it only on sockets that name their protocol, as these do not: an
+            # answer's body then waited 40 ms for the client to acknowledge its head.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return listener
         except (OSError, OverflowError) as error:
             if time.monotonic() < until:
                 time.sleep(RETRY_SECONDS)
@@ -55,17 +75,24 @@ def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) ->
             ) from error
 
 
-def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> None:
+def serve(
+    app: FastAPI, listener: socket.socket, connections: Connections | None = None, parent: int | None = None
+) -> None:
     """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first, streams are ended.
 
     Args:
         app: the service.
         listener: its socket.
+        connections: how many there may be.
         parent: process that this one belongs to: it ends with it.
     """
+    connections = connections or Connections()
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        http=_Connection,
+        limit_concurrency=connections.maximum,
+        timeout_keep_alive=connections.idle_seconds,
+        log_level="error",  # warnings are of what clients send: nobody may fill the log from outside
         access_log=False,
         proxy_headers=False,  # the address of a client is that of its connection, whatever it says
         server_header=False,
@@ -86,6 +113,27 @@ def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> N
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class _Connection(H11Protocol):
+    """Is closed also where it never brings a whole request: the server's own limit begins after the first one."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
+        """A client has come."""
+        super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        """A request was answered."""
+        self._expect_request()
+        super().on_response_complete()
+
+    def _expect_request(self) -> None:
+        self.loop.call_later(self.timeout_keep_alive, self._end_idle, self.cycle)
+
+    def _end_idle(self, last: RequestResponseCycle | None) -> None:
+        if self.cycle is last:  # none has begun since
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):

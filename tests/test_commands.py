@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.errors import JournalError
+from cpsr.errors import JournalError, TooManyReportsError
 from cpsr.journal import (
     Journal,
     PlanOverride,
@@ -30,8 +30,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def failure(description: str = "two GPUs", at: float = 5.0) -> ReportedFailure:
-    return ReportedFailure(description=description, failed_unix_seconds=at, created_unix_seconds=6.0)
+def failure(description: str = "two GPUs", at: float = 5.0, told: float = 6.0) -> ReportedFailure:
+    return ReportedFailure(description=description, failed_unix_seconds=at, created_unix_seconds=told)
 
 
 def test_what_was_reported_is_read_in_its_order(run_dir: Path) -> None:
@@ -99,9 +99,21 @@ def test_no_more_than_so_many_failures_are_taken(run_dir: Path, monkeypatch: pyt
     monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 2)
     for _ in range(2):
         report_failure(run_dir, failure())
-    with pytest.raises(JournalError, match="2 reported failures, as many as are taken"):
+    with pytest.raises(TooManyReportsError, match="2 reported failures, as many as are taken") as refused:
         report_failure(run_dir, failure())
+    assert refused.value.retry_seconds is None
     assert len(reported_failures(run_dir)) == 2
+
+
+def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 3)
+    for told in (0.0, 1000.0, 1200.0, 3700.0):  # the first is forgotten by then
+        report_failure(run_dir, failure(told=told))
+    with pytest.raises(TooManyReportsError, match="within an hour") as refused:
+        report_failure(run_dir, failure(told=4000.0))
+    assert refused.value.retry_seconds == 600.0
+    report_failure(run_dir, failure(told=4600.0))
+    assert len(reported_failures(run_dir)) == 5
 
 
 def test_an_error_of_the_disk_is_one_of_the_journal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

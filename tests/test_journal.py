@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import os
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from cpsr.errors import JournalError
 from cpsr.journal import (
     SCHEMA_VERSION,
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventFile,
     EventRow,
@@ -61,6 +64,27 @@ def step(iteration: int, life: int = 0, loss: float | None = 1.5) -> StepRow:
     return StepRow(life=life, iteration=iteration, loss=loss, learning_rate=1e-3, seconds=0.25, applied=True)
 
 
+def bubbles(**changes: Any) -> BubbleRow:
+    row = BubbleRow(
+        life=0,
+        rank=1,
+        iteration=50,
+        iterations=49,
+        seconds=10.0,
+        bubble_seconds=4.0,
+        used_seconds=1.5,
+        late_seconds=0.01,
+        outside_seconds=0.0,
+        slices=300,
+        late_slices=2,
+        copied_seconds=0.25,
+        copied_bytes=1 << 33,
+        copied_beside_bytes=4096,
+        created_unix_seconds=2.0,
+    )
+    return dataclasses.replace(row, **changes)
+
+
 def recovery(**changes: Any) -> RecoveryRow:
     row = RecoveryRow(
         id="r1",
@@ -96,20 +120,22 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
         EventRow(life=0, rank=3, kind="note", message="ümlaut and 'quotes'", iteration=7),
         PhaseRow(life=0, phase=2, first_iteration=120, last_iteration=300, xi=1e-9, last_xi=9e-10, ended_by="change"),
         FitRow(life=0, iteration=300, kind="loss", result={"family": "power", "coefficients": {"d": 1.5}}),
+        bubbles(copied_seconds=None, copied_bytes=None, copied_beside_bytes=None),
     ]
-    journal.record_checkpoint(rows[0])  # type: ignore[arg-type]  # a list of six types
+    journal.record_checkpoint(rows[0])  # type: ignore[arg-type]  # a list of seven types
     journal.record_failure(rows[1])  # type: ignore[arg-type]
     journal.record_plan(rows[2])  # type: ignore[arg-type]
     journal.record_event(rows[3])  # type: ignore[arg-type]
     journal.record_phase(rows[4])  # type: ignore[arg-type]
     journal.record_fit(rows[5])  # type: ignore[arg-type]
+    journal.record_bubbles(rows[6])  # type: ignore[arg-type]
     journal.record_fit(FitRow(life=0, iteration=300, kind="failure_rate", result={"mean_per_second": 1e-5}))
     journal.record_recovery(recovery())
     journal.record_steps([step(1), step(2, loss=None)])
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         found = [*reader.checkpoints(), *reader.failures(), reader.latest_plan(), *reader.events()]
-        assert [*found, *reader.phases(), *reader.fits("loss")] == rows
+        assert [*found, *reader.phases(), *reader.fits("loss"), *reader.bubbles()] == rows
         assert [fit.kind for fit in reader.fits()] == ["loss", "failure_rate"]
         (read,) = reader.recoveries()
         assert dataclasses.replace(read, created_unix_seconds=0) == recovery(created_unix_seconds=0)
@@ -219,6 +245,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
     with JournalReader(path) as reader:
         assert (reader.rehearsals(), reader.phases(), reader.fits(), reader.backtests()) == ([], [], [], [])
+        assert (reader.bubbles(), reader.openings()) == ([], [])
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
@@ -233,6 +260,8 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     with JournalReader(path) as reader:
         assert reader.rehearsals() == [rehearsal(life=1)]
         assert reader.plans() == [kept, newer]
+        ((_, last),) = reader.openings()
+        assert (last[PlanRow], last[BubbleRow]) == (1, 0)
         assert [life.life for life in reader.lives()] == [0, 1]
 
 
@@ -520,6 +549,67 @@ def test_a_full_disk_keeps_what_fits_the_queue_and_counts_the_rest(path: Path) -
     assert "survived" in done.stdout
 
 
+FULL_FROM_THE_START = """
+import resource, signal, sys, threading, time
+from pathlib import Path
+from cpsr.journal import Journal, StepRow, JournalReader, EventFile, EventRow, writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer.RETRY_SECONDS = 0.05
+path, before = Path(sys.argv[1]), int(sys.argv[2])
+for life in range(before):
+    journal = Journal.open(path)
+    journal.start_life("auto")
+    journal.close()
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the disk is full
+began = time.monotonic()
+journal = Journal.open(path)
+life = journal.start_life("auto", after=before - 1)
+assert time.monotonic() - began < 2, "nobody waits for room"
+assert life == before, life
+journal.record_steps([StepRow(life=life, iteration=1, loss=1.0, learning_rate=1e-3, seconds=0.1)])
+assert not journal.flush(0.3)
+(failure,) = journal.failures()
+assert "cannot be opened" in failure and "training goes on" in failure, failure
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # space again
+assert journal.flush(20)
+journal.end_life("clean")
+journal.close()
+with JournalReader(path) as reader:
+    assert [(one.life, one.ending) for one in reader.lives()][before:] == [(before, "clean")]
+    assert [row.iteration for row in reader.losses()] == [1]
+    (late,) = reader.events()
+    assert (late.kind, late.life) == ("journal_late", before)
+assert journal.dropped_rows == 0
+print("survived")
+"""
+
+
+@pytest.mark.parametrize("lives_before", [0, 2])
+def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path, lives_before: int) -> None:
+    command = [sys.executable, "-c", FULL_FROM_THE_START, str(path), str(lives_before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "survived" in done.stdout
+    assert done.stderr.count("rows wait for room on its disk") == 1, "said once"
+
+
+def test_a_file_that_turns_out_to_be_newer_is_left_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk had no room to look into it at first."""
+    older_file(path, SCHEMA_VERSION)
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
+    connection.close()
+    content = path.read_bytes()
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.02)
+    journal = Journal(path, None, 7)
+    assert journal.start_life("auto") == 7
+    assert not journal.flush(FLUSH_SECONDS)
+    assert any(f"schema {SCHEMA_VERSION + 1}" in failure for failure in journal.failures())
+    journal.close()
+    assert path.read_bytes() == content
+
+
 def test_rows_after_close_are_counted_not_raised(path: Path) -> None:
     journal = Journal.open(path)
     journal.close()
@@ -674,6 +764,48 @@ def test_event_lines_arrive_exactly_once(path: Path, journal: Journal) -> None:
     again.close()
     with JournalReader(path) as reader:
         assert reader.events() == recorded
+
+
+def test_other_ranks_leave_word_of_their_bubbles_among_their_events(path: Path, journal: Journal) -> None:
+    file = EventFile(path.parent / "events" / "rank-00001.jsonl")
+    file.append(event(0))
+    file.append(bubbles())
+    file.append(event(1))
+    file.close()
+    data = json.dumps({**dataclasses.asdict(bubbles()), "table": "lives"}, sort_keys=True).encode()
+    with file.path.open("ab") as lines:  # a table that is no rank's to write
+        lines.write(f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n")
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.bubbles() == [bubbles()]
+        first, second, damage = reader.events()
+    assert [first, second] == [event(0), event(1)]
+    assert "line 4 is damaged" in damage.message
+
+
+def test_events_are_found_by_kind_and_iteration(path: Path, journal: Journal) -> None:
+    rows = [
+        EventRow(life=0, rank=0, kind=kind, message="", iteration=at)
+        for at, kind in ((1, "a"), (2, "b"), (3, "a"), (3, "c"), (9, "a"), (None, "a"))
+    ]
+    for row in rows:
+        journal.record_event(row)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.events_of([1, 9, 2], ["a"]) == [rows[0], rows[4]]
+        assert reader.events_of([3], ["a", "c"]) == rows[2:4]
+        assert reader.events_of([], ["a"]) == []
+
+
+def test_what_is_read_at_one_time_is_of_one_moment(path: Path, journal: Journal) -> None:
+    with JournalReader(path) as reader:
+        with reader.at_one_time():
+            assert reader.last_row(EventRow) == 0
+            journal.record_event(event(0))
+            assert journal.flush(FLUSH_SECONDS)
+            assert reader.events() == []
+        assert reader.events() == [event(0)]
 
 
 def test_a_torn_tail_waits_and_a_damaged_line_is_named(path: Path, journal: Journal) -> None:

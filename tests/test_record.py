@@ -1,9 +1,15 @@
-"""What rehearsals have cost is known to the next life."""
+"""What one rank tells the journal, also where the disk has no room for it."""
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
+import pytest
+
 from cpsr.group import Group
-from cpsr.journal import RehearsalRow
+from cpsr.journal import EventFile, EventRow, JournalReader, RehearsalRow, writer
 from cpsr.losses import Step
 from cpsr.record import Recorder, RehearsalAccount
 
@@ -43,3 +49,66 @@ def test_a_damaged_journal_starts_the_account_anew(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, Group(), "auto")
     assert recorder.rehearsal_account() == RehearsalAccount()
     recorder.close("clean")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a megabyte and few files."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=32", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that leaves no byte to others."""
+    with (disk / "fill").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    return disk / "fill"
+
+
+@pytest.mark.parametrize("lives_before", [0, 1])
+def test_a_life_begins_on_a_full_disk_and_its_rows_follow(
+    small_disk: Path, lives_before: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.02)
+    run_dir = small_disk / "run"
+    for _ in range(lives_before):
+        Recorder(run_dir, Group(), "auto").close("clean")
+    filler = fill(small_disk)
+    recorder = Recorder(run_dir, Group(), "auto", lives_before - 1)
+    assert recorder.life == lives_before
+    assert "training goes on without" in caplog.text
+    recorder.steps([Step(1, 1e-3, 0.5, True, 2.0)])
+    assert recorder.losses_before(1, 5) == []
+    filler.unlink()
+    recorder.flush(20.0)
+    recorder.close("clean")
+    with JournalReader(run_dir / "journal.db") as reader:
+        assert [life.ending for life in reader.lives()] == ["clean"] * (lives_before + 1)
+        assert [step.iteration for step in reader.losses()] == [1]
+        assert [event.kind for event in reader.events()] == ["journal_late"]
+
+
+def test_an_event_file_is_made_once_there_is_room_for_it(small_disk: Path) -> None:
+    """Where the disk can have no more files."""
+    made = []
+    with suppress(OSError):
+        for number in count():
+            made.append(small_disk / str(number))
+            made[-1].touch()
+    row = EventRow(life=0, rank=1, kind="x", message="y")
+    file = EventFile(small_disk / "events" / "rank-00001.jsonl")
+    file.append(row)
+    (told,) = file.failures()
+    assert "No space left" in told
+    assert file.failed_appends == 2
+    for path in made[:2]:
+        path.unlink()
+    file.append(row)
+    file.close()
+    assert file.path.read_text().count("\n") == 1

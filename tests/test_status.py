@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 from cpsr.cli import app
 from cpsr.journal import CheckpointRow, Journal, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
-from tests.service.journals import flushed, measured_plan, new_run, plan_row, record_steps, recovery_row, rehearsal_row
+from tests.service.journals import (
+    bubble_row,
+    flushed,
+    measured_plan,
+    new_run,
+    plan_row,
+    record_steps,
+    recovery_row,
+    rehearsal_row,
+)
 from tests.service.test_events import served
 
 
@@ -29,6 +38,8 @@ def run_dir(tmp_path: Path) -> Path:
     journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", bytes=2_500_000))
     journal.record_recovery(recovery_row())
     journal.record_rehearsal(rehearsal_row(outcome="measured", lag_iterations=-7.0))
+    for rank, life in ((0, 0), (1, 0), (1, 0)):
+        journal.record_bubbles(bubble_row(rank=rank, life=life))
     flushed(journal)
     journal.close()
     override_plan(
@@ -58,6 +69,8 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "last recovery: line from a failure at 92, went on at 92, kept",
         "last rehearsal: at iteration 70, measured, a lag of -7 iterations",
         "the state descends from a predicted one",
+        "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
+        "snapshots were copied in 12.5%; 1.5 s past",
     ):
         assert words in output, words
 
@@ -95,6 +108,20 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         assert status(url)[1] == output
         assert json.loads(status(url, "--json")[1])["plan"] is None
+
+
+def test_bubbles_are_of_the_newest_life_and_an_end_is_said(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.record_bubbles(bubble_row(life=0))
+    journal.record_bubbles(bubble_row(life=1, rank=2, used_seconds=4.0))
+    journal.end_life("clean")
+    journal.close()
+    _, output, _ = status(tmp_path)
+    assert output.splitlines()[0] == "run: ok, it has ended, no step yet"
+    assert "on 1 rank, the predictor worked in 50.0% of that" in output
+    (told,) = json.loads(status(tmp_path, "--json")[1])["bubbles"]
+    assert (told["rank"], told["used_seconds"]) == (2, 4.0)
 
 
 def spoil(path: Path) -> None:

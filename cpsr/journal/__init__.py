@@ -6,6 +6,7 @@ from cpsr.journal.overrides import PlanOverride, latest_override, override_plan
 from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -25,6 +26,7 @@ from cpsr.journal.writer import Journal
 __all__ = [
     "SCHEMA_VERSION",
     "BacktestRow",
+    "BubbleRow",
     "CheckpointRow",
     "EventFile",
     "EventRow",

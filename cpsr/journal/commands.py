@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpsr.errors import JournalError
+from cpsr.errors import JournalError, TooManyReportsError
 from cpsr.journal.schema import filesystem_of, is_network, unreadable
 
 __all__ = [
@@ -28,6 +28,10 @@ APPLICATION_ID = int.from_bytes(b"CPSc", "big")
 BUSY_SECONDS = 5.0
 # Rank 0 reads them all at every fit: far more than a run has failures, and few enough to be read at once.
 MAX_REPORTED_FAILURES = 10_000
+# A rack that burns is some hundred reports; a program that reports in a loop must not fill the file, and the failure
+# rate with it.
+REPORTS_PER_HOUR_MAX = 1000
+HOUR_SECONDS = 3600.0
 # What each version brought; a new file gets everything.
 _TABLES = {
     1: """
@@ -64,17 +68,30 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
     """Write one down; it is durable when this returns.
 
     Raises:
-        JournalError: there is no run here, there are `MAX_REPORTED_FAILURES` already, or the file cannot be written.
+        TooManyReportsError: so many were reported already, in the last hour or at all.
+        JournalError: there is no run here, or the file cannot be written.
     """
-    told = read_commands(run_dir, "SELECT count(*) FROM reported_failures", since_version=1)
-    if told and told[0][0] >= MAX_REPORTED_FAILURES:
-        raise JournalError(
-            f"{run_dir} has {told[0][0]} reported failures, as many as are taken; this one was not written. Does "
-            "something report the same one over and over?"
-        )
+    _refuse_flood(run_dir, failure.created_unix_seconds)
     values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
     columns = "description, failed_unix_seconds, created_unix_seconds"
     write_command(run_dir, f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)", values)  # noqa: S608
+
+
+def _refuse_flood(run_dir: Path, now_unix_seconds: float) -> None:
+    for (told,) in read_commands(run_dir, "SELECT count(*) FROM reported_failures", since_version=1):
+        if told >= MAX_REPORTED_FAILURES:
+            raise TooManyReportsError(
+                f"{run_dir} has {told} reported failures, as many as are taken; this one was not written"
+            )
+    # The oldest of so many newest ones: while it is younger than an hour, another one would be too many.
+    statement = "SELECT created_unix_seconds FROM reported_failures ORDER BY id DESC LIMIT 1 OFFSET ?"
+    for (oldest,) in read_commands(run_dir, statement, since_version=1, values=(REPORTS_PER_HOUR_MAX - 1,)):
+        retry_seconds = oldest + HOUR_SECONDS - now_unix_seconds
+        if retry_seconds > 0:
+            raise TooManyReportsError(
+                f"{REPORTS_PER_HOUR_MAX} failures of {run_dir} were reported within an hour; this one was not written",
+                retry_seconds,
+            )
 
 
 def reported_failures(run_dir: Path) -> list[ReportedFailure]:
@@ -122,13 +139,16 @@ def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
     return int(row or 0)
 
 
-def read_commands(run_dir: Path, statement: str, since_version: int) -> list[tuple[Any, ...]]:
+def read_commands(
+    run_dir: Path, statement: str, since_version: int, values: Sequence[Any] = ()
+) -> list[tuple[Any, ...]]:
     """What a query finds; nothing where nobody has said anything of this kind.
 
     Args:
         run_dir: of the run.
         statement: the query.
         since_version: that brought its table.
+        values: of its parameters.
 
     Raises:
         JournalError: the file cannot be read.
@@ -142,7 +162,7 @@ def read_commands(run_dir: Path, statement: str, since_version: int) -> list[tup
             if version == 0:
                 return []  # somebody is about to write the first, or was killed before it was written
             _check(reader, path)
-            return reader.execute(statement).fetchall() if version >= since_version else []
+            return reader.execute(statement, values).fetchall() if version >= since_version else []
     except (sqlite3.Error, OSError) as error:
         raise unreadable(path, error) from error
 

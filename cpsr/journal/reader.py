@@ -1,14 +1,17 @@
 """The journal's readers: read-only, while it is being written or after."""
 
+import json
 import sqlite3
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cpsr.errors import JournalError
 from cpsr.journal.rows import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -23,7 +26,7 @@ from cpsr.journal.rows import (
     columns,
     from_sql,
 )
-from cpsr.journal.schema import TABLES, check_identity, select_sql, unreadable
+from cpsr.journal.schema import OPENED, TABLES, check_identity, select_sql, unreadable
 from cpsr.journal.thinning import THINNED_SECONDS
 
 __all__ = ["JournalReader"]
@@ -33,7 +36,7 @@ Row = TypeVar("Row")
 # Readers wait this long for a writer's lock; only a rollback journal or a foreign process makes them wait at all.
 BUSY_SECONDS = 1.0
 # Tables that older files lack, by the version that brought them; there they have no rows.
-SINCE_VERSION: dict[type[Any], int] = {RehearsalRow: 2, PhaseRow: 3, FitRow: 3, BacktestRow: 4}
+SINCE_VERSION: dict[type[Any], int] = {RehearsalRow: 2, PhaseRow: 3, FitRow: 3, BacktestRow: 4, BubbleRow: 5}
 PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
     "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
@@ -86,6 +89,34 @@ class JournalReader:
     def meta(self) -> dict[str, str]:
         """Facts about the file itself, among them `journal_mode` and `filesystem`."""
         return dict(self._query("SELECT key, value FROM meta"))
+
+    @contextmanager
+    def at_one_time(self) -> Iterator[None]:
+        """Whatever is read inside the block is of the same moment, though the file is written meanwhile."""
+        self._query("BEGIN")
+        try:
+            yield
+        finally:
+            self._connection.rollback()
+
+    def openings(self) -> list[tuple[int, dict[type[Any], int]]]:
+        """When writers opened the file, in microseconds since 1970, and the last row of each table then, oldest first.
+
+        None of those before there was a table of bubbles.
+        """
+        prefix = OPENED.format(microseconds="")
+        found = self._query("SELECT key, value FROM meta WHERE key GLOB ?", (f"{prefix}*",))
+        row_types = {table: row_type for row_type, table in TABLES.items()}
+        try:
+            return sorted(
+                (
+                    int(key.removeprefix(prefix)),
+                    {row_types[table]: int(row) for table, row in json.loads(value).items()},
+                )
+                for key, value in found
+            )
+        except (ValueError, KeyError, AttributeError) as error:
+            raise JournalError(f"the journal {self.path} does not tell who wrote to it when: {error}") from error
 
     def lives(self) -> list[LifeRow]:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
@@ -158,6 +189,20 @@ class JournalReader:
         """Every fitted curve, of all kinds or of one; none in a file from before there were any."""
         return self._rows(FitRow, "WHERE ?1 IS NULL OR kind = ?1 ORDER BY row", (kind,))
 
+    def bubbles(self) -> list[BubbleRow]:
+        """What the ranks' waits amounted to; none in a file from before that was recorded."""
+        return self._rows(BubbleRow, "ORDER BY row")
+
+    def events_of(self, iterations: Sequence[int], kinds: Sequence[str]) -> list[EventRow]:
+        """The events of some kinds that belong to some iterations."""
+        if not iterations:
+            return []
+        asked = [*kinds, min(iterations), max(iterations)]
+        marks = ", ".join("?" * len(kinds))
+        wanted = set(iterations)
+        clause = f"WHERE kind IN ({marks}) AND iteration BETWEEN ? AND ? ORDER BY row"
+        return [row for row in self._rows(EventRow, clause, asked) if row.iteration in wanted]
+
     def backtests(self) -> list[BacktestRow]:
         """Every backtest of the predictor; none in a file from before they were kept."""
         return self._rows(BacktestRow, "ORDER BY row")
@@ -177,6 +222,11 @@ class JournalReader:
         clause = "WHERE (?1 IS NULL OR iteration >= ?1) AND (?2 IS NULL OR iteration < ?2) GROUP BY iteration"
         rows = self._query(f"{statement} {clause} ORDER BY iteration", (start, stop))
         return [self._build(StepRow, row[:-1]) for row in rows]
+
+    def step_from(self, iteration: int) -> StepRow | None:
+        """The newest step of the first iteration that there is from this one on; None where there is none."""
+        clause = "WHERE iteration = (SELECT MIN(iteration) FROM steps WHERE iteration >= ?) ORDER BY row DESC LIMIT 1"
+        return _first(self._rows(StepRow, clause, (iteration,)))
 
     def recent_steps(self, count: int) -> list[StepRow]:
         """The steps that were recorded last, newest first."""

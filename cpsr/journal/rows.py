@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 __all__ = [
     "BacktestRow",
+    "BubbleRow",
     "CheckpointRow",
     "EventRow",
     "FailureRow",
@@ -230,6 +231,33 @@ class BacktestRow:
     iteration: int
     checkpoints: int
     result: Mapping[str, Any]
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BubbleRow:
+    """One rank's waits (its bubbles) since its row before this one, and what was done in them.
+
+    `seconds` and `iterations` are what the row covers; `used_seconds` is other work inside of waits, `late_seconds`
+    what of it ran past their ends, `outside_seconds` work that began outside. `copied_bytes` of snapshots were copied
+    while the rank waited, in `copied_seconds`, and `copied_beside_bytes` beside its work; None where copies do not wait
+    for waits.
+    """
+
+    life: int
+    rank: int
+    iteration: int
+    iterations: int
+    seconds: float
+    bubble_seconds: float
+    used_seconds: float
+    late_seconds: float
+    outside_seconds: float
+    slices: int
+    late_slices: int
+    copied_seconds: float | None = None
+    copied_bytes: int | None = None
+    copied_beside_bytes: int | None = None
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 

@@ -1,5 +1,7 @@
 """The journal's tables, its version, and how SQLite is set up for the file system that it lies on."""
 
+import errno
+import json
 import sqlite3
 import time
 from collections.abc import Iterable
@@ -11,6 +13,7 @@ import psutil
 from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.journal.rows import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -26,18 +29,22 @@ from cpsr.journal.rows import (
 )
 
 __all__ = [
+    "NO_SPACE",
+    "OPENED",
     "SCHEMA_VERSION",
     "TABLES",
     "check_identity",
     "filesystem_of",
     "insert_sql",
     "is_network",
+    "lacks_room",
     "prepare",
     "select_sql",
     "unreadable",
 ]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
 TABLES: dict[type[Any], str] = {
@@ -51,9 +58,12 @@ TABLES: dict[type[Any], str] = {
     PhaseRow: "phases",
     FitRow: "fits",
     BacktestRow: "backtests",
+    BubbleRow: "bubbles",
     PlanRow: "plans",
     EventRow: "events",
 }
+
+_WITHOUT_ROWS = (LifeRow, RecoverySource)  # tables whose rows are not numbered in the order of their recording
 
 # An INTEGER PRIMARY KEY that no dataclass has keeps the order in which rows were recorded: after a restart or a
 # roll-back the same iteration is stepped and checkpointed again, and both rows stay.
@@ -135,7 +145,21 @@ CREATE TABLE backtests (
     checkpoints INTEGER NOT NULL, result TEXT NOT NULL, created_unix_seconds REAL NOT NULL,
     UNIQUE (iteration, checkpoints, result));
 """,
+    # What became of a checkpoint's copies is asked of the events by their kind.
+    5: """
+CREATE TABLE bubbles (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL,
+    iteration INTEGER NOT NULL CHECK (iteration >= 0), iterations INTEGER NOT NULL, seconds REAL NOT NULL,
+    bubble_seconds REAL NOT NULL, used_seconds REAL NOT NULL, late_seconds REAL NOT NULL,
+    outside_seconds REAL NOT NULL, slices INTEGER NOT NULL, late_slices INTEGER NOT NULL, copied_seconds REAL,
+    copied_bytes INTEGER, copied_beside_bytes INTEGER, created_unix_seconds REAL NOT NULL);
+CREATE INDEX events_by_kind ON events (kind);
+""",
 }
+# In `meta`, once for each time that a writer opened the file: the last row of each table then. Whoever had seen later
+# ones by then has seen what a power cut took.
+OPENED = "opened:{microseconds}"
+MICROSECONDS = 1e6
 
 # File systems whose memory maps other hosts do not see, as WAL's index would need. Everything under FUSE is taken for
 # one of them: the rollback journal is merely slower, WAL would corrupt.
@@ -201,9 +225,17 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     for added in range(max(version, 1) + 1, SCHEMA_VERSION + 1):
         _execute(connection, _ADDED[added])
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    facts = {"filesystem": filesystem, "journal_mode": mode}
+    facts = {"filesystem": filesystem, "journal_mode": mode, **_opened(connection)}
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
     connection.execute("COMMIT")
+
+
+def _opened(connection: sqlite3.Connection) -> dict[str, str]:
+    last = {}
+    for row_type, table in TABLES.items():
+        if row_type not in _WITHOUT_ROWS:
+            (last[table],) = connection.execute(f"SELECT COALESCE(MAX(row), 0) FROM {table}").fetchone()  # noqa: S608
+    return {OPENED.format(microseconds=round(time.time() * MICROSECONDS)): json.dumps(last)}
 
 
 def _execute(connection: sqlite3.Connection, statements: str) -> None:
@@ -228,6 +260,13 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema {version}, this version of cpsr reads up to {SCHEMA_VERSION}; nothing in it was "
             "changed; use the cpsr version that wrote it, or a newer one"
         )
+
+
+def lacks_room(error: sqlite3.Error | OSError) -> bool:
+    """Whether the disk is why a file cannot be written: it is full, a quota is used up, or it fails."""
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR"))
 
 
 def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cpsr.errors import JournalError
+from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.journal.events import import_events
+from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -31,7 +33,7 @@ from cpsr.journal.rows import (
     encode_json,
     to_sql,
 )
-from cpsr.journal.schema import insert_sql, prepare, unreadable
+from cpsr.journal.schema import insert_sql, lacks_room, prepare, unreadable
 from cpsr.journal.thinning import thin
 
 __all__ = ["Journal"]
@@ -73,19 +75,21 @@ class _Write:
 class Journal:
     """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
 
-    Recording never blocks and never raises for a disk's sake: rows wait in a bounded queue and are tried again. A
-    failure is logged once per kind, counted in `failure_counts`, and told once by `failures()`; rows that the bound
-    pushed out are counted in `dropped_rows` and in an event once the file can be written again.
+    Recording never blocks and never raises for a disk's sake: rows wait in a bounded queue and are tried again, also
+    where the disk is full when the journal is opened. A failure is logged once per kind, counted in `failure_counts`,
+    and told once by `failures()`; rows that the bound pushed out are counted in `dropped_rows` and in an event once the
+    file can be written again.
     """
 
     def __init__(
-        self, path: Path, connection: sqlite3.Connection, next_life: int, full_steps: int | None = None
+        self, path: Path, connection: sqlite3.Connection | None, next_life: int, full_steps: int | None = None
     ) -> None:
         self.path = path
-        self._connection = connection
+        self._connection = connection  # None: the disk had no room for it yet
         self._next_life = next_life
         self._full_steps = full_steps
         self._life: int | None = None
+        self._closed_because: str | None = None  # why it could not be opened at once
         self._changed = threading.Condition()
         self._records: collections.deque[_Write] = collections.deque()
         self._steps: collections.deque[_Write] = collections.deque()
@@ -101,6 +105,8 @@ class Journal:
     def open(cls, path: Path, full_steps: int | None = None) -> "Journal":
         """Open the journal, or create it and its directory.
 
+        Where the disk has no room for it, it is opened once there is some; training does not wait for that.
+
         Args:
             path: of the file.
             full_steps: how many of the newest steps are all kept; older ones are thinned out. None keeps every step.
@@ -108,22 +114,17 @@ class Journal:
         Raises:
             JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is left as it was.
         """
-        connection = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Handed over to the thread, which is the only user from then on.
-            connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            prepare(connection, path)
-            (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM lives").fetchone()
-            return cls(path, connection, last + 1, full_steps)
-        except (sqlite3.Error, OSError, JournalError) as error:
-            if connection is not None:
-                connection.close()
+            connection, next_life = _connect(path)
+        except (sqlite3.Error, OSError) as error:
+            if lacks_room(error):
+                journal = cls(path, None, _next_life(path), full_steps)
+                journal._note_closed(error)
+                return journal
             if isinstance(error, sqlite3.Error):
                 raise unreadable(path, error) from error
-            if isinstance(error, OSError):
-                raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
-            raise
+            raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
+        return cls(path, connection, next_life, full_steps)
 
     def start_life(self, mode: str, after: int = -1) -> int:
         """Begin a life of the run and return its number, counted from 0; waits until its row is written.
@@ -138,7 +139,11 @@ class Journal:
         self._next_life = life + 1
         self._life = life
         self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
-        self.flush(START_SECONDS)
+        if self._closed_because is None:
+            self.flush(START_SECONDS)
+        else:
+            message = f"the life began without its journal ({self._closed_because}); what was recorded until now waited"
+            self._record(EventRow(life=life, rank=0, kind="journal_late", message=message))
         return life
 
     def end_life(self, ending: Literal["clean", "sigterm", "error"]) -> None:
@@ -178,6 +183,10 @@ class Journal:
         values = self._convert("BacktestRow", rows)
         statement = f"{insert_sql(BacktestRow)} ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
         self._enqueue(_Write("BacktestRow", len(values), lambda connection: connection.executemany(statement, values)))
+
+    def record_bubbles(self, row: BubbleRow) -> None:
+        """Record what a rank's waits amounted to since its last row."""
+        self._record(row)
 
     def record_event(self, row: EventRow) -> None:
         """Record anything else worth a line."""
@@ -321,23 +330,54 @@ class Journal:
         if first:
             log.error("journal %s: %s (further failures of this kind are only counted)", self.path, message)
 
+    def _note_closed(self, error: sqlite3.Error | OSError) -> None:
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        self._closed_because = f"{name}: {error}"
+        message = f"cannot be opened ({self._closed_because}): rows wait for room on its disk, training goes on without"
+        self._note("opening", message)
+
     def _run(self) -> None:
         try:
+            while (connection := self._connection) is None:
+                if not self._open_late():
+                    return
             while self._take_batch():
-                while not self._commit_batch():
-                    with self._changed:
-                        if self._changed.wait_for(lambda: self._abandoned, RETRY_SECONDS):
-                            return
-                self._thin()
+                while not self._commit_batch(connection):
+                    if self._is_abandoned_within(RETRY_SECONDS):
+                        return
+                self._thin(connection)
+        except JournalError as error:
+            self._note("file", f"{error}; nothing is recorded in this life, training goes on")
         except Exception as error:
             # A defect of this file: training goes on without a journal, and everyone who asks is told.
             log.exception("the journal's thread stopped; nothing more is recorded in this life")
             self._note("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
         finally:
-            self._connection.close()
+            if self._connection is not None:
+                self._connection.close()
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
+
+    def _is_abandoned_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._abandoned, seconds)
+
+    def _open_late(self) -> bool:
+        """Try again to open the file, after a while; False where nobody waits for that any more.
+
+        Raises:
+            JournalError: the file can be read now, and is not one to write to.
+        """
+        if self._is_abandoned_within(RETRY_SECONDS):
+            return False
+        try:
+            self._connection, _ = _connect(self.path)
+        except (sqlite3.Error, OSError) as error:
+            told = unreadable(self.path, error)
+            if isinstance(told, JournalDamagedError):
+                raise told from error
+        return True
 
     def _take_batch(self) -> bool:
         """Wait for work and take all of it; False once the journal is closed and everything is written."""
@@ -348,8 +388,7 @@ class Journal:
             self._steps.clear()
             return bool(self._batch)
 
-    def _commit_batch(self) -> bool:
-        connection = self._connection
+    def _commit_batch(self, connection: sqlite3.Connection) -> bool:
         dropped_rows = self.dropped_rows
         rejected: list[tuple[_Write, BaseException]] = []
         try:
@@ -363,7 +402,7 @@ class Journal:
                     rejected.append((write, error))
                 connection.execute("RELEASE one_write")
             if dropped_rows > self._dropped_rows_recorded:
-                self._record_drops(dropped_rows)
+                self._record_drops(connection, dropped_rows)
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             # Some errors (a full disk) have already rolled back by themselves.
@@ -380,21 +419,49 @@ class Journal:
             self._changed.notify_all()
         return True
 
-    def _thin(self) -> None:
+    def _thin(self, connection: sqlite3.Connection) -> None:
         """One slice for each batch: a batch has a few dozen steps, so that also an old file is thinned before long."""
         if self._full_steps is None:
             return
         try:
-            thin(self._connection, self._full_steps)
+            thin(connection, self._full_steps)
         except (sqlite3.Error, ValueError) as error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             name = getattr(error, "sqlite_errorname", type(error).__name__)
             self._note(
                 "thinning", f"old steps cannot be thinned out ({name}: {error}); all are kept, and it is tried again"
             )
 
-    def _record_drops(self, dropped_rows: int) -> None:
+    def _record_drops(self, connection: sqlite3.Connection, dropped_rows: int) -> None:
         message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"
         event = EventRow(life=self._life or 0, rank=0, kind="journal_rows_dropped", message=message)
-        self._connection.execute(insert_sql(EventRow), to_sql(event))
+        connection.execute(insert_sql(EventRow), to_sql(event))
+
+
+def _connect(path: Path) -> tuple[sqlite3.Connection, int]:
+    """A connection that writes, for the journal's thread, and the number of the next life.
+
+    Raises:
+        JournalError: the file is no journal, or has a newer schema.
+        OSError: its directory, or itself, cannot be made.
+        sqlite3.Error: anything else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        prepare(connection, path)
+        (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM lives").fetchone()
+    except (sqlite3.Error, JournalError):
+        connection.close()
+        raise
+    return connection, last + 1
+
+
+def _next_life(path: Path) -> int:
+    """As far as a file tells that cannot be written now."""
+    try:
+        with JournalReader(path) as reader:
+            return max((life.life for life in reader.lives()), default=-1) + 1
+    except JournalError:
+        return 0

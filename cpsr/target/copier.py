@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.catalogue import CheckpointInfo
 from cpsr.checkpoint.catalogue import scan as scan_local
-from cpsr.checkpoint.manifest import COMMIT
+from cpsr.checkpoint.manifest import COMMIT, step_iteration
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RunMismatchError, TargetError
@@ -136,11 +136,17 @@ class Copier:
 
     def _retain(self, run_id: str, iteration: int) -> None:
         try:
-            retain(self._place, run_id, self._config.target_keep_checkpoints)
+            removed = retain(self._place, run_id, self._config.target_keep_checkpoints)
         except TargetError as error:
             message = f"checkpoint {iteration} was copied, but older copies could not be removed: {error} (said once)"
             self._say("target not tidied", message, iteration, logging.DEBUG if self._untidy else logging.WARNING)
             self._untidy = True
+            return
+        for folder in removed:
+            gone = step_iteration(folder)
+            if gone is not None:
+                message = f"the copy of checkpoint {gone} was removed from {self._place.shown}: later ones are there"
+                self._say("target removed", message, gone, logging.DEBUG)
 
     def _is_due(self, info: CheckpointInfo, found: Catalogue, last: bool) -> bool:
         if not found.copies:
@@ -155,6 +161,8 @@ class Copier:
         for copy in found.copies:
             if given_up.get(copy.manifest.iteration, -1) >= copy.manifest.sequence:
                 set_aside(self._place, copy.folder, "its state was given up by the run")
+                message = f"the copy of checkpoint {copy.manifest.iteration} at {self._place.shown} was set aside"
+                self._say("target set aside", message, copy.manifest.iteration, logging.DEBUG)
             else:
                 left.append(copy)
         return Catalogue(left, found.set_aside, found.unfinished, found.damaged)

@@ -1,8 +1,9 @@
 // The dashboard: which run, its answers, and what is told of them.
 
 import { Api, ApiError } from "./api.js";
+import { showBubbles } from "./bubbles.js";
 import { showCheckpoints } from "./checkpoints.js";
-import { showLive, showLost, showRefused } from "./connection.js";
+import { showConnection, showHeard, showLost, showRefused } from "./connection.js";
 import { byId, element } from "./dom.js";
 import { Stream } from "./events.js";
 import { showInterval } from "./interval.js";
@@ -16,7 +17,18 @@ import { signIn } from "./sign-in.js";
 import { NAMES, Store } from "./store.js";
 import { showWhy } from "./why.js";
 
-const PANELS = [showNotices, showNow, showLoss, showInterval, showRecoveries, showRehearsals, showWhy, showCheckpoints];
+const PANELS = [
+  showConnection,
+  showNotices,
+  showNow,
+  showLoss,
+  showInterval,
+  showRecoveries,
+  showRehearsals,
+  showWhy,
+  showBubbles,
+  showCheckpoints,
+];
 const HEALTH_SECONDS = 15; // a run that stands still tells of nothing
 const RETRY_SECONDS = 3;
 // What may be different after an event of the journal; after `hello` and `reset` much may not have been heard.
@@ -31,6 +43,7 @@ const TOUCHED = {
   rehearsal: ["rehearsals", "plan"],
   phase: ["phases", "plan"],
   fit: ["fits"],
+  bubble: ["bubbles"],
   event: ["plan", "health"],
   unavailable: ["health"],
 };
@@ -69,7 +82,7 @@ function show(run) {
   setInterval(() => store.want(["health"]), 1000 * HEALTH_SECONDS);
   new Stream(api, {
     heard: (name) => store.want(TOUCHED[name] ?? []),
-    live: showLive,
+    live: showHeard,
     lost: showLost,
     refused: (problem) => (problem.status === 401 ? signIn() : showRefused(problem)),
   }).follow();

@@ -1,10 +1,11 @@
 // The newest checkpoints that were due, and what became of them.
 
-import { byId, empty, table, update } from "./dom.js";
-import { bytes, clock, duration, number } from "./format.js";
+import { byId, element, empty, table, update } from "./dom.js";
+import { bytes, clock, duration, number, ranks } from "./format.js";
 
 const ROWS = 6;
-const HELD = { whole: "whole", weights: "weights, for the predictor", none: "no" };
+const TIERS = { disk: "disk", target: "target", memory: "host memory", peer: "replica" };
+const HELD = { whole: "", weights: "weights alone", small: "small state alone" };
 
 export function showCheckpoints(store) {
   store.watch(["checkpoints"], ({ checkpoints }, { checkpoints: problem }) => {
@@ -25,10 +26,24 @@ function checkpointTable(rows, total) {
       { title: "Size", numeric: true, value: (one) => bytes(one.bytes) },
       { title: "Training waited", numeric: true, value: (one) => duration(one.stall_seconds) },
       { title: "Durable after", numeric: true, value: (one) => duration(durable(one)) },
-      { title: "On the disk now", value: (one) => HELD[one.on_disk] },
+      { title: "Where it is", value: places },
     ],
     rows,
   );
+}
+
+function places({ copies }) {
+  if (!copies.length) return number(null);
+  return element("ul", { class: "plain" }, ...copies.map((copy) => element("li", {}, place(copy))));
+}
+
+function place({ tier, holds, bytes: size, verified, ranks: owners, copied_unix_seconds: copied }) {
+  const parts = [owners === null ? TIERS[tier] : `${TIERS[tier]} of ${ranks(owners)}`];
+  if (HELD[holds]) parts.push(HELD[holds]);
+  if (size !== null) parts.push(bytes(size));
+  parts.push(verified ? "verified" : "not verified");
+  if (copied !== null) parts.push(clock(copied));
+  return parts.join(", ");
 }
 
 function durable({ write_seconds: write, commit_seconds: commit }) {

@@ -61,3 +61,14 @@ export function clock(unixSeconds) {
 export function plural(count, noun) {
   return `${number(count, 9)} ${noun}${count === 1 ? "" : "s"}`;
 }
+
+// Numbers of ranks in increasing order, as "ranks 0-3, 5".
+export function ranks(numbers) {
+  const spans = [];
+  for (const one of numbers) {
+    if (spans.length && spans.at(-1).last === one - 1) spans.at(-1).last = one;
+    else spans.push({ first: one, last: one });
+  }
+  const told = spans.map(({ first, last }) => (first === last ? `${first}` : `${first}\u2013${last}`)).join(", ");
+  return `${numbers.length > 1 ? "ranks" : "rank"} ${told}`;
+}

@@ -3,6 +3,7 @@
 import { committed, isPredicted, placed } from "./course.js";
 import { byId, showSign, update } from "./dom.js";
 import { number, plural } from "./format.js";
+import { LossDetail, joinDetail } from "./loss-detail.js";
 import { bandAt, between, curveTable, marksTable } from "./loss-table.js";
 import { drawCheckpoints, drawFailures, drawPhases, drawRestarts } from "./marks.js";
 import { Plot, colour } from "./plot.js";
@@ -13,6 +14,8 @@ const NEEDS = ["losses", "fits", "phases", "checkpoints", "failures", "recoverie
 export function showLoss(store) {
   let marks = { phases: [], checkpoints: [], failures: [], restarts: [] };
   let data = [[]];
+  let answers = null; // the newest
+  const detail = new LossDetail(store.api, () => draw());
   const curve = (name, width) => ({ stroke: () => colour(name), width, spanGaps: true, points: { show: false } });
   const plot = new Plot({
     host: byId("loss-plot"),
@@ -28,11 +31,17 @@ export function showLoss(store) {
       drawFailures(drawn, marks.failures);
       drawRestarts(drawn, marks.restarts);
     },
+    part: (shown) => detail.look(shown),
   });
-  store.watch(NEEDS, (answers) => {
-    marks = marksOf(answers);
-    data = columns(answers);
+  const draw = () => {
+    data = columns(answers, detail.found);
     plot.show(data);
+  };
+  store.watch(NEEDS, (newest) => {
+    if (newest.losses !== answers?.losses) detail.look(plot.part);
+    answers = newest;
+    marks = marksOf(answers);
+    draw();
     byId("loss-summary").textContent = summary(answers);
     showSign(
       "fit",
@@ -50,9 +59,9 @@ export function showLoss(store) {
 }
 
 // Iterations, losses, fit, lower and upper edge of the band; null where one has nothing.
-function columns({ losses, fits }) {
+function columns({ losses, fits }, detail) {
   const curve = fits?.fits[0]?.result.curve;
-  const measured = losses ? [losses.iterations, losses.losses] : [[], []];
+  const measured = joinDetail(losses, detail);
   if (!curve || !measured[0].length) return [...measured, ...[1, 2, 3].map(() => measured[0].map(() => null))];
   const joined = uPlot.join([measured, [curve.iterations, curve.loss_nats, curve.low_nats, curve.high_nats]]);
   return joined.map((column) => Array.from(column, (value) => value ?? null));

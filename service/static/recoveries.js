@@ -1,7 +1,7 @@
 // How lives of the run began after a failure: from where, with what guard, and what it cost.
 
 import { byId, element, empty, table } from "./dom.js";
-import { clock, duration, number, signed } from "./format.js";
+import { clock, duration, number, ranks, signed } from "./format.js";
 
 const OUTCOMES = { kept: "kept", watching: "being watched", vetoed: "vetoed", rolled_back: "rolled back" };
 
@@ -33,25 +33,13 @@ function recoveryTable(rows) {
 
 function sources({ method, sources: told }) {
   if (!told.length) return method;
-  const ranks = new Map(); // of each source: there may be thousands of ranks, and few sources
+  const owners = new Map(); // of each source: there may be thousands of ranks, and few sources
   for (const { rank, source, iteration } of told) {
     const name = `${source}, of ${number(iteration, 9)}`;
-    ranks.set(name, [...(ranks.get(name) ?? []), rank]);
+    owners.set(name, [...(owners.get(name) ?? []), rank]);
   }
-  const lines = [...ranks].map(([name, own]) =>
-    element("li", {}, `${own.length > 1 ? "ranks" : "rank"} ${spans(own)}: ${name}`),
-  );
+  const lines = [...owners].map(([name, own]) => element("li", {}, `${ranks(own)}: ${name}`));
   return element("ul", { class: "plain" }, ...lines);
-}
-
-// Numbers in increasing order, as "0-3, 5".
-function spans(numbers) {
-  const found = [];
-  for (const one of numbers) {
-    if (found.length && found.at(-1).last === one - 1) found.at(-1).last = one;
-    else found.push({ first: one, last: one });
-  }
-  return found.map(({ first, last }) => (first === last ? `${first}` : `${first}\u2013${last}`)).join(", ");
 }
 
 function lag({ guard: { lag: measured }, expected_lag_iterations: expected }) {

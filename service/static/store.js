@@ -10,6 +10,7 @@ const PATHS = {
   failures: "/failures?limit=1000",
   recoveries: "/recoveries?limit=100",
   rehearsals: "/rehearsals?limit=50",
+  bubbles: "/bubbles?limit=1000",
 };
 const PAUSE_SECONDS = 2; // between two questions for the same: a busy run must not make the page busy
 const LONG_PAUSES_SECONDS = { losses: 10 }; // of what is much to read, and changes little to the eye

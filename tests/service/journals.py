@@ -10,6 +10,7 @@ import httpx
 
 from cpsr.journal import (
     BacktestRow,
+    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -90,6 +91,26 @@ def rehearsal_row(**changes: Any) -> RehearsalRow:
     return RehearsalRow(**(values | changes))
 
 
+def bubble_row(**changes: Any) -> BubbleRow:
+    values: dict[str, Any] = {
+        "life": 0,
+        "rank": 1,
+        "iteration": 50,
+        "iterations": 49,
+        "seconds": 20.0,
+        "bubble_seconds": 8.0,
+        "used_seconds": 2.0,
+        "late_seconds": 0.5,
+        "outside_seconds": 0.25,
+        "slices": 40,
+        "late_slices": 3,
+        "copied_seconds": 1.0,
+        "copied_bytes": 3000,
+        "copied_beside_bytes": 1000,
+    }
+    return BubbleRow(**(values | changes))
+
+
 # One row of each table that has a time, recorded then.
 ROWS: dict[str, Callable[[Journal, float], None]] = {
     "/checkpoints": lambda journal, at: journal.record_checkpoint(
@@ -118,6 +139,7 @@ ROWS: dict[str, Callable[[Journal, float], None]] = {
     "/backtests": lambda journal, at: journal.record_backtests(
         [BacktestRow(life=0, iteration=50, checkpoints=int(at), result={"line_cosine": 0.5}, created_unix_seconds=at)]
     ),
+    "/bubbles": lambda journal, at: journal.record_bubbles(bubble_row(created_unix_seconds=at)),
     "/plan/history": lambda journal, at: journal.record_plan(plan_row(created_unix_seconds=at)),
 }
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 
+from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.journal import (
     CheckpointRow,
+    EventRow,
     FailureRow,
     FitRow,
     Journal,
@@ -26,7 +28,15 @@ from cpsr.journal import (
 )
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
-from tests.service.journals import flushed, measured_plan, plan_row, record_event, recovery_row, rehearsal_row
+from tests.service.journals import (
+    bubble_row,
+    flushed,
+    measured_plan,
+    plan_row,
+    record_event,
+    recovery_row,
+    rehearsal_row,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
 expect = sync_api.expect
@@ -251,13 +261,156 @@ def test_a_plot_is_walked_through_by_keys(page: Any, journal: Journal, tmp_path:
         expect(page.locator("#loss-readout")).to_contain_text("Iteration 120 ")
 
 
+def shown(page: Any) -> tuple[float, float]:
+    """First and last iteration in the plot of the loss, as it tells."""
+    words = page.locator("#loss-figure .zoom [role=status]").text_content().split()
+    return float(words[1]), float(words[3])
+
+
+def test_a_part_of_a_plot_is_shown_by_dragging_and_stays_while_the_run_goes_on(
+    page: Any, journal: Journal, tmp_path: Path
+) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        figure = page.locator("#loss-figure")
+        expect(section(page, "Training loss")).to_contain_text("Fitted")
+        whole = figure.get_by_role("button", name="Show the whole run")
+        expect(whole).to_be_hidden()
+        area = page.locator("#loss-plot .u-over").bounding_box()
+        assert area is not None
+        height = area["y"] + area["height"] / 2
+        page.mouse.move(area["x"] + 0.4 * area["width"], height)
+        page.mouse.down()
+        page.mouse.move(area["x"] + 0.6 * area["width"], height, steps=4)
+        page.mouse.up()
+        expect(whole).to_be_visible()
+        first, last = shown(page)
+        assert first == pytest.approx(1 + 0.4 * 149, abs=2)
+        assert last == pytest.approx(1 + 0.6 * 149, abs=2)
+        journal.record_steps(losses(LAST + 1, LAST + 15))
+        flushed(journal)
+        expect(section(page, "Now")).to_contain_text("135")
+        assert shown(page) == (first, last)
+        page.locator("#loss-plot .u-over").dblclick()
+        expect(whole).to_be_hidden()
+        figure.get_by_role("button", name="Zoom in").click()
+        expect(whole).to_be_visible()
+        whole.click()
+        expect(figure.locator(".zoom [role=status]")).to_be_empty()
+
+
+def test_a_plot_is_zoomed_by_keys_about_the_cursor(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Training loss")).to_contain_text("Fitted")
+        page.get_by_role("slider", name="Training loss: place in the plot").focus()
+        page.keyboard.press("Home")
+        page.keyboard.press("+")
+        page.keyboard.press("=")
+        assert shown(page) == (1, 38)
+        page.keyboard.press("-")
+        assert shown(page)[1] > 70
+        page.keyboard.press("+")
+        page.keyboard.press("End")  # goes there
+        expect(page.locator("#loss-readout")).to_contain_text("Iteration 150 ")
+        assert shown(page) == (113, 150)
+        page.keyboard.press("Escape")
+        expect(page.locator("#loss-figure .zoom [role=status]")).to_be_empty()
+        expect(page.locator("#loss-readout")).to_contain_text("Iteration 150 ")
+        for _ in range(20):
+            page.keyboard.press("+")
+        first, last = shown(page)
+        assert 0 < last - first <= 5, "a plot of nothing is none"
+
+
+def test_a_part_of_a_long_run_is_shown_in_more_detail(page: Any, journal: Journal, tmp_path: Path) -> None:
+    journal.record_steps(losses(1, 3000))
+    flushed(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Training loss")).to_contain_text("3,000 iterations")
+        page.get_by_role("slider", name="Training loss: place in the plot").focus()
+        readout = page.locator("#loss-readout")
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        expect(readout).to_contain_text("Iteration 6 ")  # of so long a run every fifth iteration is there
+        page.keyboard.press("Home")
+        with page.expect_response(lambda response: "first_iteration=1&last_iteration=188" in response.url):
+            for _ in range(4):
+                page.keyboard.press("+")
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        expect(readout).to_contain_text("Iteration 2 ")
+        page.keyboard.press("Escape")
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        expect(readout).to_contain_text("Iteration 6 ")
+
+
+def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        journal.end_life("sigterm")
+        record_event(journal, "something")
+        flushed(journal)
+        expect(page.locator("#connection")).to_have_text("The run has left after SIGTERM")
+        journal.start_life("auto")
+        record_event(journal, "started")
+        flushed(journal)
+        expect(page.locator("#connection")).to_have_text("Live")
+        journal.end_life("clean")
+        flushed(journal)
+        page.reload()
+        expect(page.locator("#connection")).to_have_text("The run has ended")
+
+
+def test_the_use_of_waits_is_told_of_each_rank(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        panel = section(page, "Waits of the training, and their use")
+        expect(panel).to_contain_text("No waits are recorded")
+        for rank, life in ((0, 0), (1, 0), (1, 1), (3, 1), (3, 1)):
+            journal.record_bubbles(bubble_row(rank=rank, life=life))
+        flushed(journal)
+        expect(panel).to_contain_text(
+            "Training waited 40% of the time; the predictor worked in 25% of that, and snapshots were copied in 12.5%"
+        )
+        rows = panel.get_by_role("row")
+        expect(rows).to_have_count(3)
+        cells = rows.nth(2).get_by_role("cell").all_text_contents()
+        assert cells == ["3", "", "16 s (40%)", "4 s (25%)", "1 s, 6 of 80", "500 ms", "2 s: 6 kB, 75% of all"]
+        drawn = rows.nth(2).locator("svg rect.waited").bounding_box()
+        around = rows.nth(2).locator("svg").bounding_box()
+        assert drawn is not None
+        assert around is not None
+        assert drawn["width"] / around["width"] == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_checkpoint_tells_where_it_is(page: Any, journal: Journal, tmp_path: Path) -> None:
+    record_run(journal)
+    step = tmp_path / "checkpoints" / step_name(90)
+    step.mkdir(parents=True)
+    (step / COMMIT).write_bytes(b"x" * 2000)
+    journal.record_event(EventRow(life=0, rank=0, kind="target copied", message="", iteration=60))
+    flushed(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        table = section(page, "Newest checkpoints").get_by_role("table")
+        expect(table).to_contain_text("disk, 2 kB, verified")
+        expect(table).to_contain_text("target, 4.2 MB, verified, 20")
+
+
 def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
         expect(section(page, "What if failures came at another rate?").get_by_role("row")).to_have_count(4)
         reached = []
-        for _ in range(8):
+        for _ in range(12):
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate(
@@ -266,7 +419,9 @@ def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_p
                 )
             )
         names = [name for name, _ in reached]
-        order = ["Skip to the figures", "loss-plot", "The plot as tables", "interval-plot", "mtbf", "As the job has it"]
+        zoom = ["\u2212", "+"]
+        order = ["Skip to the figures", "loss-plot", *zoom, "The plot as tables", "interval-plot", *zoom]
+        order += ["mtbf", "As the job has it"]
         assert [name for name in names if name in order] == order
         assert {style for name, style in reached if name in order} == {"solid"}
 
@@ -371,7 +526,7 @@ def test_of_several_runs_one_is_chosen(page: Any, tmp_path: Path) -> None:
     with served(tmp_path) as service:
         opened(page, service)
         expect(section(page, "Training loss")).to_contain_text("40 iterations")
-        page.get_by_label("Run").select_option("short")
+        page.get_by_role("combobox", name="Run").select_option("short")
         expect(section(page, "Training loss")).to_contain_text("9 iterations")
         assert page.url.endswith("?run=short")
 

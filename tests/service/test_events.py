@@ -19,8 +19,10 @@ from cpsr.errors import ServiceError
 from cpsr.journal import Journal
 from cpsr.service.app import create_app
 from cpsr.service.events import Streams, follow_events
+from cpsr.service.follow import FOLLOWED
 from cpsr.service.gate import Limits
 from tests.service.journals import error_of, flushed, new_run, record_event, record_steps
+from tests.service.test_follow import after_a_power_cut
 
 WAIT_SECONDS = 20.0
 
@@ -84,7 +86,7 @@ def test_the_newest_step_is_told_without_an_id(tmp_path: Path, journal: Journal)
     assert (progress["event"], progress["id"], progress["data"]["iteration"]) == ("progress", None, 7)
 
 
-@pytest.mark.parametrize("after", ["0-0.0.0.0.0.0.0.0.0", "nonsense", "ff-1.2"])
+@pytest.mark.parametrize("after", ["0-0-" + ".".join(["7"] * len(FOLLOWED)), "nonsense", "ff-1-1.2"])
 def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journal: Journal, after: str) -> None:
     record_event(journal, "before")
     flushed(journal)
@@ -93,8 +95,7 @@ def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journa
         hello, reset = take(events, 2)
         assert (hello["event"], reset["event"]) == ("hello", "reset")
         record_event(journal, "now")
-        (now,) = take(events, 1)
-        assert now["data"]["message"] == "now"
+        assert [one["data"]["message"] for one in take(events, 2)] == ["before", "now"]
 
 
 def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> None:
@@ -109,10 +110,36 @@ def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> 
         new_run(run_dir)
         # A journal that is being made is none yet, which may be told as well.
         assert next(one["event"] for one in events if one["event"] != "unavailable") == "reset"
+        (plan,) = take(events, 1)
+        assert plan["event"] == "plan", "what the new journal holds was not told yet"
         shutil.rmtree(run_dir)
         with pytest.raises(ServiceError) as refused:
             next(client.events())
         assert refused.value.code == "journal_unavailable"
+
+
+def test_a_stream_goes_on_where_a_journal_that_a_power_cut_has_shortened_agrees(
+    tmp_path: Path, journal: Journal
+) -> None:
+    run_dir = tmp_path.with_name(f"{tmp_path.name}-followed")
+    run_dir.symlink_to(tmp_path)
+    copied = after_a_power_cut(tmp_path, journal)
+    with served(run_dir) as url, Client(url) as client:
+        events = client.events(after="start")
+        told = take(events, 4)
+        assert [one["data"].get("message") for one in told] == [None, "kept", "lost", "lost too"]
+        run_dir.unlink()
+        run_dir.symlink_to(copied)
+        again = Journal.open(copied / "journal.db")
+        again.start_life("auto", after=0)
+        record_event(again, "again")
+        again.close()
+        followed = [one for one in take(events, 2) if one["event"] != "progress"]
+        resumed = take(client.events(after=told[-1]["id"]), 3)[1:]
+        for reset, event in (followed, resumed):
+            assert (reset["event"], event["data"]["message"]) == ("reset", "again")
+        # Who comes back with the id of the reset has missed nothing.
+        assert take(client.events(after=resumed[0]["id"]), 2)[1]["data"]["message"] == "again"
 
 
 def test_a_stream_with_nothing_to_say_shows_that_it_is_alive(tmp_path: Path, journal: Journal) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from cpsr.journal import FailureRow, Journal
+from cpsr.journal import FailureRow, Journal, commands
 from tests.service.journals import error_of, flushed
 
 
@@ -49,6 +49,21 @@ def test_only_who_may_write_can_report(tmp_path: Path, client: TestClient, writi
     text = {"content-type": "text/plain"}
     error_of(writing.post("/failures", content='{"description": "x"}', headers=text), 422)
     assert writing.get("/failures").json()["total"] == 0
+
+
+def test_a_flood_is_refused_with_when_to_come_again(
+    writing: TestClient, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed(journal)
+    monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 1)
+    report = {"description": "x"}
+    assert writing.post("/failures", json=report).status_code == 201
+    flood = writing.post("/failures", json=report)
+    assert error_of(flood, 429)["code"] == "too_many_reports"
+    assert 3500 < int(flood.headers["retry-after"]) <= 3600
+    monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 1)
+    assert error_of(writing.post("/failures", json=report), 409)["code"] == "reports_full"
+    assert writing.get("/failures").json()["total"] == 1
 
 
 def test_a_failure_cannot_be_reported_to_no_run(writing: TestClient) -> None:

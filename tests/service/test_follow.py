@@ -1,30 +1,31 @@
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.journal import CheckpointRow, EventRow, Journal
-from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, Place, end_of, recorded_after
+from cpsr.journal import SCHEMA_VERSION, CheckpointRow, EventRow, Journal
+from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, News, Place, end_of, recorded_after, start_of
 from tests.service.journals import ROWS, flushed, record_event, record_steps, rehearsal_row
 
 NUMBERS = st.integers(0, 10**18 - 1)
 
 
-@given(st.integers(0, 2**60), st.lists(NUMBERS, min_size=len(FOLLOWED), max_size=len(FOLLOWED)))
-def test_a_place_survives_its_text(journal: int, rows: list[int]) -> None:
-    place = Place(f"{journal:x}", tuple(rows))
+@given(st.integers(0, 2**60), st.integers(0, 2**59), st.lists(NUMBERS, min_size=len(FOLLOWED), max_size=len(FOLLOWED)))
+def test_a_place_survives_its_text(journal: int, opened: int, rows: list[int]) -> None:
+    place = Place(f"{journal:x}", opened, tuple(rows))
     assert Place.parse(str(place)) == place
 
 
-@given(st.text() | st.from_regex(r"[0-9a-f]+-[0-9.]*"))
+@given(st.text() | st.from_regex(r"[0-9a-f]+-[0-9a-f]+-[0-9.]*"))
 def test_what_is_no_place_is_none_or_reads_back(text: str) -> None:
     place = Place.parse(text)
     assert place is None or Place.parse(str(place)) == place
 
 
-def start_of(run_dir: Path) -> Place:
-    return Place(end_of(run_dir).journal, (0,) * len(FOLLOWED))
+def everything(run_dir: Path) -> News:
+    return recorded_after(run_dir, start_of(end_of(run_dir)))
 
 
 def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal: Journal) -> None:
@@ -33,10 +34,12 @@ def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal
     journal.record_event(EventRow(life=0, rank=1, kind="x", message="y", created_unix_seconds=0.5))
     record_steps(journal)
     flushed(journal)
-    rows, step, other = recorded_after(tmp_path, start_of(tmp_path))
+    news = everything(tmp_path)
+    rows, step = news.rows, news.step
     assert [row.name for row in rows] == [
         "event",
         "plan",
+        "bubble",
         "backtest",
         "fit",
         "phase",
@@ -46,12 +49,13 @@ def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal
         "checkpoint",
     ]
     assert step is not None
-    assert (step["iteration"], other) == (7, False)
+    assert (step["iteration"], news.reset) == (7, "")
     assert "explanation" not in rows[1].content
     assert rows[-1].place == end_of(tmp_path)
     for seen in range(len(rows)):
-        after, _, _ = recorded_after(tmp_path, rows[seen].place)
-        assert [row.content for row in after] == [row.content for row in rows[seen + 1 :]]
+        after = recorded_after(tmp_path, rows[seen].place)
+        assert after.begin == rows[seen].place
+        assert [row.content for row in after.rows] == [row.content for row in rows[seen + 1 :]]
 
 
 def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: Path, journal: Journal) -> None:
@@ -63,12 +67,12 @@ def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: 
             CheckpointRow(life=0, iteration=number, status="skipped", created_unix_seconds=number)
         )
     flushed(journal)
-    place, told = start_of(tmp_path), []
+    place, told = start_of(end_of(tmp_path)), []
     for _ in range(3):
-        rows, _, _ = recorded_after(tmp_path, place)
+        rows = recorded_after(tmp_path, place).rows
         told += [(row.name, row.content.get("message", row.content["iteration"])) for row in rows]
         place = rows[-1].place
-    assert recorded_after(tmp_path, place)[0] == []
+    assert recorded_after(tmp_path, place).rows == []
     assert [message for name, message in told if name == "event"] == [str(number) for number in range(count)]
     assert [at for name, at in told if name == "checkpoint"] == list(range(count))
 
@@ -76,14 +80,14 @@ def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: 
 def test_how_a_rehearsal_ended_is_told_to_who_has_seen_it_begin(tmp_path: Path, journal: Journal) -> None:
     journal.record_rehearsal(rehearsal_row(id="d", outcome="running"))
     flushed(journal)
-    rows, _, _ = recorded_after(tmp_path, start_of(tmp_path))
+    rows = everything(tmp_path).rows
     journal.record_rehearsal(rehearsal_row(id="d", outcome="refused"))
     flushed(journal)
-    ended, _, _ = recorded_after(tmp_path, rows[-1].place)
-    assert [row.content["outcome"] for row in ended] == ["refused"]
+    ended = recorded_after(tmp_path, rows[-1].place)
+    assert [row.content["outcome"] for row in ended.rows] == ["refused"]
 
 
-def test_another_journal_in_its_place_is_noticed(tmp_path: Path) -> None:
+def test_of_another_journal_in_its_place_everything_is_told(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     record_event(journal, "old")
     journal.close()
@@ -93,14 +97,77 @@ def test_another_journal_in_its_place_is_noticed(tmp_path: Path) -> None:
     again = Journal.open(tmp_path / "journal.db")
     record_event(again, "new")
     again.close()
-    rows, _, other = recorded_after(tmp_path, place)
-    assert (rows, other) == ([], True)
+    news = recorded_after(tmp_path, place)
+    assert "another" in news.reset
+    assert [row.content["message"] for row in news.rows] == ["new"]
+    assert recorded_after(tmp_path, news.rows[-1].place) == News(news.rows[-1].place, "", [], None)
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+def messages(news: News) -> list[str]:
+    return [row.content["message"] for row in news.rows]
+
+
+def after_a_power_cut(run_dir: Path, journal: Journal) -> Path:
+    """The run as another machine finds it: what was written last has never reached the disk.
+
+    Args:
+        run_dir: of the run; `journal` writes to it, and has not moved its write-ahead log into the file.
+        journal: records two more events than are left.
+    """
+    record_event(journal, "kept")
+    flushed(journal)
+    left = (run_dir / "journal.db-wal").stat().st_size
+    for message in ("lost", "lost too"):
+        record_event(journal, message)
+        flushed(journal)
+    copied = run_dir.with_name(f"{run_dir.name}-after-the-cut")
+    copied.mkdir()
+    shutil.copy(run_dir / "journal.db", copied)
+    log = (run_dir / "journal.db-wal").read_bytes()
+    (copied / "journal.db-wal").write_bytes(log[: left + 100])  # torn within the next record
+    return copied
+
+
+@pytest.mark.parametrize("new_rows", [1, 5])
+def test_rows_that_a_power_cut_took_are_told_anew_under_their_numbers(
+    tmp_path: Path, journal: Journal, new_rows: int
+) -> None:
+    """Also where the journal has grown beyond what was told before."""
+    copied = after_a_power_cut(tmp_path, journal)
+    told = everything(tmp_path)
+    assert messages(told) == ["kept", "lost", "lost too"]
+    seen = told.rows[-1].place
+    assert recorded_after(copied, seen).rows == [], "nobody has written since"
+    again = Journal.open(copied / "journal.db")
+    again.start_life("auto", after=0)
+    for number in range(new_rows):
+        record_event(again, f"new {number}")
+    again.close()
+    news = recorded_after(copied, seen)
+    assert "lost its last rows" in news.reset
+    assert news.begin.rows == told.rows[0].place.rows
+    assert messages(news) == [f"new {number}" for number in range(new_rows)]
+    assert recorded_after(copied, news.rows[-1].place).reset == ""
+
+
+def test_a_restart_that_has_lost_nothing_is_no_reset(tmp_path: Path) -> None:
+    first = Journal.open(tmp_path / "journal.db")
+    record_event(first, "a")
+    first.close()
+    seen = end_of(tmp_path)
+    for message in ("b", "c"):
+        later = Journal.open(tmp_path / "journal.db")
+        record_event(later, message)
+        later.close()
+    news = recorded_after(tmp_path, seen)
+    assert (news.reset, messages(news)) == ("", ["b", "c"])
+    assert news.begin.opened > seen.opened
+
+
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_an_older_journal_is_followed(tmp_path: Path, version: int) -> None:
     from tests.test_journal import older_file
 
     older_file(tmp_path / "journal.db", version)
-    rows, step, _ = recorded_after(tmp_path, start_of(tmp_path))
-    assert ([row.name for row in rows], step) == (["plan"], None)
+    news = everything(tmp_path)
+    assert ([row.name for row in news.rows], news.step, news.reset) == (["plan"], None, "")

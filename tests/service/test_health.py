@@ -20,6 +20,7 @@ def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:
     body = response.json()
     assert (response.status_code, body["status"], body["reason"], body["last_iteration"]) == (200, "ok", None, 7)
     assert 0 <= body["journal_age_seconds"] < 30
+    assert body["life"] == "running"
     assert client.get("/readyz").json() == {"ready": True, "reason": None}
 
 
@@ -48,15 +49,19 @@ def test_health_of_a_silent_job_depends_on_its_pace(tmp_path: Path, client: Test
     late = age(310)
     assert late.status_code == 503
     assert "ago" in late.json()["reason"]
+    assert late.json()["life"] == "silent"
     journal.end_life("clean")
     flushed(journal)
-    assert age(3000).status_code == 200
+    ended = age(3000)
+    assert (ended.status_code, ended.json()["life"]) == (200, "clean")
 
 
 def test_health_after_an_error(client: TestClient, journal: Journal) -> None:
     journal.end_life("error")
     flushed(journal)
-    assert "ended with an error" in client.get("/healthz").json()["reason"]
+    body = client.get("/healthz").json()
+    assert "ended with an error" in body["reason"]
+    assert body["life"] == "error"
 
 
 def test_health_of_a_killed_job(tmp_path: Path, client: TestClient) -> None:
@@ -67,6 +72,7 @@ def test_health_of_a_killed_job(tmp_path: Path, client: TestClient) -> None:
     response = client.get("/healthz")
     assert response.status_code == 503
     assert "was killed" in response.json()["reason"]
+    assert response.json()["life"] == "killed"
 
 
 def test_a_run_directory_that_is_removed_and_made_again(tmp_path: Path, client: TestClient) -> None:

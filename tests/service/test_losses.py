@@ -71,3 +71,32 @@ def test_without_a_journal_it_says_so(client: TestClient, tmp_path: Path) -> Non
 @pytest.mark.parametrize("limit", ["1", "1001", "x"])
 def test_the_limit_is_bounded(client: TestClient, limit: str) -> None:
     error_of(client.get("/losses", params={"limit": limit}), 422)
+
+
+def test_a_part_of_a_long_run_is_told_in_more_detail(client: TestClient, journal: Journal) -> None:
+    journal.record_steps(steps(0, 1, 500))
+    flushed(journal)
+    assert asked(client, first_iteration=100, last_iteration=104)["iterations"] == [100, 101, 102, 103, 104]
+    assert asked(client, first_iteration=498)["iterations"] == [498, 499, 500]
+    assert asked(client, last_iteration=2)["iterations"] == [1, 2]
+    thinned = asked(client, first_iteration=100, last_iteration=200, limit=11)
+    assert thinned["iterations"] == list(range(100, 201, 10))
+    assert thinned["total"] == 500
+    assert asked(client, first_iteration=501)["iterations"] == []
+    refused = client.get("/losses", params={"first_iteration": 5, "last_iteration": 4})
+    assert error_of(refused, 422)["code"] == "bad_request"
+
+
+def test_a_part_is_of_the_present_course(client: TestClient, journal: Journal) -> None:
+    journal.record_steps(steps(0, 1, 100) + steps(1, 61, 80))
+    flushed(journal)
+    found = asked(client, first_iteration=58, last_iteration=90)
+    assert found["iterations"] == list(range(58, 81))
+    assert [loss > 9 for loss in found["losses"]] == [False] * 3 + [True] * 20
+
+
+def test_a_part_of_steps_that_were_thinned_out(client: TestClient, journal: Journal) -> None:
+    journal.record_steps([row for row in steps(0, 1, 400) if row.iteration % 4 == 0])
+    flushed(journal)
+    found = asked(client, first_iteration=97, last_iteration=130, limit=30)["iterations"]
+    assert found == list(range(100, 129, 4))

@@ -6,7 +6,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from cpsr.journal import CheckpointRow, FailureRow, Journal, ReportedFailure, report_failure
 from cpsr.service.app import create_app
 from tests.service.conftest import BASE_URL
-from tests.service.journals import flushed, measured_plan, new_run, plan_row, record_steps, recovery_row, rehearsal_row
+from tests.service.journals import (
+    bubble_row,
+    flushed,
+    measured_plan,
+    new_run,
+    plan_row,
+    record_steps,
+    recovery_row,
+    rehearsal_row,
+)
 
 
 def samples(client: TestClient) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -37,6 +46,8 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
     journal.record_failure(FailureRow(life=0, iteration=1, checkpoint_iteration=None, description="x"))
     journal.record_recovery(recovery_row())
     journal.record_rehearsal(rehearsal_row())
+    for rank in (0, 1, 1):
+        journal.record_bubbles(bubble_row(rank=rank))
     flushed(journal)
     report_failure(tmp_path, ReportedFailure(description="y", failed_unix_seconds=1.0))
     found, run = samples(client), tmp_path.name
@@ -55,6 +66,9 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
     assert (value("failures_total", reported="false"), value("failures_total", reported="true")) == (1, 1)
     assert value("recoveries_total", method="line", outcome="kept") == 1
     assert value("rehearsal_cost_seconds_total", outcome="refused") == 2.0
+    assert (value("bubble_seconds_total", rank="0"), value("bubble_seconds_total", rank="1")) == (8.0, 16.0)
+    assert (value("bubble_used_seconds_total", rank="1"), value("bubble_late_slices_total", rank="1")) == (4.0, 6)
+    assert (value("bubble_copied_bytes_total", rank="0"), value("bubble_copied_seconds_total", rank="1")) == (3000, 2.0)
     assert all(name.startswith("cpsr_") for name, _ in found)
 
 

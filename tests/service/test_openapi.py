@@ -55,6 +55,7 @@ def filter_case(_: HookContext, case: "Case[Any]") -> bool:
     now = {"now": time.time(), **_numbers(case.body)}
     return (
         _in_order(_numbers(case.query), "since_unix_seconds", "until_unix_seconds")
+        and _in_order(_numbers(case.query), "first_iteration", "last_iteration")
         and _in_order(_numbers(case.body), "interval_min_iterations", "interval_max_iterations")
         and _in_order(now, "failed_unix_seconds", "now")
     )

@@ -42,6 +42,14 @@ def test_another_host_is_served_with_a_token() -> None:
     listener.close()
 
 
+def test_answers_do_not_wait_for_what_the_client_acknowledges() -> None:
+    """Without this a second piece of an answer is held back for the client's delayed acknowledgement, 40 ms."""
+    with bind("127.0.0.1", 0, Access()) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_a_taken_port_is_said_and_waited_for_where_that_was_asked() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
@@ -129,6 +137,36 @@ def test_sigterm_ends_streams_and_finishes_requests(tmp_path: Path) -> None:
         list(lines)  # ends, and without an error
         _, errors = server.communicate(timeout=20)
         assert (server.returncode, errors) == (0, "")
+
+
+def ended_after_seconds(connection: socket.socket) -> float:
+    """How long the server keeps a connection."""
+    began = time.monotonic()
+    connection.settimeout(WAIT_SECONDS)
+    while connection.recv(1000):
+        pass
+    connection.close()
+    return time.monotonic() - began
+
+
+def test_connections_without_a_request_end_and_are_not_more_than_so_many(tmp_path: Path) -> None:
+    new_run(tmp_path)
+    with serving(tmp_path, "--connections-max", "3", "--idle-seconds", "1") as (_, url):
+        host, port = url.removeprefix("http://").split(":")
+        address = host, int(port)
+        silent, half, asked = (socket.create_connection(address) for _ in range(3))
+        half.sendall(b"GET /plan HTTP/1.1\r\nHost: loc")
+        asked.sendall(f"GET /plan HTTP/1.1\r\nHost: {host}\r\n\r\nGET /pl".encode())
+        assert httpx.get(f"{url}/plan").status_code == 503, "as many as there may be are open"
+        for connection in (silent, half, asked):
+            assert ended_after_seconds(connection) < 3
+        assert httpx.get(f"{url}/plan").status_code == 200
+        with httpx.stream("GET", f"{url}/events") as stream:  # what is under way is not idle
+            lines = stream.iter_lines()
+            next(lines)
+            time.sleep(1.5)
+            Path(tmp_path, "journal.db").unlink()
+            assert any("unavailable" in line for _, line in zip(range(10), lines, strict=False))
 
 
 def test_the_token_opens_and_stands_in_no_log(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: 
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [20, 30]
     assert {level for _, _, level in run.said} == {logging.DEBUG}  # nothing that people must read
+    (removed,) = [message for kind, message, _ in run.said if kind == "target removed"]
+    assert "checkpoint 10 was removed" in removed
     assert fetched(run.place, tmp_path / "new") == 30
 
 
@@ -150,6 +152,7 @@ def test_states_that_were_given_up_are_set_aside_at_the_target_too(tmp_path: Pat
     run.store.abandon_after(10, "the predicted state diverged")
     run.copier.notify(10)  # as the first step after a roll-back does
     wait_until(lambda: committed_at(run.place) == [10])
+    run.wait_for("target set aside")
     assert fetched(run.place, tmp_path / "new") == 10
     run.commit(20)  # the same iteration again
     run.wait_for("target copied", 3)

@@ -1,0 +1,169 @@
+"""Where a checkpoint is: the run directory, the target of copies, and the host memory of the service's own machine."""
+
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from cpsr.checkpoint.held import SHARED_MEMORY, HeldState, files_of, held_state
+from cpsr.checkpoint.manifest import COMMIT, THINNED, step_name
+from cpsr.journal import CheckpointRow, JournalReader
+from cpsr.service.identity import identity_of
+
+__all__ = ["Copies", "Copy", "Held", "held_on_disk"]
+
+Held = Literal["whole", "weights", "none"]
+# Of the events: what was said of a copy at the target last.
+COPIED, GONE = "target copied", ("target removed", "target set aside")
+REPLICA = "-replica-"  # in the name of a file that this machine holds for a rank of another
+
+
+class Copy(BaseModel):
+    """One place where a checkpoint is."""
+
+    tier: Literal["disk", "target", "memory", "peer"] = Field(
+        description="`disk`: the run directory; `target`: where committed checkpoints are copied to; `memory`: host "
+        "memory of the ranks on the service's machine; `peer`: replicas there, of ranks on other machines."
+    )
+    holds: Literal["whole", "weights", "small"] = Field(
+        description="`whole`: training can restart from it; `weights`: kept for the predictor alone; `small`: what "
+        "makes a whole state together with the holder's own."
+    )
+    bytes: int | None = Field(description="Of its files; null where they are not in sight.")
+    verified: bool = Field(
+        description="Whether every byte was read back and compared when it was written. What is in memory is compared "
+        "with its checksum by whoever restores it."
+    )
+    ranks: list[int] | None = Field(description="Whose states are there; null for all.")
+    copied_unix_seconds: float | None = Field(
+        description="When it was made, as the journal says; null for what was seen just now."
+    )
+
+
+class Copies:
+    """What is known of the copies of some checkpoints.
+
+    Host memory is looked into where the newest life of the run is on this machine and belongs to this user; of other
+    machines' nothing is known here.
+
+    Args:
+        run_dir: of the run.
+        reader: of its journal.
+        rows: the checkpoints.
+    """
+
+    def __init__(self, run_dir: Path, reader: JournalReader, rows: Sequence[CheckpointRow]) -> None:
+        self._run_dir = run_dir
+        self._reader = reader
+        self._folders = _names_in(run_dir / "checkpoints")  # few are left, of many rows
+        lives = reader.lives()
+        held = _held_here(run_dir) if lives and lives[-1].host == socket.gethostname() else None
+        self.memory_seen = held is not None
+        self._held: dict[tuple[int, int], list[HeldState]] = defaultdict(list)
+        for state in held or ():
+            self._held[state.life, state.iteration].append(state)
+        committed = [row.iteration for row in rows if row.status == "committed"]
+        self._copied: dict[int, float] = {}  # iteration -> when the copy at the target was made
+        for event in reader.events_of(committed, (COPIED, *GONE)):
+            assert event.iteration is not None
+            if event.kind == COPIED:
+                self._copied[event.iteration] = event.created_unix_seconds
+            else:
+                self._copied.pop(event.iteration, None)
+
+    def on_disk(self, row: CheckpointRow) -> Held:
+        """What the run directory holds of a checkpoint of this iteration."""
+        there = row.status == "committed" and step_name(row.iteration) in self._folders
+        return held_on_disk(self._run_dir, row.iteration) if there else "none"
+
+    def of(self, row: CheckpointRow) -> list[Copy]:
+        """Every place where a committed checkpoint is; none where its iteration was saved again since."""
+        if row.status != "committed":
+            return []
+        states = self._held.get((row.life, row.iteration), ())
+        found = [*self._on_disk(row), *self._at_target(row)]
+        found += _in_memory([one for one in states if REPLICA not in one.path.name], "memory")
+        found += _in_memory([one for one in states if REPLICA in one.path.name], "peer")
+        return found if found and self._reader.latest_checkpoint(row.iteration) == row else []
+
+    def _on_disk(self, row: CheckpointRow) -> Iterable[Copy]:
+        held = self.on_disk(row)
+        if held != "none":
+            size = _bytes_of(self._run_dir / "checkpoints" / step_name(row.iteration))
+            yield Copy(tier="disk", holds=held, bytes=size, verified=True, ranks=None, copied_unix_seconds=None)
+
+    def _at_target(self, row: CheckpointRow) -> Iterable[Copy]:
+        copied = self._copied.get(row.iteration)
+        if copied is not None and copied >= row.created_unix_seconds:  # one from before is of another branch
+            # Its files are those of the checkpoint, and each was compared with its record.
+            yield Copy(
+                tier="target", holds="whole", bytes=row.bytes, verified=True, ranks=None, copied_unix_seconds=copied
+            )
+
+
+def held_on_disk(run_dir: Path, iteration: int) -> Held:
+    """What the run directory holds of a checkpoint of this iteration."""
+    step = run_dir / "checkpoints" / step_name(iteration)
+    if step.is_symlink() or not (step / COMMIT).is_file():
+        return "none"
+    return "weights" if (step / THINNED).exists() else "whole"
+
+
+def _names_in(directory: Path) -> frozenset[str]:
+    try:
+        return frozenset(path.name for path in directory.iterdir())
+    except OSError:
+        return frozenset()
+
+
+def _held_here(run_dir: Path) -> list[HeldState] | None:
+    """States of the run in this machine's memory; None where that cannot be looked into."""
+    run_id = identity_of(run_dir)[0].get("run_id")
+    if run_id is None:
+        return None
+    try:
+        states = [held_state(path) for path in files_of(run_id, SHARED_MEMORY) if _is_own(path)]
+    except OSError:
+        return None
+    return [state for state in states if state is not None]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:
+        return False  # it has gone meanwhile
+
+
+def _in_memory(states: Sequence[HeldState], tier: Literal["memory", "peer"]) -> Iterable[Copy]:
+    small = [one for one in states if one.kind == "small"]
+    whole = [one for one in states if one.kind != "small"]
+    holds: Literal["whole", "small"]
+    for holds, held in (("whole", whole), ("small", small)):
+        if held:
+            yield Copy(
+                tier=tier,
+                holds=holds,
+                bytes=_sum(one.path for one in held),
+                verified=False,
+                ranks=sorted({one.rank for one in held}),
+                copied_unix_seconds=None,
+            )
+
+
+def _bytes_of(directory: Path) -> int | None:
+    try:
+        return _sum(directory.iterdir())
+    except OSError:
+        return None  # it is being removed
+
+
+def _sum(paths: Iterable[Path]) -> int | None:
+    try:
+        return sum(path.lstat().st_size for path in paths)
+    except OSError:
+        return None  # they are being removed
