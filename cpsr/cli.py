@@ -76,19 +76,21 @@ def serve(
     allow_writes: Annotated[
         bool, typer.Option(help="Without a token: everybody on this machine may report failures and override plans.")
     ] = False,
+    connections_max: Annotated[int, typer.Option(min=1, help="Connections at a time; requests beyond get 503.")] = 256,
+    idle_seconds: Annotated[int, typer.Option(min=1, help="Connections without a request end after so long.")] = 5,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Process that this one ends with.")] = None,
 ) -> None:
     """Answer about runs over HTTP until SIGTERM or Ctrl-C: plans, what happened, metrics; training is not touched."""
     from cpsr.service.access import Access, read_token
     from cpsr.service.app import create_app
-    from cpsr.service.server import PORT_SECONDS, bind
+    from cpsr.service.server import PORT_SECONDS, Connections, bind
     from cpsr.service.server import serve as run_service
 
     access = Access(read_token(token_file), allow_writes)
     listener = bind(host, port, access, PORT_SECONDS if parent is not None else 0.0)
     address = f"[{host}]" if ":" in host else host
     typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/")
-    run_service(create_app(run_dir, access), listener, parent)
+    run_service(create_app(run_dir, access), listener, Connections(connections_max, idle_seconds), parent)
 
 
 @app.command()
@@ -406,6 +408,27 @@ def bench_service(
     from cpsr.benchmarks.service.run import main as run_service_benchmark
 
     run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir, CACHE if cache is None else cache)
+
+
+@bench.command("experts")
+def bench_experts(
+    quick: Annotated[bool, typer.Option("--quick", help="About 5 minutes on two cores; the default.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="More models, policies and seeds: about half an hour.")] = False,
+    parts: Annotated[
+        str, typer.Option(help="arithmetic, stall, failures: some of them, comma-separated.")
+    ] = "arithmetic,stall,failures",
+    workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
+    workdir: Workdir = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Sparse snapshots of a mixture of experts: bytes, tokens at risk, stall, and the lag after four failures."""
+    from cpsr.benchmarks.experts.run import FULL, QUICK
+    from cpsr.benchmarks.experts.run import main as run_experts
+
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
+    names = [part.strip() for part in parts.split(",") if part.strip()]
+    run_experts(json_path, FULL if full else QUICK, names, workers, workdir)
 
 
 @bench.command("simulate")

@@ -1,4 +1,4 @@
-"""Start a DeepSpeed job of two ranks and read what they measured."""
+"""Start a DeepSpeed job of a few ranks and read what they measured."""
 
 import json
 import os
@@ -16,13 +16,17 @@ TIMEOUT_SECONDS = 900
 LOG_LINES = 15  # of a job that failed, in the message: its directory is removed
 
 
-def launch(directory: Path, module: str, **options: int) -> list[Any]:
+def launch(
+    directory: Path, module: str, ranks: int = RANKS, timeout_seconds: float = TIMEOUT_SECONDS, **options: int | str
+) -> list[Any]:
     """One run of the job in `directory`.
 
     Args:
         directory: for the job's run directory, log and results.
-        module: of this package, the job; it takes `--run-dir`, `--results` and the options.
-        options: numbers of its command line.
+        module: of the benchmarks, the job; it takes `--run-dir`, `--results` and the options.
+        ranks: processes that it has.
+        timeout_seconds: after which it is given up.
+        options: of its command line.
 
     Returns:
         What each rank wrote as JSON into `<results>/<rank>.json`, by rank; ranks that wrote nothing are left out.
@@ -32,15 +36,15 @@ def launch(directory: Path, module: str, **options: int) -> list[Any]:
     """
     log_path, results = directory / "job.log", directory / "results"
     results.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += ["-m", f"cpsr.benchmarks.overhead.{module}", f"--run-dir={directory / 'run'}", f"--results={results}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", f"cpsr.benchmarks.{module}", f"--run-dir={directory / 'run'}", f"--results={results}"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with log_path.open("w") as log:
         job = subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
         try:
-            status = job.wait(TIMEOUT_SECONDS)
+            status = job.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            raise CPSRError(f"the job did not end within {TIMEOUT_SECONDS} s\n{_tail(log_path)}") from None
+            raise CPSRError(f"the job did not end within {timeout_seconds:g} s\n{_tail(log_path)}") from None
         finally:
             if job.poll() is None:
                 job.terminate()  # torchrun ends its ranks

@@ -147,14 +147,14 @@ def _measure_wrapper(samples: _Samples, directory: Path, size: Size) -> None:
     together.mkdir()
     of_one, of_ranks = WRAPPED
     samples.pairs.setdefault(of_one, []).append(torch_job.run(alone, size.pairs))
-    found = launch(together, "deepspeed_job", pairs=size.pairs)
+    found = launch(together, "overhead.deepspeed_job", pairs=size.pairs)
     samples.pairs.setdefault(of_ranks, []).append([Pair(**pair) for pair in found[0]])
 
 
 def _measure_bubbles(samples: _Samples, directory: Path, size: Size) -> None:
     stages = launch(
         directory,
-        "pipeline_job",
+        "overhead.pipeline_job",
         interval_iterations=INTERVAL_ITERATIONS,
         micro_batches=MICRO_BATCHES,
         warm_up=size.warm_up,

@@ -1,0 +1,169 @@
+"""One run with four failures, by what becomes of the experts that are older than the checkpoint."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from cpsr.benchmarks.experts.followed import Followed, rank_budget
+from cpsr.benchmarks.experts.names import MADE_UP, PREDICT, PREDICT_PLAINLY, STALE
+from cpsr.benchmarks.experts.saved import Saved
+from cpsr.benchmarks.experts.tasks import Failures
+from cpsr.benchmarks.experts.training import PEAK_LEARNING_RATE, Training
+from cpsr.errors import CPSRError
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import StatePredictor, Target
+
+__all__ = ["Curve", "follow"]
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What becomes of stale experts: predicted, or not; and by how much their layers' capacity is raised meanwhile."""
+
+    predictor: Callable[[], StatePredictor] | None = None
+    more_capacity: float = 0.0
+
+
+MODES = {
+    STALE: _Mode(),
+    MADE_UP: _Mode(more_capacity=0.1),  # moetion, section 6
+    PREDICT: _Mode(LinePredictor),
+    PREDICT_PLAINLY: _Mode(partial(LinePredictor, gain=1.0)),
+}
+VALIDATION_ITERATIONS = 10
+CURVE_BEFORE_ITERATIONS = 200  # as far back as a lag is looked for
+
+
+@dataclass
+class Curve:
+    """Validation losses.
+
+    Attributes:
+        iterations: at which they were taken.
+        losses: of each chunk, there.
+    """
+
+    iterations: list[int] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+
+    def add(self, training: Training) -> None:
+        """Validate now."""
+        self.iterations.append(training.iteration)
+        self.losses.append(training.validate().tolist())
+
+
+@dataclass
+class _FaultFree:
+    """The run without failures: its curve, its routed tokens, and what the first failure is held against."""
+
+    curve: Curve = field(default_factory=Curve)
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    checkpoint: Saved | None = None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def follow(training: Training, failures: Failures) -> dict[str, Any]:
+    """Train without failures, then from the first failure on with all of them, by every policy and mode.
+
+    Args:
+        training: at iteration 0.
+        failures: when.
+
+    Returns:
+        Plain data: `fault_free`, a curve; `tokens`, `(iterations, layers, experts)`; `runs`, one for each policy and
+        mode, see `_with_failures`.
+
+    Raises:
+        CPSRError: the machine does not compute the same twice: nothing would be paired.
+    """
+    budget = rank_budget(training, failures.experts_per_layer)
+    policies = [Followed(name, training, budget) for name in failures.policies]
+    fault_free = _without_failures(training, failures, policies)
+    _require_exact(training, fault_free, failures.at[0])
+    runs = [_with_failures(training, failures, policy, mode) for policy in policies for mode in MODES]
+    return {"fault_free": asdict(fault_free.curve), "tokens": fault_free.tokens, "runs": runs}
+
+
+def _without_failures(training: Training, failures: Failures, policies: Sequence[Followed]) -> _FaultFree:
+    """To the end; policies are followed up to the first failure."""
+    found, first = _FaultFree(), failures.checkpoint_before(failures.at[0])
+    while training.iteration < failures.fault_free_end:
+        training.step()
+        at = training.iteration
+        if at % failures.interval_iterations == 0:
+            routed = training.routed()
+            found.tokens += [[numpy.asarray(layer).tolist() for layer in one.routed.tokens] for one in routed]
+            if at <= first:
+                for policy in policies:
+                    policy.save(routed)
+        if at == first:
+            found.checkpoint = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
+        if at == failures.at[0]:
+            found.weights = _weights(training)
+        if at % VALIDATION_ITERATIONS == 0 and at >= first - CURVE_BEFORE_ITERATIONS:
+            found.curve.add(training)
+    return found
+
+
+def _with_failures(training: Training, failures: Failures, policy: Followed, mode: str) -> dict[str, Any]:
+    """From the first failure to the end.
+
+    Returns:
+        `policy` and `mode`; `account` of lost tokens at the end; `failures`, for each: `curve` from its checkpoint
+        to the next failure, `ages` of this rank's experts in iterations, and how many operators were `predicted` and
+        `held`, for want of snapshots of their own.
+    """
+    make, found = MODES[mode].predictor, []
+    policy = policy.fork(MODES[mode].more_capacity)
+    for failure, until in zip(failures.at, (*failures.at[1:], failures.end), strict=True):
+        weights, told = ({}, {}) if make is None else _predicted(make(), policy.saved)
+        ages = policy.ages()
+        policy.put_back(weights)
+        assert training.iteration == failures.checkpoint_before(failure)
+        curve = Curve()
+        curve.add(training)
+        while training.iteration < until:
+            training.step()
+            if training.iteration % failures.interval_iterations == 0:
+                policy.save(training.routed())
+            if training.iteration % VALIDATION_ITERATIONS == 0:
+                curve.add(training)
+        found.append({"curve": asdict(curve), "ages": ages, **told})
+    return {"policy": policy.name, "mode": mode, "account": policy.account(), "failures": found}
+
+
+def _predicted(predictor: StatePredictor, saved: Saved) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights of all operators at the last checkpoint: as they were saved there, or predicted up to there."""
+    newest = saved.entries[-1]
+    forecast = predictor.forecast(saved, Target(newest.iteration, newest.time, PEAK_LEARNING_RATE))
+    weights = {name: torch.empty(saved.numel(name)) for name in saved.operators}
+    for name, start, values in predictor.predict(saved, forecast):
+        weights[name][start : start + values.numel()] = values
+    stale = sum(saved.newest(name) < newest.iteration for name in saved.operators)
+    held = int(forecast.settings["held_operators"])
+    return weights, {"predicted": stale - held, "held": held}
+
+
+def _require_exact(training: Training, fault_free: _FaultFree, failure: int) -> None:
+    """Everything at the checkpoint, trained on to the failure, is what it was there: a dense recovery costs no loss."""
+    assert fault_free.checkpoint is not None
+    fault_free.checkpoint.put_back(training.adapter.shard(), {})
+    training.adapter.load_scalars(fault_free.checkpoint.scalars)
+    training.adapter.push_down()
+    training.forget_routed()
+    while training.iteration < failure:
+        training.step()
+    for name, values in _weights(training).items():
+        if not torch.equal(values, fault_free.weights[name]):
+            raise CPSRError(
+                f"training again to iteration {failure} gave other weights (first in '{name}'): the machine does not "
+                "compute the same twice, and no run could be paired with the one without failures; nothing is kept"
+            )
+
+
+def _weights(training: Training) -> dict[str, torch.Tensor]:
+    return {name: one.parameter.values.clone() for name, one in training.adapter.shard().operators.items()}

@@ -1,0 +1,137 @@
+"""A policy along a run: what it saves at each checkpoint, and what it would lose."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cpsr.benchmarks.experts.policies import POLICIES
+from cpsr.benchmarks.experts.saved import Saved
+from cpsr.benchmarks.experts.training import Training
+from cpsr.experts.budget import Budget
+from cpsr.experts.lost_tokens import LostTokens
+from cpsr.experts.operators import Expert
+from cpsr.experts.popularity import Popularity
+from cpsr.experts.recovering import Recovering
+from cpsr.experts.token_counts import Counted
+from cpsr.experts.unsaved import UnsavedTokens
+
+__all__ = ["Followed", "rank_budget"]
+
+
+def rank_budget(training: Training, experts_per_layer: int) -> Budget:
+    """What one rank saves where all ranks together save so many experts of each layer, to the nearest expert above."""
+    layers = training.layers
+    experts = -(-experts_per_layer * len(layers) // layers[0].expert_parallel.size)
+    size = experts * max(layer.expert_bytes for layer in layers)
+    return Budget(training.non_expert_bytes + size, training.non_expert_bytes)
+
+
+class Followed:
+    """One policy's snapshots of one rank, its account of unsaved tokens, and that of lost ones.
+
+    Args:
+        name: of the policy.
+        training: at the iteration at which everything is saved whole, to begin with.
+        budget: of one rank and snapshot.
+
+    Attributes:
+        saved: what of this rank's operators there is.
+        lost: what failures took.
+    """
+
+    def __init__(self, name: str, training: Training, budget: Budget) -> None:
+        self.name = name
+        self._training = training
+        self._budget = budget
+        self._policy = POLICIES[name](training.layers)
+        self._ledger = UnsavedTokens(training.layers)
+        self._step = 0
+        self._more_capacity = 0.0
+        self._recovering = Recovering(training.layers, 0.0)
+        self.lost = LostTokens(training.layers)
+        self.saved = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
+
+    def fork(self, more_capacity: float) -> "Followed":
+        """The same, which goes its own way from here.
+
+        Args:
+            more_capacity: fraction by which the capacity of layers is raised until what experts lost is made up.
+        """
+        # The policy remembers nothing, and accounts replace what they hold: a shallow copy of each is one of its own.
+        other = copy.copy(self)
+        other._ledger, other.lost, other.saved = copy.copy(self._ledger), copy.copy(self.lost), self.saved.fork()
+        other._more_capacity = more_capacity
+        other._recovering = Recovering(self._training.layers, more_capacity)
+        return other
+
+    def save(self, routed: Sequence[Counted]) -> None:
+        """Take a checkpoint now.
+
+        Args:
+            routed: since the last one.
+        """
+        for one in routed:
+            self._ledger.observe(one.routed.tokens)
+            self._recovering.observe(one.routed.tokens)
+        self._set_capacities()
+        self._step += 1
+        popularity = Popularity(self._ledger.tokens, self._ledger.tokens, self._ledger.ages)
+        chosen = self._policy.select(self._step, popularity, self._budget)
+        experts = {operator for operator in chosen if isinstance(operator, Expert)}
+        training = self._training
+        names = [
+            name
+            for operator, parameters in training.operators.parameters.items()
+            if not isinstance(operator, Expert) or operator in experts
+            for name in parameters
+        ]
+        self.saved.save(training.adapter.shard(), names, training.now, training.adapter.scalars())
+        self._ledger.saved(_of_all_ranks(experts))
+
+    def put_back(self, weights: dict[str, torch.Tensor]) -> None:
+        """Bring the training back to the last checkpoint, with every operator as it was last saved.
+
+        Args:
+            weights: in place of the saved ones, by parameter.
+        """
+        adapter = self._training.adapter
+        self.saved.put_back(adapter.shard(), weights)
+        adapter.load_scalars(self.saved.scalars)
+        adapter.push_down()
+        self._training.forget_routed()
+        self.lost.add(self._ledger.tokens_at_snapshot)
+        self._recovering.lost(self._ledger.tokens_at_snapshot)
+        self._ledger.restored()
+        self._set_capacities()
+
+    def _set_capacities(self) -> None:
+        for layer, recovers in zip(self._training.layers, self._recovering.in_layers, strict=True):
+            self._training.adapter.scale_expert_capacity(layer.name, 1 + self._more_capacity * recovers)
+
+    def ages(self) -> list[int]:
+        """Iterations by which each of this rank's experts is older than the last checkpoint."""
+        newest = self.saved.entries[-1].iteration
+        return [
+            newest - self.saved.newest(parameters[0])
+            for operator, parameters in self._training.operators.parameters.items()
+            if isinstance(operator, Expert)
+        ]
+
+    def account(self) -> dict[str, Any]:
+        """Portion of lost tokens and MOETION's fractions over the training so far."""
+        assigned = [float(self._training.tokens_per_layer * self._training.iteration)] * len(self._training.layers)
+        momentary = self.lost.momentary(assigned)
+        return {
+            "portion_lost": self.lost.portion(assigned),
+            "momentary_total": momentary.total,
+            "momentary_mean": momentary.mean,
+        }
+
+
+def _of_all_ranks(experts: set[Expert]) -> set[Expert]:
+    """A policy may choose among its own rank's experts alone."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, sorted((expert.layer, expert.index) for expert in experts))
+    return {Expert(layer, index) for found in every for layer, index in found}

@@ -1,0 +1,256 @@
+"""From samples to figures and aims."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+from cpsr.benchmarks.experts.costs import Cost, mean_interval
+from cpsr.benchmarks.experts.exposure import SNAPSHOT_SHARE, Exposure
+from cpsr.benchmarks.experts.names import MOETION, PREDICTED, STALE, STALL_AIM, WINDOW
+from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.scheduling import OPERATORS, Scheduling
+from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, moetion_shape, pec_shape
+from cpsr.benchmarks.experts.sizes import RankBytes, SnapshotSize, SweepPoint
+from cpsr.benchmarks.intervals import Estimate, median_interval
+
+__all__ = [
+    "LAG_SHARE_AIM",
+    "Arithmetic",
+    "Compared",
+    "Recovered",
+    "Result",
+    "Stalled",
+    "compared",
+    "recovered",
+    "stalled",
+]
+
+SCHEDULING_AIM_SECONDS = 0.1
+# Of the whole state (pec, Fig. 5 (a); moetion, section 7.2: "over 9x").
+SAVED_AIMS = {(pec_shape().name, IN_TURN): 0.542, (moetion_shape(MOETION_EXPERTS).name, MOETION): 1 - 1 / 9}
+ROUNDING = 0.0005  # of the papers' figures
+RISK_AIM = 0.5  # of what is at risk where experts are saved in turn
+LAG_SHARE_AIM = 0.5  # of the lag of stale experts
+PERCENT = 100.0
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What follows from shapes and routed tokens, without training."""
+
+    sizes: list[SnapshotSize]
+    sweep: list[SweepPoint]
+    rank_bytes: RankBytes
+    scheduling: list[Scheduling]
+    exposures: list[Exposure]
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """Snapshots after every iteration of one model, by one way to choose operators.
+
+    Attributes:
+        label: of the model.
+        way: name.
+        added: share of a step that they add; median over pairs of blocks.
+        stall_seconds: for which one holds the training thread up; median.
+        snapshot_bytes: of one rank, on average.
+        state_bytes: of one rank.
+        link_share: these bytes over what the link moves in an iteration.
+        step_seconds: without snapshots.
+        bandwidth_bytes_per_second: of the link, beside training.
+        window_iterations: until everything was saved once, in a window.
+    """
+
+    label: str
+    way: str
+    added: Estimate
+    stall_seconds: Estimate
+    snapshot_bytes: float
+    state_bytes: int
+    link_share: float
+    step_seconds: float
+    bandwidth_bytes_per_second: float
+    window_iterations: int | None
+
+    @property
+    def bandwidth_allows(self) -> bool:
+        """Whether the bytes alone leave room for the aim."""
+        return self.link_share <= STALL_AIM
+
+
+def stalled(label: str, found: Mapping[str, Any]) -> list[Stalled]:
+    """Every way of one job.
+
+    Args:
+        label: of the model.
+        found: what `measure_every_iteration` returned.
+    """
+    link = found["link"]
+    moved = link["bandwidth_bytes_per_second"] * link["step_seconds"]
+    results = []
+    for way, pairs in found["pairs"].items():
+        size = float(numpy.mean([size for pair in pairs for size in pair["snapshot_bytes"]]))
+        results.append(
+            Stalled(
+                label,
+                way,
+                median_interval([pair["with_seconds"] / pair["without_seconds"] - 1 for pair in pairs]),
+                median_interval([seconds for pair in pairs for seconds in pair["stall_seconds"]]),
+                size,
+                link["state_bytes"],
+                size / moved,
+                link["step_seconds"],
+                link["bandwidth_bytes_per_second"],
+                found["window"]["iterations"] if way == WINDOW else None,
+            )
+        )
+    return results
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """Runs with failures that differ by their seed.
+
+    Attributes:
+        label: of the model.
+        policy: which experts were saved.
+        mode: what became of stale ones.
+        seeds: that a lag can be told of.
+        lag_iterations: after all failures; None where fewer than two seeds have one.
+        mean_gap_nats: over the time since the first failure.
+        injection_gap_nats: right after a recovery.
+        portion_lost: mean over seeds, as are the next two.
+        momentary_total: MOETION's MTL.
+        momentary_mean: of the layers.
+    """
+
+    label: str
+    policy: str
+    mode: str
+    seeds: int
+    lag_iterations: Estimate | None
+    mean_gap_nats: Estimate
+    injection_gap_nats: Estimate
+    portion_lost: float
+    momentary_total: float
+    momentary_mean: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Prediction against stale experts of the same bytes, paired by seed.
+
+    Attributes:
+        label: of the model.
+        policy: which experts were saved.
+        mode: how they were predicted.
+        lag_share: mean lag of the one over that of the other; None where stale experts cost nothing.
+        lag_beyond_aim: predicted less half of stale, in iterations: below 0 is better than the aim; None where fewer
+            than two seeds have both.
+        gap_beyond_aim: the same of the mean gap, in nats.
+    """
+
+    label: str
+    policy: str
+    mode: str
+    lag_share: float | None
+    lag_beyond_aim: Estimate | None
+    gap_beyond_aim: Estimate
+
+
+def recovered(costs: Sequence[Cost]) -> list[Recovered]:
+    """Over seeds, for each model, policy and mode."""
+    results = []
+    for (label, policy, mode), runs in _grouped(costs):
+        lags = [run.final_lag_iterations for run in runs if run.final_lag_iterations is not None]
+        results.append(
+            Recovered(
+                label,
+                policy,
+                mode,
+                len(lags),
+                mean_interval(lags) if len(lags) > 1 else None,
+                mean_interval([run.mean_gap_nats for run in runs]),
+                mean_interval([run.injection_gap_nats for run in runs]),
+                float(numpy.mean([run.portion_lost for run in runs])),
+                float(numpy.mean([run.momentary_total for run in runs])),
+                float(numpy.mean([run.momentary_mean for run in runs])),
+            )
+        )
+    return results
+
+
+def compared(costs: Sequence[Cost]) -> list[Compared]:
+    """For each model, policy, and way to predict."""
+    by_mode = {key: {run.seed: run for run in runs} for key, runs in _grouped(costs)}
+    results = []
+    for label, policy, mode in (key for key in by_mode if key[2] in PREDICTED):
+        pairs = [(run, by_mode[label, policy, STALE][seed]) for seed, run in by_mode[label, policy, mode].items()]
+        lags = [
+            (one.final_lag_iterations, other.final_lag_iterations)
+            for one, other in pairs
+            if one.final_lag_iterations is not None and other.final_lag_iterations is not None
+        ]
+        stale = sum(lag for _, lag in lags)
+        beyond = [predicted - LAG_SHARE_AIM * lag for predicted, lag in lags]
+        gaps = [one.mean_gap_nats - LAG_SHARE_AIM * other.mean_gap_nats for one, other in pairs]
+        results.append(
+            Compared(
+                label,
+                policy,
+                mode,
+                sum(predicted for predicted, _ in lags) / stale if stale > 0 else None,
+                mean_interval(beyond) if len(beyond) > 1 else None,
+                mean_interval(gaps),
+            )
+        )
+    return results
+
+
+def _grouped(costs: Sequence[Cost]) -> Iterator[tuple[tuple[str, str, str], list[Cost]]]:
+    for key in dict.fromkeys((run.label, run.policy, run.mode) for run in costs):
+        yield key, [run for run in costs if (run.label, run.policy, run.mode) == key]
+
+
+@dataclass(frozen=True)
+class Result:
+    """All of it; parts that were not measured are empty."""
+
+    arithmetic: Arithmetic | None = None
+    stalls: list[Stalled] = field(default_factory=list)
+    recovered: list[Recovered] = field(default_factory=list)
+    compared: list[Compared] = field(default_factory=list)
+
+    def aims(self) -> dict[str, bool]:
+        """Each aim and whether it is met, by the value and not by its interval."""
+        found = {} if self.arithmetic is None else _aims_of(self.arithmetic)
+        for stall in self.stalls:
+            if stall.bandwidth_allows:
+                aim = f"{stall.label}, {stall.way}: adds less than {STALL_AIM:.0%} to a step"
+                found[f"{aim}: {PERCENT * stall.added.value:+.1f}%"] = stall.added.value < STALL_AIM
+        for one in self.compared:
+            if one.lag_beyond_aim is not None:
+                aim = f"{one.label}, {one.policy}, {one.mode}: at most half of the lag of stale experts"
+                found[aim] = one.lag_beyond_aim.value <= 0
+        return found
+
+
+def _aims_of(arithmetic: Arithmetic) -> dict[str, bool]:
+    found = {}
+    for size in arithmetic.sizes:
+        saved = SAVED_AIMS.get((size.shape, size.policy))
+        if saved is not None:
+            aim = f"{size.shape}, {size.policy}: {PERCENT * saved:.1f}% smaller snapshots: {PERCENT * size.saved:.1f}%"
+            found[aim] = size.saved >= saved - ROUNDING
+    for one in arithmetic.exposures:
+        if one.experts == SNAPSHOT_SHARE * one.experts_per_layer:
+            share = one.against_turn[MOETION]
+            found[f"{one.source}: by popularity at most half at risk of what is in turn: {share:.2f}"] = (
+                share <= RISK_AIM
+            )
+    slowest = max(one.seconds for one in arithmetic.scheduling)
+    aim = f"{OPERATORS:,} operators scheduled in {SCHEDULING_AIM_SECONDS} s: {slowest:.3f} s"
+    return found | {aim: slowest < SCHEDULING_AIM_SECONDS}

@@ -1,0 +1,67 @@
+"""How long a policy takes to choose among 10,000 operators."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy
+
+from cpsr.benchmarks.experts.policies import POLICIES
+from cpsr.experts.budget import Budget
+from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.moevement import MoEvement, OperatorBytes
+from cpsr.experts.operators import Expert, Operator
+from cpsr.experts.policy import Policy
+from cpsr.experts.popularity import Popularity
+
+__all__ = ["OPERATORS", "Scheduling", "scheduling"]
+
+LAYERS, EXPERTS = 100, 100
+OPERATORS = LAYERS * EXPERTS
+EXPERTS_PER_LAYER = 10
+EXPERT_BYTES, FROZEN_SHARE = 12_000_000, 1 / 6
+REPEATS = 9
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """One policy.
+
+    Attributes:
+        policy: name.
+        seconds: of choosing the operators of one snapshot; the fastest of several, which other processes delayed least.
+        chosen: operators in it.
+    """
+
+    policy: str
+    seconds: float
+    chosen: int
+
+
+def scheduling() -> list[Scheduling]:
+    """Every policy on 100 layers of 100 experts with uneven load."""
+    layers = [ExpertLayer(f"layer {place}", EXPERTS, EXPERT_BYTES) for place in range(LAYERS)]
+    generator = numpy.random.default_rng(0)
+    load = tuple(generator.gamma(0.5, 1000.0, EXPERTS) for _ in layers)
+    popularity = Popularity(load, load, tuple(numpy.zeros(EXPERTS) for _ in layers))
+    budget = Budget(experts_per_layer=EXPERTS_PER_LAYER)
+    found = [_timed(name, partial(make, layers), popularity, budget) for name, make in POLICIES.items()]
+    sizes: dict[Operator, OperatorBytes] = {
+        Expert(place, index): OperatorBytes(EXPERT_BYTES, FROZEN_SHARE * EXPERT_BYTES)
+        for place in range(LAYERS)
+        for index in range(EXPERTS)
+    }
+    # All frozen, and a tenth of them active.
+    link = Budget(snapshot_bytes=OPERATORS * EXPERT_BYTES * (FROZEN_SHARE + EXPERTS_PER_LAYER / EXPERTS))
+    return [*found, _timed("MoEvement's window", partial(MoEvement, sizes), popularity, link)]
+
+
+def _timed(name: str, make: Callable[[], Policy], popularity: Popularity, budget: Budget) -> Scheduling:
+    seconds = []
+    for _ in range(REPEATS):
+        policy = make()  # anew: a window is found at its beginning alone
+        started = time.perf_counter()
+        chosen = policy.select(0, popularity, budget)
+        seconds.append(time.perf_counter() - started)
+    return Scheduling(name, min(seconds), len(chosen))

@@ -1,0 +1,82 @@
+"""Tiny real trainings with experts under DeepSpeed, on gloo ranks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpsr.benchmarks.experts.costs import costs
+from cpsr.benchmarks.experts.names import (
+    EVERYTHING,
+    MADE_UP,
+    MOETION,
+    PREDICT,
+    PREDICT_PLAINLY,
+    PREDICTED,
+    STALE,
+    WINDOW,
+)
+from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.run import QUICK, main
+from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture
+from cpsr.benchmarks.overhead.launch import launch
+from cpsr.demo.model import GPTConfig
+
+GPT = GPTConfig(layers=2, heads=2, width=16, context=16)
+TINY = Mixture(experts=4, gpt=GPT)
+SHARED = Mixture(experts=4, gpt=GPT, ranks=2, expert_parallel=2)
+FAILURES = Failures(interval_iterations=2, at=(31, 41), end=60, fault_free_end=64, policies=(IN_TURN, MOETION))
+MODES = (STALE, MADE_UP, PREDICT, PREDICT_PLAINLY)
+PNG = b"\x89PNG"
+
+
+def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path) -> None:
+    task = FailingTask(mixture=TINY, failures=FAILURES)
+    (found,) = launch(tmp_path, "experts.job", TINY.ranks, task=task.model_dump_json())
+    assert [sum(layer) for layer in found["tokens"][0]] == [8 * GPT.context]  # one layer of experts, top-1
+    assert len(found["tokens"]) == FAILURES.fault_free_end
+    runs = {(run["policy"], run["mode"]): run for run in found["runs"]}
+    assert set(runs) == {(policy, mode) for policy in FAILURES.policies for mode in MODES}
+    fault_free = dict(zip(found["fault_free"]["iterations"], found["fault_free"]["losses"], strict=True))
+    for (policy, mode), run in runs.items():
+        first, second = run["failures"]
+        assert (first["curve"]["iterations"], second["curve"]["iterations"]) == ([30, 40], [40, 50, 60])
+        assert first["curve"]["losses"][0] != fault_free[30]  # stale or predicted experts are not the true ones
+        if policy == IN_TURN:
+            # One of four experts every two iterations, then in turn again.
+            assert sorted(first["ages"]) == sorted(second["ages"]) == [0, 2, 4, 6]
+            # 2, 4 and 6 iterations of three experts in four, twice, in 60 iterations: about a tenth of all tokens.
+            assert 0.05 < run["account"]["portion_lost"] < 0.15
+        if mode in PREDICTED:
+            stale_parameters = 4 * sum(age > 0 for age in first["ages"])
+            assert first["predicted"] + first["held"] == stale_parameters
+    stale, predicted = runs[IN_TURN, STALE], runs[IN_TURN, PREDICT]
+    assert stale["failures"][0]["curve"]["losses"][0] != predicted["failures"][0]["curve"]["losses"][0]
+    assert predicted["failures"][0]["held"] == 0
+    made_up = runs[IN_TURN, MADE_UP]
+    # Capacity is no matter of the weights that were put back, but of what is trained from there.
+    assert made_up["failures"][0]["curve"]["losses"][0] == stale["failures"][0]["curve"]["losses"][0]
+    assert made_up["failures"][0]["curve"]["losses"][1] != stale["failures"][0]["curve"]["losses"][1]
+    for cost in costs(task, found):  # too short for a lag
+        assert cost.final_lag_iterations is None
+        assert cost.iterations == (30, 40, 50, 60)
+
+
+@pytest.mark.slow
+def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(tmp_path: Path) -> None:
+    path, workdir = tmp_path / "experts.json", tmp_path / "work"
+    size = replace(QUICK, seeds=2, failing=(SHARED,), failures=FAILURES, stalling=(SHARED,), pairs=2)
+    main(path, size, workdir=workdir)
+    report = json.loads(path.read_text())
+    stalls = {one["way"]: one for one in report["result"]["stalls"]}
+    assert set(stalls) == {EVERYTHING, IN_TURN, MOETION, WINDOW}
+    assert stalls[EVERYTHING]["snapshot_bytes"] == stalls[EVERYTHING]["state_bytes"]
+    assert stalls[IN_TURN]["snapshot_bytes"] < stalls[EVERYTHING]["state_bytes"]
+    assert len(report["samples"]["costs"]) == 2 * 2 * 4  # seeds, policies, modes
+    assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * 8
+    sources = [one["source"] for one in report["result"]["arithmetic"]["exposures"]]
+    assert sources[-1] == f"measured: {SHARED.label}, seed 0"
+    for suffix in ("", "-stall", "-failures"):
+        assert (tmp_path / f"experts{suffix}.png").read_bytes().startswith(PNG)
+    assert not list(workdir.iterdir())

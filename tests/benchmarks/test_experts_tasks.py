@@ -1,0 +1,54 @@
+"""What jobs are told, and what is refused before a job starts."""
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from cpsr.benchmarks.experts.run import FULL, QUICK
+from cpsr.benchmarks.experts.tasks import TASK, FailingTask, Failures, Mixture, StallTask
+from cpsr.cli import app
+
+
+def test_a_task_travels_as_json() -> None:
+    for task in (FailingTask(seed=3), StallTask(pairs=4, mixture=Mixture(ranks=2, expert_parallel=2))):
+        assert TASK.validate_json(task.model_dump_json()) == task
+
+
+def test_models_are_told_apart() -> None:
+    assert Mixture().label == "top-1, one rank"
+    assert Mixture(ranks=2, expert_parallel=2, experts_per_token=2).label == "top-2, ep 2 of 2 ranks"
+    for size in (QUICK, FULL):
+        for mixtures in (size.failing, size.stalling):
+            assert len({mixture.label for mixture in mixtures}) == len(mixtures)
+
+
+@pytest.mark.parametrize("wrong", [{"expert_parallel": 2}, {"ranks": 3}, {"ranks": 6, "expert_parallel": 3}])
+def test_experts_and_batches_are_shared_equally(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="equally"):
+        Mixture.model_validate(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"at": (300,)},  # a checkpoint's
+        {"at": (475, 305)},
+        {"at": (5,)},  # before the first checkpoint
+        {"end": 800},
+        {"fault_free_end": 900},
+    ],
+)
+def test_failures_that_cannot_be_measured_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="must ascend and no failure be at a checkpoint"):
+        Failures.model_validate(wrong)
+
+
+def test_the_checkpoint_before_a_failure() -> None:
+    assert Failures().checkpoint_before(305) == 300
+    assert Failures().checkpoint_before(299) == 290
+
+
+def test_quick_and_full_exclude_each_other() -> None:
+    result = CliRunner().invoke(app, ["bench", "experts", "--quick", "--full"])
+    assert result.exit_code == 2
+    assert "exclude each other" in result.output
