@@ -92,7 +92,7 @@ def test_shares_are_fair_and_the_same_everywhere(sizes: dict[str, int], count: i
     for name, member in found.items():
         loads[member] += sizes[name]
     # Whoever has most had no more than the mean before its last operator, which is no larger than any of its others.
-    assert max(loads.values()) <= sum(sizes.values()) / count + max(sizes.values()) * (1 - 1 / count)
+    assert count * max(loads.values()) <= sum(sizes.values()) + (count - 1) * max(sizes.values())
 
 
 def virtual(sizes: dict[str, int]) -> Shard:

@@ -3,10 +3,14 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from cpsr.benchmarks.faults.rank_processes import become_rank, start_ranks
+
+RANKS = 2
+LIMIT_SECONDS = 60.0
 
 
 def run(script: str, directory: Path) -> tuple[Any, Any]:
@@ -14,10 +18,21 @@ def run(script: str, directory: Path) -> tuple[Any, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", script, str(directory / "found")]
-    ranks = [subprocess.Popen(command, env={**env, "RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
-    first, second = (json.loads((directory / f"found.{rank}").read_text()) for rank in range(2))
+    processes = start_ranks(_rank, (script, directory, port), RANKS)
+    for process in processes:
+        process.join(LIMIT_SECONDS)
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    logs = [(directory / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
+    assert statuses == [0] * RANKS, logs
+    first, second = (json.loads((directory / f"found.{rank}").read_text()) for rank in range(RANKS))
     return first, second
+
+
+def _rank(job: tuple[str, Path, int], rank: int, ranks: int) -> None:
+    script, directory, port = job
+    become_rank(directory / f"{rank}.log", rank, ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = ["rank", str(directory / "found")]
+    exec(compile(script, "rank", "exec"), {"__name__": "__main__"})

@@ -5,17 +5,15 @@ Once one rank has ended with an error the others get SIGTERM, and a while later 
 
 import importlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from cpsr.benchmarks.faults.part import RANKS, Part, notes_path
+from cpsr.benchmarks.faults.rank_processes import become_rank, start_ranks
 
 __all__ = ["Launched", "Life"]
 
@@ -25,14 +23,7 @@ KILL_SECONDS = 30.0  # after SIGTERM, as torchrun
 ASKED_SECONDS = 8.0  # the same where the job hangs and cannot follow: enough for the dump that is awaited
 LEAVE_SECONDS = 30.0  # for a rank that goes on late, to find out that it is alone
 POLL_SECONDS = 0.02
-
-# Every rank is a process of its own, forked from a server that has imported what takes seconds and run nothing; not
-# `cpsr`, which asks where its shared memory is when it is imported.
-_PROCESSES = multiprocessing.get_context("forkserver")
 _TRAINING = "cpsr.benchmarks.faults.training"
-# The last two are imported by the first optimizer and by deepspeed.initialize otherwise: 2 s of each rank.
-_PRELOADED = ["deepspeed", "torch._dynamo", "deepspeed.runtime.zero.muon.original_muon"]
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -74,14 +65,7 @@ class Launched:
     def __init__(self, part: Part) -> None:
         self._part = part
         self._begun = time.time()
-        with _environment(_ENVIRONMENT):
-            _PROCESSES.set_forkserver_preload(_PRELOADED)  # where no server runs yet
-            multiprocessing.forkserver.ensure_running()
-            self._processes = [
-                _PROCESSES.Process(target=_rank, args=(part, rank), daemon=True) for rank in range(RANKS)
-            ]
-            for process in self._processes:
-                process.start()
+        self._processes = start_ranks(_rank, part, RANKS)
 
     def await_begin(self) -> None:
         """Wait until some rank trains, or none can any more."""
@@ -169,30 +153,8 @@ class Launched:
         return path.read_text(errors="replace") if path.exists() else ""
 
 
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For the server, which gives it to all ranks."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _rank(part: Part, rank: int) -> None:
-    """What a rank's process runs: all it says goes to a file."""
-    with part.result.with_suffix(f".{rank}.log").open("w") as log:
-        for descriptor in (1, 2):
-            os.dup2(log.fileno(), descriptor)
-    if part.nodes:
-        memory = part.nodes[rank]
-        memory.mkdir(parents=True, exist_ok=True)
-        os.environ.update(CPSR_NODE=memory.name, CPSR_SHARED_MEMORY=str(memory))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+def _rank(part: Part, rank: int, ranks: int) -> None:
+    """What a rank's process runs."""
+    become_rank(part.result.with_suffix(f".{rank}.log"), rank, ranks, part.nodes[rank] if part.nodes else None)
     # Imports DeepSpeed, which the process that launches does without.
-    importlib.import_module(_TRAINING).main(part, rank, RANKS)
+    importlib.import_module(_TRAINING).main(part, rank, ranks)

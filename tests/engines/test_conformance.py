@@ -3,16 +3,17 @@
 The DeepSpeed and DDP cases run in three jobs of two gloo ranks each; every case is reported here on its own.
 """
 
+import importlib
 import json
-import os
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.faults.rank_processes import become_rank, start_ranks
 from tests.engines.conformance import check_early_state, check_resume
 from tests.engines.groups import GROUPS
 from tests.engines.torch_cases import CASES, one_thread
@@ -41,44 +42,27 @@ def test_torch_state_created_early_changes_nothing(name: str) -> None:
         check_early_state(CASES[name])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def run_job(group: str, folder: Path) -> list[dict[str, Any]]:
     """Run a group on two ranks; per rank, its results by case and the end of its log."""
-    environment = os.environ | {
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    worker, processes = Path(__file__).with_name("worker.py"), []
-    for rank in range(RANKS):
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(worker), group, str(folder / f"{rank}.json")]
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=environment | ranks, stdout=log, stderr=log))
-    try:
-        for process in processes:
-            process.wait(JOB_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # the cases without a result fail below, with the log
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    processes = start_ranks(run_rank, (group, folder), RANKS)
+    deadline = time.monotonic() + JOB_TIMEOUT_SECONDS  # the cases without a result fail below, with the log
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.0))
     outcomes = []
-    for rank in range(RANKS):
+    for rank, process in enumerate(processes):
+        process.kill()
+        process.join()
         results = folder / f"{rank}.json"
         cases = json.loads(results.read_text()) if results.exists() else {}
         outcomes.append({"cases": cases, "log": (folder / f"{rank}.log").read_text()[-3000:]})
     return outcomes
+
+
+def run_rank(job: tuple[str, Path], rank: int, ranks: int) -> None:
+    group, folder = job
+    become_rank(folder / f"{rank}.log", rank, ranks)
+    # Imports DeepSpeed, which the tests' own process does without.
+    importlib.import_module("tests.engines.worker").main(group, folder, rank, ranks)
 
 
 @pytest.fixture(scope="module")

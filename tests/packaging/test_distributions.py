@@ -9,8 +9,17 @@ import pytest
 
 from tests.packaging.distributions import ROOT, build, copy_tests, install, tracked
 
-# Fast, and one of every room that does not need ranks; `make test-wheel` runs them all.
-SUBSET = ["tests/test_loader.py", "tests/predictor", "tests/fitter", "tests/planner", "tests/recovery/test_faults.py"]
+# Fast, and of every room that does not need ranks: some of its tests, and with `make test-slow` all of them.
+# `make test-wheel` runs the whole suite.
+SOME = [
+    "tests/test_loader.py",
+    "tests/predictor/test_line.py",
+    "tests/predictor/test_prior.py",
+    "tests/fitter/test_phases.py",
+    "tests/planner/test_objective.py",
+    "tests/recovery/test_faults.py",
+]
+ROOMS = ["tests/test_loader.py", "tests/predictor", "tests/fitter", "tests/planner", "tests/recovery/test_faults.py"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,12 @@ def test_the_wheel_holds_every_room_and_nothing_else(distributions: tuple[Path, 
 
 
 @pytest.mark.timeout(600)
-def test_the_installed_wheel_passes_from_another_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tests", [pytest.param(SOME, id="some"), pytest.param(ROOMS, id="rooms", marks=pytest.mark.slow)]
+)
+def test_the_installed_wheel_passes_from_another_folder(
+    distributions: tuple[Path, Path], tmp_path: Path, tests: list[str]
+) -> None:
     python = install(distributions[1], tmp_path / "environment")
     copy_tests(tmp_path / "elsewhere", tracked("tests"))
     where = subprocess.check_output(
@@ -46,7 +60,7 @@ def test_the_installed_wheel_passes_from_another_folder(distributions: tuple[Pat
     )
     assert str(tmp_path / "environment") in where
     ended = subprocess.run(
-        [python, "-m", "pytest", *SUBSET], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False
+        [python, "-m", "pytest", *tests], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
     script = tmp_path / "environment" / "lib"

@@ -15,7 +15,7 @@ from typing import Any
 # One process imports, and forks the ranks before it has any thread: imports take longer than everything else here.
 # A rank that stops itself stays so until the others have ended.
 LAUNCHER = """
-import json, logging, os, signal, sys, time
+import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from cpsr.checkpoint.memory import held_state, held_states, held_word, load_held, verify_held
@@ -46,6 +46,7 @@ def follow(root, script, nodes):
         os.kill(pid, signal.SIGKILL)
         statuses[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [statuses[rank] for rank in sorted(statuses)]
+gc.freeze()  # no rank looks through, and so copies, what was imported
 for line in sys.stdin:
     job = json.loads(line)
     os.environ |= {"WORLD_SIZE": str(len(job["nodes"])), "MASTER_PORT": job["port"]}

@@ -345,6 +345,7 @@ replicator = opened(states, replicas=1)
 replicator.offer(*states.seal(10))
 replicator.offer(*states.seal(20))
 until(lambda: 20 in held(1 - rank))
+group.barrier()  # or the other's 20 may be gone, or never sent, before it was seen here
 replicator.forget_after(15)
 until(lambda: 20 not in held(1 - rank))
 found["small"] = [s.iteration for s in held_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]

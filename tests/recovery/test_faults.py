@@ -102,10 +102,11 @@ def same(mine: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
 
 
-@pytest.fixture
-def reference(tmp_path: Path) -> list[torch.Tensor]:
-    _, weights = life(tmp_path / "reference", 20)
-    return list(weights)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+    """Weights of the run that nothing happened to."""
+    _, weights = life(tmp_path_factory.mktemp("reference"), 20)
+    return weights
 
 
 def test_no_checkpoint_yet_starts_from_scratch_and_says_so(tmp_path: Path) -> None:

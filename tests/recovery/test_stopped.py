@@ -10,8 +10,9 @@ AT = 14
 
 
 def test_the_others_leave_and_the_job_goes_on(job: Job, uninterrupted: Uninterrupted) -> None:
-    left = job.launch(fault=f"stop:1:{AT}", settings=HEARD)
-    assert left.statuses == [LEFT_EXIT_STATUS, -9], left.output  # the launcher ends the one that is stopped
+    # The launcher ends the one that is stopped, once the other has left.
+    left = job.launch(fault=f"stop:1:{AT}", settings=HEARD, survivor_seconds=0.5)
+    assert left.statuses == [LEFT_EXIT_STATUS, -9], left.output
     with JournalReader(job.run_dir / "journal.db") as journal:
         told = {event.kind: event for event in journal.events()}
     assert "rank 1 was not heard for 2 s" in told["left"].message

@@ -1,6 +1,6 @@
-"""Runs copies to a local target, and fetches from it, that are SIGKILLed at every step, each in a fork of this process.
+"""Runs copies to a local target, and fetches from it, that are SIGKILLed at a step, each in a fork of this process.
 
-Usage: kill_driver.py copy|fetch <directory>
+Usage: kill_driver.py copy|fetch <directory> <one of so many steps of each kind>
 Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
 """
 
@@ -19,31 +19,34 @@ from cpsr.target.identity import read_identity
 from cpsr.target.place import Place, open_place
 from cpsr.target.restart import Fetcher
 from cpsr.target.upload import retain, set_aside
-from tests.checkpoint.kill_driver import STEPS, _in_child
+from tests.checkpoint.kill_driver import STEPS, _in_child, chosen_steps
 from tests.target.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, silent
 
 
 def main() -> None:
-    mode, base = sys.argv[1], Path(sys.argv[2])
+    mode, base, one_of = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     prepare, work, check = CAMPAIGNS[mode]
     prepare(base / "base")
+    assert _run(base, None, work, check) == 0, "the work itself failed"
     names: list[str] = []
-    for count in range(1, 10_000):
-        case = base / "case"
-        shutil.rmtree(case, ignore_errors=True)
-        shutil.copytree(base / "base", case)
-        status = _in_child(lambda case=case, count=count: _until(count, case, work))  # type: ignore[misc]
-        killed = os.WIFSIGNALED(status)
-        try:
-            assert killed or status == 0, "the work itself failed"
-            check(case, killed)
-        except Exception:
-            sys.stderr.write(f"at step {count}, killed: {killed}\n")
-            raise
-        if not killed:
-            break
+    for count in chosen_steps((base / "steps").read_text().split(), one_of):
+        assert os.WIFSIGNALED(_run(base, count, work, check)), f"the work ended before step {count}"
         names.append((base / "step").read_text())
     sys.stdout.write(f"{len(names)} {' '.join(sorted(set(names)))}\n")
+
+
+def _run(base: Path, count: int | None, work: Callable[[Path], None], check: Callable[[Path, bool], None]) -> int:
+    """The wait status of the work, killed at a step or not at all, once what it left was checked."""
+    case = base / "case"
+    shutil.rmtree(case, ignore_errors=True)
+    shutil.copytree(base / "base", case)
+    status = _in_child(lambda: _until(count, case, work))
+    try:
+        check(case, os.WIFSIGNALED(status))
+    except Exception:
+        sys.stderr.write(f"at step {count}, wait status {status}\n")
+        raise
+    return status
 
 
 def _prepare_copy(case: Path) -> None:
@@ -123,14 +126,14 @@ def _place(case: Path) -> Place:
     return open_place(f"file://{case}/target")
 
 
-def _until(count: int, case: Path, work: Callable[[Path], None]) -> None:
-    """Die at the given call of a file system primitive: before it, or in the middle of writing."""
-    left = [count]
+def _until(count: int | None, case: Path, work: Callable[[Path], None]) -> None:
+    """Die at the given call of a file system primitive: before it, or in the middle of writing; or note them all."""
+    names: list[str] = []
 
     def arm(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def armed(*args: Any, **kwargs: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
+            names.append(name)
+            if len(names) == count:
                 (case.parent / "step").write_text(name)
                 if name == "write":
                     real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
@@ -143,6 +146,7 @@ def _until(count: int, case: Path, work: Callable[[Path], None]) -> None:
     for name in STEPS:
         setattr(os, name, arm(name, getattr(os, name)))
     work(case)
+    (case.parent / "steps").write_text(" ".join(names))
 
 
 CAMPAIGNS = {"copy": (_prepare_copy, _copy, _check_copy), "fetch": (_prepare_fetch, _fetch, _check_fetch)}
