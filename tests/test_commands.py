@@ -3,6 +3,7 @@ import errno
 import sqlite3
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,6 +104,28 @@ def test_no_more_than_so_many_failures_are_taken(run_dir: Path, monkeypatch: pyt
         report_failure(run_dir, failure())
     assert refused.value.retry_seconds is None
     assert len(reported_failures(run_dir)) == 2
+
+
+def test_no_more_are_taken_of_many_that_report_at_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 3)
+    report_failure(run_dir, failure())
+
+    def report(_: int) -> bool:
+        try:
+            report_failure(run_dir, failure())
+        except TooManyReportsError:
+            return False
+        return True
+
+    writing = sqlite3.connect(run_dir / COMMANDS_FILE, isolation_level=None)
+    writing.execute("BEGIN IMMEDIATE")  # until all of them wait to write
+    with ThreadPoolExecutor(8) as pool:
+        taken = pool.map(report, range(8))
+        time.sleep(0.5)
+        writing.execute("ROLLBACK")
+        assert sum(taken) == 2
+    writing.close()
+    assert len(reported_failures(run_dir)) == 3
 
 
 def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -610,6 +610,58 @@ def test_a_file_that_turns_out_to_be_newer_is_left_as_it_is(path: Path, monkeypa
     assert path.read_bytes() == content
 
 
+def test_a_life_that_took_an_earlier_ones_number_records_nothing_and_says_so_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the disk did not even let the file be read when the number was given."""
+    for _ in range(3):
+        earlier = Journal.open(path)
+        earlier.start_life("auto")
+        earlier.close()
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.3)
+    journal = Journal(path, None, 0)
+    assert journal.start_life("auto", after=0) == 1
+    journal.record_event(EventRow(life=1, rank=0, kind="note", message="of the late life"))
+    assert not journal.flush(FLUSH_SECONDS)
+    (failure,) = journal.failures()
+    for words in ("number 1", "lives up to 2", "is kept", "nothing is recorded in this life", "restart the job"):
+        assert words in failure
+    journal.record_steps([step(1, life=1)])
+    assert journal.failures() == []
+    assert len(caplog.records) == 1
+    journal.close()
+    assert journal.dropped_rows == 3
+    with JournalReader(path) as reader:
+        assert [life.life for life in reader.lives()] == [0, 1, 2]
+        assert (reader.events(), reader.losses()) == ([], [])
+
+
+def test_a_life_that_begins_after_the_late_file_was_opened_takes_the_next_number(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = Journal.open(path)
+    earlier.start_life("auto")
+    earlier.close()
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.0)
+    journal = Journal(path, None, 0)
+    journal.record_event(EventRow(life=0, rank=0, kind="note", message="before the life"))
+    assert journal.flush(FLUSH_SECONDS)
+    assert journal.start_life("auto") == 1
+    journal.close()
+    assert journal.failures() == []
+
+
+def test_openings_keep_their_order_where_the_clock_goes_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openings = []
+    for now_seconds in (1000.0, 500.0, 500.0, 2000.0):
+        with monkeypatch.context() as clock:
+            clock.setattr(time, "time", lambda now_seconds=now_seconds: now_seconds)
+            Journal.open(path).close()
+        with JournalReader(path) as reader:
+            openings = [opened for opened, _ in reader.openings()]
+    assert openings == [1_000_000_000, 1_000_000_001, 1_000_000_002, 2_000_000_000]
+
+
 def test_rows_after_close_are_counted_not_raised(path: Path) -> None:
     journal = Journal.open(path)
     journal.close()

@@ -5,7 +5,7 @@ A file of its own: the journal has one writer, and that is the job.
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,21 +71,25 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
         TooManyReportsError: so many were reported already, in the last hour or at all.
         JournalError: there is no run here, or the file cannot be written.
     """
-    _refuse_flood(run_dir, failure.created_unix_seconds)
     values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
     columns = "description, failed_unix_seconds, created_unix_seconds"
-    write_command(run_dir, f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)", values)  # noqa: S608
+    statement = f"INSERT INTO reported_failures ({columns}) VALUES (?, ?, ?)"  # noqa: S608
+
+    def refuse_flood(connection: sqlite3.Connection) -> None:
+        _refuse_flood(connection, run_dir, failure.created_unix_seconds)
+
+    write_command(run_dir, statement, values, refuse_flood)
 
 
-def _refuse_flood(run_dir: Path, now_unix_seconds: float) -> None:
-    for (told,) in read_commands(run_dir, "SELECT count(*) FROM reported_failures", since_version=1):
-        if told >= MAX_REPORTED_FAILURES:
-            raise TooManyReportsError(
-                f"{run_dir} has {told} reported failures, as many as are taken; this one was not written"
-            )
+def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_seconds: float) -> None:
+    (told,) = connection.execute("SELECT count(*) FROM reported_failures").fetchone()
+    if told >= MAX_REPORTED_FAILURES:
+        raise TooManyReportsError(
+            f"{run_dir} has {told} reported failures, as many as are taken; this one was not written"
+        )
     # The oldest of so many newest ones: while it is younger than an hour, another one would be too many.
     statement = "SELECT created_unix_seconds FROM reported_failures ORDER BY id DESC LIMIT 1 OFFSET ?"
-    for (oldest,) in read_commands(run_dir, statement, since_version=1, values=(REPORTS_PER_HOUR_MAX - 1,)):
+    for (oldest,) in connection.execute(statement, (REPORTS_PER_HOUR_MAX - 1,)):
         retry_seconds = oldest + HOUR_SECONDS - now_unix_seconds
         if retry_seconds > 0:
             raise TooManyReportsError(
@@ -107,8 +111,19 @@ def reported_failures(run_dir: Path) -> list[ReportedFailure]:
     ]
 
 
-def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
+def write_command(
+    run_dir: Path,
+    statement: str,
+    values: Sequence[Any],
+    check: Callable[[sqlite3.Connection], None] | None = None,
+) -> int:
     """Insert one row and return its id; it is durable then. A file of an older version gets the tables that it lacks.
+
+    Args:
+        run_dir: of the run.
+        statement: the INSERT.
+        values: of its parameters.
+        check: raises where the row must not be written, in the same transaction, so that nobody else writes between.
 
     Raises:
         JournalError: there is no run here, or the file cannot be written.
@@ -132,6 +147,8 @@ def write_command(run_dir: Path, statement: str, values: Sequence[Any]) -> int:
             for added in range(version + 1, SCHEMA_VERSION + 1):
                 connection.execute(_TABLES[added])
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            if check is not None:
+                check(connection)
             row = connection.execute(statement, values).lastrowid
             connection.execute("COMMIT")
     except (sqlite3.Error, OSError) as error:

@@ -45,17 +45,24 @@ PLANS_OF_VERSION_2 = (
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
 
+_INDEX_ERRORS = "SQLITE_IOERR_SHM"  # how the names of the index's own errors begin
+
+
 class JournalReader:
     """A read-only connection to `journal.db`, for one thread; close it, or use it as a context manager.
 
     Rows come in the order in which they were recorded, unless a method says otherwise. Every method raises
     `JournalError` where the file is locked or damaged.
 
+    Args:
+        path: of the file.
+        unwritten: the caller knows that nobody writes to it.
+
     Raises:
         JournalError: the file is absent, is no journal, is truncated, locked, or has a newer schema.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unwritten: bool = False) -> None:
         self.path = path
         try:
             found = path.is_file()
@@ -66,13 +73,11 @@ class JournalReader:
         try:
             self._connection = _connect(path, "mode=ro")
         except sqlite3.Error as error:
-            # Where the directory is not ours to write, SQLite cannot make the index of a closed WAL. Without a WAL
-            # there is no writer either, and the file can be read as it stands.
-            archived = not path.with_name(path.name + "-wal").exists()
-            if not archived or getattr(error, "sqlite_errorname", "") not in (
-                "SQLITE_READONLY_DIRECTORY",
-                "SQLITE_CANTOPEN",
-            ):
+            # Where the directory is not ours to write, or its disk is full, SQLite cannot make the index of a closed
+            # WAL. Without a WAL there is no writer either, and the file can be read as it stands.
+            name = getattr(error, "sqlite_errorname", "")
+            without_index = name in ("SQLITE_READONLY_DIRECTORY", "SQLITE_CANTOPEN") or name.startswith(_INDEX_ERRORS)
+            if not without_index or _may_hold_rows(path.with_name(path.name + "-wal"), unwritten):
                 raise unreadable(path, error) from error
             self._connection = _connect_archived(path)
 
@@ -102,6 +107,7 @@ class JournalReader:
     def openings(self) -> list[tuple[int, dict[type[Any], int]]]:
         """When writers opened the file, in microseconds since 1970, and the last row of each table then, oldest first.
 
+        Where the clock had gone back, an opening counts as the microsecond after the one before it.
         None of those before there was a table of bubbles.
         """
         prefix = OPENED.format(microseconds="")
@@ -344,6 +350,14 @@ def _connect(path: Path, parameters: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _may_hold_rows(log: Path, unwritten: bool) -> bool:
+    """Whether a write-ahead log keeps the file from being read without it."""
+    if not log.exists():
+        return False
+    # An attempt to open the file on a full disk leaves an empty one; so does a writer that is about to write.
+    return not unwritten or log.stat().st_size > 0
 
 
 def _connect_archived(path: Path) -> sqlite3.Connection:

@@ -3,6 +3,7 @@
 import errno
 import json
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -157,7 +158,7 @@ CREATE INDEX events_by_kind ON events (kind);
 """,
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. Whoever had seen later
-# ones by then has seen what a power cut took.
+# ones by then has seen what a power cut took. They are told apart by their order, so that no clock may change it.
 OPENED = "opened:{microseconds}"
 MICROSECONDS = 1e6
 
@@ -235,7 +236,10 @@ def _opened(connection: sqlite3.Connection) -> dict[str, str]:
     for row_type, table in TABLES.items():
         if row_type not in _WITHOUT_ROWS:
             (last[table],) = connection.execute(f"SELECT COALESCE(MAX(row), 0) FROM {table}").fetchone()  # noqa: S608
-    return {OPENED.format(microseconds=round(time.time() * MICROSECONDS)): json.dumps(last)}
+    prefix = OPENED.format(microseconds="")
+    keys = connection.execute("SELECT key FROM meta WHERE key GLOB ?", (f"{prefix}*",))
+    earlier = max((int(key.removeprefix(prefix)) for (key,) in keys), default=0)
+    return {OPENED.format(microseconds=max(round(time.time() * MICROSECONDS), earlier + 1)): json.dumps(last)}
 
 
 def _execute(connection: sqlite3.Connection, statements: str) -> None:
@@ -262,11 +266,23 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def lacks_room(error: sqlite3.Error | OSError) -> bool:
-    """Whether the disk is why a file cannot be written: it is full, a quota is used up, or it fails."""
+def lacks_room(error: sqlite3.Error | OSError, path: Path) -> bool:
+    """Whether the disk is why the file `path` cannot be written: it is full, a quota is used up, or it fails."""
     if isinstance(error, OSError):
         return error.errno in NO_SPACE
-    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR"))
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith("SQLITE_CANTOPEN"):
+        return _lacks_files(path.parent)
+    return bool(name.startswith(("SQLITE_FULL", "SQLITE_IOERR")))
+
+
+def _lacks_files(directory: Path) -> bool:
+    """Whether no more files can be made, for want of inodes or quota: SQLite does not say why it could not make one."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".room-"):
+            return False
+    except OSError as error:
+        return error.errno in NO_SPACE
 
 
 def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:

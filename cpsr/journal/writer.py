@@ -70,6 +70,7 @@ class _Write:
     kind: str
     rows: int
     apply: Callable[[sqlite3.Connection], object]
+    lasting: bool = False  # never pushed out: of these a life has few, and without them the others say little
 
 
 class Journal:
@@ -91,6 +92,7 @@ class Journal:
         self._life: int | None = None
         self._closed_because: str | None = None  # why it could not be opened at once
         self._changed = threading.Condition()
+        self._lasting: collections.deque[_Write] = collections.deque()
         self._records: collections.deque[_Write] = collections.deque()
         self._steps: collections.deque[_Write] = collections.deque()
         self._batch: list[_Write] = []  # taken by the thread, not committed yet
@@ -117,7 +119,7 @@ class Journal:
         try:
             connection, next_life = _connect(path)
         except (sqlite3.Error, OSError) as error:
-            if lacks_room(error):
+            if lacks_room(error, path):
                 journal = cls(path, None, _next_life(path), full_steps)
                 journal._note_closed(error)
                 return journal
@@ -133,17 +135,18 @@ class Journal:
             mode: the configured recovery mode.
             after: newest life known from elsewhere: a number is never given twice, also where the journal was lost.
 
-        Where the file cannot be written the number is still right and the row is tried again like any other.
+        Where the file cannot be written the row is tried again like any other. Where it could not even be read, and
+        turns out to hold this life's number already, nothing of this life is recorded, and `failures()` tells so.
         """
-        life = max(self._next_life, after + 1)
-        self._next_life = life + 1
-        self._life = life
-        self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
+        with self._changed:  # the thread may be opening the file just now
+            life = self._life = max(self._next_life, after + 1)
+            self._next_life = life + 1
+        self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()), lasting=True)
         if self._closed_because is None:
             self.flush(START_SECONDS)
         else:
             message = f"the life began without its journal ({self._closed_because}); what was recorded until now waited"
-            self._record(EventRow(life=life, rank=0, kind="journal_late", message=message))
+            self._record(EventRow(life=life, rank=0, kind="journal_late", message=message), lasting=True)
         return life
 
     def end_life(self, ending: Literal["clean", "sigterm", "error"]) -> None:
@@ -205,7 +208,7 @@ class Journal:
                 )
 
         if recoveries:
-            self._enqueue(_Write("RecoveryRow", 1, apply))
+            self._enqueue(_Write("RecoveryRow", 1, apply, lasting=True))
 
     def update_recovery(self, recovery_id: str, outcome: Outcome, guard: Mapping[str, Any]) -> None:
         """Replace the outcome and the guard's measurements of a recorded recovery."""
@@ -219,7 +222,7 @@ class Journal:
             if connection.execute("UPDATE recoveries SET outcome = ?, guard = ? WHERE id = ?", values).rowcount != 1:
                 raise JournalError(f"there is no recovery {recovery_id!r} to update")
 
-        self._enqueue(_Write("update_recovery", 1, apply))
+        self._enqueue(_Write("update_recovery", 1, apply, lasting=True))
 
     def record_rehearsal(self, row: RehearsalRow) -> None:
         """Record a rehearsal; what was recorded of it before, under the same id, is replaced by a row of its own."""
@@ -237,8 +240,12 @@ class Journal:
 
     def import_events(self, directory: Path) -> None:
         """Take over what the other ranks' event files in `directory` gained; every line exactly once."""
-        life = self._life if self._life is not None else self._next_life
-        self._enqueue(_Write("event files", 0, lambda connection: import_events(connection, directory, life)))
+        kind = f"event files in {directory}"
+        with self._changed:
+            if any(write.kind == kind for write in self._lasting):
+                return  # the import that waits will read these lines too
+            life = self._life if self._life is not None else self._next_life
+        self._enqueue(_Write(kind, 0, lambda connection: import_events(connection, directory, life), lasting=True))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until everything recorded so far is committed or rejected; False when the time was too short."""
@@ -272,7 +279,7 @@ class Journal:
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
-            lost_rows = sum(write.rows for write in (*self._batch, *self._records, *self._steps))
+            lost_rows = sum(write.rows for write in (*self._batch, *self._lasting, *self._records, *self._steps))
         if lost_rows:
             with self._changed:
                 self._dropped_rows += lost_rows
@@ -281,13 +288,13 @@ class Journal:
             )
 
     def _idle(self) -> bool:
-        return not (self._records or self._steps or self._batch)
+        return not (self._lasting or self._records or self._steps or self._batch)
 
-    def _record(self, row: Any) -> None:
+    def _record(self, row: Any, lasting: bool = False) -> None:
         kind = type(row).__name__
         values = self._convert(kind, [row])
         statement = insert_sql(type(row))
-        self._enqueue(_Write(kind, len(values), lambda connection: connection.executemany(statement, values)))
+        self._enqueue(_Write(kind, len(values), lambda connection: connection.executemany(statement, values), lasting))
 
     def _convert(self, kind: str, rows: Sequence[Any]) -> list[tuple[SQLValue, ...]]:
         """Freeze rows on the caller's thread, which may go on changing what they refer to."""
@@ -300,11 +307,13 @@ class Journal:
         return values
 
     def _enqueue(self, write: _Write) -> None:
-        steps = write.kind == "StepRow"
-        queue, limit = (self._steps, STEP_WRITES_MAX) if steps else (self._records, RECORD_WRITES_MAX)
+        queue, limit = self._queue(write)
         with self._changed:
-            accepted = not (self._closing or self._stopped)
-            pushed_out = [queue.popleft()] if accepted and len(queue) >= limit else []
+            if self._stopped and not self._closing:
+                self._dropped_rows += write.rows  # why nothing is recorded was told when the thread stopped
+                return
+            accepted = not self._closing
+            pushed_out = [queue.popleft()] if accepted and limit is not None and len(queue) >= limit else []
             if accepted:
                 queue.append(write)
                 self._changed.notify_all()
@@ -312,6 +321,12 @@ class Journal:
             self._drop(lost.kind, lost.rows, f"more than {limit} writes wait for the file; the oldest rows are dropped")
         if not accepted:
             self._drop(write.kind, write.rows, "the row was recorded after the journal had closed and is lost")
+
+    def _queue(self, write: _Write) -> tuple[collections.deque[_Write], int | None]:
+        """Where a write waits, and how many may wait there."""
+        if write.lasting:
+            return self._lasting, None
+        return (self._steps, STEP_WRITES_MAX) if write.kind == "StepRow" else (self._records, RECORD_WRITES_MAX)
 
     def _reject(self, kind: str, rows: int, error: BaseException) -> None:
         self._drop(kind, rows, f"the row cannot be stored and is dropped: {error}")
@@ -367,23 +382,43 @@ class Journal:
         """Try again to open the file, after a while; False where nobody waits for that any more.
 
         Raises:
-            JournalError: the file can be read now, and is not one to write to.
+            JournalError: the file can be read now, and is not one to write to, or not under this life's number.
         """
         if self._is_abandoned_within(RETRY_SECONDS):
             return False
         try:
-            self._connection, _ = _connect(self.path)
+            self._connection, next_life = _connect(self.path)
         except (sqlite3.Error, OSError) as error:
             told = unreadable(self.path, error)
             if isinstance(told, JournalDamagedError):
                 raise told from error
+            return True
+        self._check_life(next_life)
         return True
+
+    def _check_life(self, next_life: int) -> None:
+        """Make sure that this life's number, given before the file could be read, is none that the file holds.
+
+        Raises:
+            JournalError: it is; the rows of two lives would be mixed.
+        """
+        with self._changed:
+            life = self._life
+            self._next_life = max(self._next_life, next_life)
+        if life is not None and life < next_life:
+            raise JournalError(
+                f"this life was given number {life} while {self.path} could not be read ({self._closed_because}), "
+                f"which holds lives up to {next_life - 1}; what it held is kept, checkpoints are not affected; restart "
+                "the job to have it recorded again"
+            )
 
     def _take_batch(self) -> bool:
         """Wait for work and take all of it; False once the journal is closed and everything is written."""
         with self._changed:
-            self._changed.wait_for(lambda: self._records or self._steps or self._closing)
-            self._batch = [*self._records, *self._steps]
+            self._changed.wait_for(lambda: not self._idle() or self._closing)
+            # A life's row comes first: others change it.
+            self._batch = [*self._lasting, *self._records, *self._steps]
+            self._lasting.clear()
             self._records.clear()
             self._steps.clear()
             return bool(self._batch)
@@ -461,7 +496,7 @@ def _connect(path: Path) -> tuple[sqlite3.Connection, int]:
 def _next_life(path: Path) -> int:
     """As far as a file tells that cannot be written now."""
     try:
-        with JournalReader(path) as reader:
+        with JournalReader(path, unwritten=True) as reader:
             return max((life.life for life in reader.lives()), default=-1) + 1
     except JournalError:
         return 0

@@ -1,4 +1,5 @@
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -128,17 +129,20 @@ def after_a_power_cut(run_dir: Path, journal: Journal) -> Path:
     return copied
 
 
-@pytest.mark.parametrize("new_rows", [1, 5])
+@pytest.mark.parametrize(("new_rows", "clock_seconds"), [(1, 0.0), (5, 0.0), (1, -3600.0), (5, -3600.0)])
 def test_rows_that_a_power_cut_took_are_told_anew_under_their_numbers(
-    tmp_path: Path, journal: Journal, new_rows: int
+    tmp_path: Path, journal: Journal, new_rows: int, clock_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the journal has grown beyond what was told before."""
+    """Also where the journal has grown beyond what was told before, and where the clock has gone back."""
     copied = after_a_power_cut(tmp_path, journal)
     told = everything(tmp_path)
     assert messages(told) == ["kept", "lost", "lost too"]
     seen = told.rows[-1].place
     assert recorded_after(copied, seen).rows == [], "nobody has written since"
-    again = Journal.open(copied / "journal.db")
+    now_seconds = time.time() + clock_seconds
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: now_seconds)
+        again = Journal.open(copied / "journal.db")
     again.start_life("auto", after=0)
     for number in range(new_rows):
         record_event(again, f"new {number}")
