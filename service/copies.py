@@ -18,7 +18,7 @@ __all__ = ["Copies", "Copy", "Held", "held_on_disk"]
 
 Held = Literal["whole", "weights", "none"]
 # Of the events: what was said of a copy at the target last.
-COPIED, GONE = "target copied", ("target removed", "target set aside")
+COPIED, GONE = "target copied", ("target removed", "target set aside", "target copy damaged")
 REPLICA = "-replica-"  # in the name of a file that this machine holds for a rank of another
 
 

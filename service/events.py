@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Receive, Scope, Send
 
 from cpsr.errors import JournalError
-from cpsr.service.follow import ROWS_AT_ONCE, Place, end_of, recorded_after, start_of
+from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, Place, Recorded, end_of, recorded_after, start_of
 from cpsr.service.gate import Limits
 from cpsr.service.parameters import RunDir
 from cpsr.service.problems import Problem
@@ -56,9 +56,10 @@ class Streams:
             "content": {"text/event-stream": {"itemSchema": _MESSAGE_SCHEMA}},
             "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
             "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
-            "journal, and have an id to go on from. `progress` is the newest step, at most once a second. `reset`: the "
-            "journal is another one, or has lost rows that were told; forget what you know, the stream goes on behind "
-            "the last row that is still there. `unavailable`: the journal cannot be read now.",
+            "journal, have an id to go on from, and `row`, their number within their kind. `progress` is the newest "
+            "step, at most once a second. `reset`: the journal is another one, or has lost rows that were told; `kept` "
+            "is the number of the last row of each kind that stays. Forget the rows behind these, and everything where "
+            "all are 0; what follows is every row behind them. `unavailable`: the journal cannot be read now.",
         }
     },
 )
@@ -137,7 +138,7 @@ class _Follower:
         self._failure = ""
         self._place = news.begin
         told = [self._reset(news.reset)] if news.reset else []
-        told += [_message(row.name, row.content, row.place) for row in news.rows]
+        told += [_message(row.name, {**row.content, "row": _number(row)}, row.place) for row in news.rows]
         if news.rows:
             self._place = news.rows[-1].place
         if news.step != self._step and news.step is not None:
@@ -146,7 +147,9 @@ class _Follower:
         return told, len(news.rows) >= ROWS_AT_ONCE
 
     def _reset(self, why: str) -> str:
-        return _message("reset", {"reason": f"{why}; what follows is what was not told yet"}, self._place)
+        kept = dict(zip(FOLLOWED, self._place.rows, strict=True))
+        reason = f"{why}; forget the rows behind `kept`: what follows is every row behind them"
+        return _message("reset", {"reason": reason, "kept": kept}, self._place)
 
 
 def _begin(asked: str | None, here: Place) -> Place | None:
@@ -154,6 +157,10 @@ def _begin(asked: str | None, here: Place) -> Place | None:
     if asked is None:
         return here
     return start_of(here) if asked == "start" else Place.parse(asked)
+
+
+def _number(row: Recorded) -> int:
+    return row.place.rows[list(FOLLOWED).index(row.name)]
 
 
 def _message(name: str, content: dict[str, Any], place: Place | None = None) -> str:

@@ -18,10 +18,12 @@ from cpsr.errors import ConfigError
 from cpsr.service.access import Access, is_loopback
 from cpsr.service.events import Streams
 
-__all__ = ["Connections", "bind", "serve"]
+__all__ = ["Connections", "bind", "may_come", "serve"]
 
 DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
 PARENT_LOOK_SECONDS = 1.0
+LOOKS = 5  # at what a client has not taken, within the time after which it is let go
+SHARE = 4  # one other machine may have this part of the connections, and as many are left to this machine
 RETRY_SECONDS = 0.2
 PORT_SECONDS = 15.0  # how long a service that belongs to a job waits for the one of the life before to be gone
 CHILD_NICENESS = 10  # beside training, whatever it is asked
@@ -32,8 +34,9 @@ class Connections:
     """How many connections there may be.
 
     Attributes:
-        maximum: at a time; requests beyond are answered 503.
-        idle_seconds: after which one that has brought no complete request is closed.
+        maximum: at a time; requests beyond are answered 503. One address that is not loopback has at most a quarter of
+            them, and all of these together leave a quarter to loopback; what comes beyond is closed at once.
+        idle_seconds: after which one that has brought no complete request, or takes nothing of its answer, is closed.
     """
 
     maximum: int = 256
@@ -115,13 +118,44 @@ def serve(
             signal.signal(number, handler)
 
 
+def may_come(address: str, there: list[str], maximum: int) -> bool:
+    """Whether one more connection may come from an address.
+
+    Args:
+        address: of the client.
+        there: addresses of the connections that are open, one for each.
+        maximum: how many connections there may be.
+    """
+    if is_loopback(address):
+        return True  # beyond the maximum its requests are answered 503
+    share = max(1, maximum // SHARE)
+    others = [one for one in there if not is_loopback(one)]
+    return others.count(address) < share and len(others) < max(1, maximum - share)
+
+
 class _Connection(H11Protocol):
-    """Is closed also where it never brings a whole request: the server's own limit begins after the first one."""
+    """Is closed also where it never brings a whole request, or never takes what it asked for.
+
+    The server's own limit begins after the first answer, and its way of closing waits for the client to take the rest.
+    """
+
+    _look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
         """A client has come."""
+        there = [one.client[0] for one in self.connections if isinstance(one, _Connection) and one.client]
         super().connection_made(transport)
+        if self.client and not may_come(self.client[0], there, self.limit_concurrency or Connections.maximum):
+            transport.abort()
+            return
         self._expect_request()
+        self._watch(unsent=0, taken=self.loop.time())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed, and nothing of it is waited for."""
+        if self._look is not None:
+            self._look.cancel()
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """A request was answered."""
@@ -134,6 +168,21 @@ class _Connection(H11Protocol):
     def _end_idle(self, last: RequestResponseCycle | None) -> None:
         if self.cycle is last:  # none has begun since
             self.transport.close()
+
+    def _watch(self, unsent: int, taken: float) -> None:
+        """Let a client go that takes nothing, also where it was closed and the rest is still to be sent.
+
+        Args:
+            unsent: bytes that waited for the client when this was looked at last.
+            taken: when the client last took something, or nothing was waiting.
+        """
+        now, waiting = self.loop.time(), self.transport.get_write_buffer_size()
+        if waiting == 0 or waiting != unsent:
+            taken = now
+        elif now - taken >= self.timeout_keep_alive:
+            self.transport.abort()
+            return
+        self._look = self.loop.call_later(self.timeout_keep_alive / LOOKS, self._watch, waiting, taken)
 
 
 class _Server(uvicorn.Server):

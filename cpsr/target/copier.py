@@ -136,17 +136,17 @@ class Copier:
 
     def _retain(self, run_id: str, iteration: int) -> None:
         try:
-            removed = retain(self._place, run_id, self._config.target_keep_checkpoints)
+            retain(self._place, run_id, self._config.target_keep_checkpoints, self._tell_removing)
         except TargetError as error:
             message = f"checkpoint {iteration} was copied, but older copies could not be removed: {error} (said once)"
             self._say("target not tidied", message, iteration, logging.DEBUG if self._untidy else logging.WARNING)
             self._untidy = True
-            return
-        for folder in removed:
-            gone = step_iteration(folder)
-            if gone is not None:
-                message = f"the copy of checkpoint {gone} was removed from {self._place.shown}: later ones are there"
-                self._say("target removed", message, gone, logging.DEBUG)
+
+    def _tell_removing(self, folder: str) -> None:
+        gone = step_iteration(folder)
+        if gone is not None:
+            message = f"the copy of checkpoint {gone} is being removed from {self._place.shown}: later ones are there"
+            self._say("target removed", message, gone, logging.DEBUG)
 
     def _is_due(self, info: CheckpointInfo, found: Catalogue, last: bool) -> bool:
         if not found.copies:

@@ -237,6 +237,9 @@ class Fetcher:
                 set_aside(self._place, folder, problem)
             except TargetError as error:
                 logger.warning("%s cannot be set aside: %s", self._place.name(folder), error)
+                continue
+            said = f"the copy {self._place.name(folder)} was set aside: {problem}"
+            self._say("target set aside", said, step_iteration(folder), logging.DEBUG)
         self._damaged = {}
 
     def _agree(self, group: Group, question: Callable[[], Any]) -> Any:

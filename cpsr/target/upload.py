@@ -81,13 +81,14 @@ def set_aside(place: Place, folder: str, reason: str) -> None:
     _log.warning("%s is set aside: %s", place.name(folder), reason)
 
 
-def retain(place: Place, run_id: str, keep: int) -> list[str]:
+def retain(place: Place, run_id: str, keep: int, tell: Callable[[str], None] = lambda _: None) -> list[str]:
     """Remove all but the newest copies; after one was committed and read back.
 
     Args:
         place: the target.
         run_id: whose target it is; of other runs goes what they have begun there and not committed.
         keep: how many stay.
+        tell: told of each folder before it is touched: a removal that breaks off leaves a copy that may be none.
 
     Returns:
         The folders that were removed.
@@ -100,6 +101,7 @@ def retain(place: Place, run_id: str, keep: int) -> list[str]:
     removed = [copy.folder for copy in found.copies[:-keep]] + found.set_aside + [*found.unfinished]
     removed += [folder for folder in found.damaged if owner_of(place, folder) == run_id]
     for folder in removed:
+        tell(folder)
         place.remove(folder, first=COMMIT)
         _log.debug("%s was removed: newer copies are committed", place.name(folder))
     return removed

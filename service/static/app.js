@@ -81,7 +81,10 @@ function show(run) {
   store.want(NAMES);
   setInterval(() => store.want(["health"]), 1000 * HEALTH_SECONDS);
   new Stream(api, {
-    heard: (name) => store.want(TOUCHED[name] ?? []),
+    heard: (name, data) => {
+      if (name === "reset" && Object.values(data.kept).every((row) => row === 0)) store.forget(); // begun anew
+      store.want(TOUCHED[name] ?? []);
+    },
     live: showHeard,
     lost: showLost,
     refused: (problem) => (problem.status === 401 ? signIn() : showRefused(problem)),

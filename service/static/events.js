@@ -5,7 +5,7 @@ const LONGEST_WAIT_SECONDS = 5;
 const SILENCE_SECONDS = 45; // the service shows every 15 s that it is there
 
 export class Stream {
-  // heard: takes the name of an event. live, lost, refused (takes the service's ApiError): called when it becomes so;
+  // heard: takes the name of an event and its data. live, lost, refused (takes the service's ApiError): called when it becomes so;
   // after the latter two the next try follows by itself.
   constructor(api, { heard, live, lost, refused }) {
     this.api = api;
@@ -55,6 +55,6 @@ export class Stream {
       if (colon > 0) fields.set(line.slice(0, colon), line.slice(colon + 2));
     }
     if (fields.has("id")) this.lastId = fields.get("id");
-    if (fields.has("event")) this.told.heard(fields.get("event"));
+    if (fields.has("event")) this.told.heard(fields.get("event"), JSON.parse(fields.get("data")));
   }
 }

@@ -31,6 +31,12 @@ export class Store {
     this.watchers.push({ names, show });
   }
 
+  // Nothing that was answered holds any longer: none of it stays in sight.
+  forget() {
+    this.answers = {};
+    NAMES.forEach((name) => this.#show(name));
+  }
+
   // Ask again, soon.
   want(names) {
     for (const name of names) {

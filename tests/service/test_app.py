@@ -12,6 +12,7 @@ from tests.service.journals import error_of, plan_row
 OPERATIONS = {
     "delete /plan/override": "withdraw_override",
     "get /backtests": "list_backtests",
+    "get /bubbles": "list_bubbles",
     "get /checkpoints": "list_checkpoints",
     "get /events": "follow_events",
     "get /failures": "list_failures",

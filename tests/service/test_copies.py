@@ -58,18 +58,19 @@ def test_what_the_run_directory_holds_has_its_size(tmp_path: Path, journal: Jour
 
 
 def test_copies_at_the_target_are_those_that_were_made_and_not_removed(journal: Journal, client: TestClient) -> None:
-    for iteration in (10, 20, 30, 40):
+    for iteration in (10, 20, 30, 40, 50):
         commit(journal, iteration, iteration)
-    for iteration in (10, 20, 30):
+    for iteration in (10, 20, 30, 50):
         say(journal, "target copied", iteration, iteration + 1)
     say(journal, "target removed", 10, 35)
     say(journal, "target set aside", 20, 36)
+    say(journal, "target copy damaged", 50, 52)
     flushed(journal)
     found = copies(client)
     (copied,) = found.pop(30)
     assert (copied["tier"], copied["bytes"], copied["verified"]) == ("target", 5000, True)
     assert copied["copied_unix_seconds"] == 31
-    assert found == {10: [], 20: [], 40: []}
+    assert found == {10: [], 20: [], 40: [], 50: []}
 
 
 def test_a_copy_is_of_the_newest_checkpoint_of_its_iteration(

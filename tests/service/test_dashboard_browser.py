@@ -1,5 +1,6 @@
 """The dashboard in a real Chromium, over a journal that the job's own writer wrote."""
 
+import json
 import os
 import shutil
 import socket
@@ -32,6 +33,7 @@ from tests.service.journals import (
     bubble_row,
     flushed,
     measured_plan,
+    new_run,
     plan_row,
     record_event,
     recovery_row,
@@ -458,6 +460,46 @@ def test_a_lost_connection_is_said_and_taken_up_again(page: Any, journal: Journa
         service.start()
         expect(page.locator("#connection")).to_have_text("Live")
         expect(section(page, "Now")).to_contain_text("122")
+
+
+def test_a_journal_that_is_begun_anew_leaves_nothing_of_the_old_one(
+    page: Any, journal: Journal, tmp_path: Path
+) -> None:
+    followed = tmp_path.with_name(f"{tmp_path.name}-followed")
+    followed.symlink_to(tmp_path)
+    anew = tmp_path.with_name(f"{tmp_path.name}-anew")
+    new_run(anew)
+    record_run(journal)
+    with served(followed) as service:
+        opened(page, service)
+        expect(section(page, "Now")).to_contain_text("120")
+        # What cannot be asked for again must not stay in sight.
+        page.route("**/losses?**", lambda route: route.abort())
+        page.route("**/plan?**", lambda route: route.abort())
+        followed.unlink()
+        followed.symlink_to(anew)
+        expect(section(page, "Now")).not_to_contain_text("120")
+
+
+@pytest.mark.parametrize(("last_event_kept", "stays"), [(3, True), (0, False)])
+def test_a_reset_of_the_stream_forgets_only_where_nothing_is_kept(
+    page: Any, journal: Journal, tmp_path: Path, last_event_kept: int, stays: bool
+) -> None:
+    record_run(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        expect(section(page, "Now")).to_contain_text("120")
+        service.stop()
+        expect(page.locator("#connection")).to_contain_text("No connection since")
+        for asked in ("**/losses?**", "**/plan?**"):
+            page.route(asked, lambda route: route.abort())
+        kept = json.dumps({"event": last_event_kept, "plan": 0})
+        reset = f'event: reset\ndata: {{"reason": "a test", "kept": {kept}}}\n\n'
+        page.route("**/events?**", lambda route: route.fulfill(content_type="text/event-stream", body=reset))
+        with page.expect_request("**/plan?**"):  # follows upon the reset
+            service.start()
+        now = expect(section(page, "Now"))
+        (now.to_contain_text if stays else now.not_to_contain_text)("120")
 
 
 def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> None:

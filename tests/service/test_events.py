@@ -94,8 +94,10 @@ def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journa
         events = client.events(after=after)
         hello, reset = take(events, 2)
         assert (hello["event"], reset["event"]) == ("hello", "reset")
+        assert reset["data"]["kept"] == dict.fromkeys(FOLLOWED, 0), "nothing stays"
         record_event(journal, "now")
-        assert [one["data"]["message"] for one in take(events, 2)] == ["before", "now"]
+        told = [one["data"] for one in take(events, 2)]
+        assert [(one["row"], one["message"]) for one in told] == [(1, "before"), (2, "now")]
 
 
 def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> None:
@@ -109,7 +111,8 @@ def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> 
         assert str(run_dir) in gone["data"]["message"]
         new_run(run_dir)
         # A journal that is being made is none yet, which may be told as well.
-        assert next(one["event"] for one in events if one["event"] != "unavailable") == "reset"
+        reset = next(one for one in events if one["event"] != "unavailable")
+        assert (reset["event"], set(reset["data"]["kept"].values())) == ("reset", {0})
         (plan,) = take(events, 1)
         assert plan["event"] == "plan", "what the new journal holds was not told yet"
         shutil.rmtree(run_dir)
@@ -138,6 +141,9 @@ def test_a_stream_goes_on_where_a_journal_that_a_power_cut_has_shortened_agrees(
         resumed = take(client.events(after=told[-1]["id"]), 3)[1:]
         for reset, event in (followed, resumed):
             assert (reset["event"], event["data"]["message"]) == ("reset", "again")
+            kept = [one["data"] for one in told[1:] if one["data"]["row"] <= reset["data"]["kept"][one["event"]]]
+            assert [one["message"] for one in kept] == ["kept"]
+            assert event["data"]["row"] == reset["data"]["kept"]["event"] + 1
         # Who comes back with the id of the reset has missed nothing.
         assert take(client.events(after=resumed[0]["id"]), 2)[1]["data"]["message"] == "again"
 

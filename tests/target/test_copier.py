@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.checkpoint.manifest import COMMIT
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.target.catalogue import scan
@@ -27,11 +28,14 @@ class Copied:
         self.store: CheckpointStore = new_run(run_dir)[0]
         self.place = open_place(URL)
         self.said: list[tuple[str, str, int]] = []
+        self.removed: list[int | None] = []
         config = CheckpointConfig(target=URL, target_every_checkpoints=every, target_keep_checkpoints=keep)
         self.copier = Copier(self.place, config, self.store, run_dir, self._say)
 
     def _say(self, kind: str, message: str, iteration: int | None, level: int) -> None:
         self.said.append((kind, message, level))
+        if kind == "target removed":
+            self.removed.append(iteration)
 
     def commit(self, iteration: int) -> None:
         commit([self.store], iteration)
@@ -60,7 +64,7 @@ def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: 
     assert committed_at(run.place) == [20, 30]
     assert {level for _, _, level in run.said} == {logging.DEBUG}  # nothing that people must read
     (removed,) = [message for kind, message, _ in run.said if kind == "target removed"]
-    assert "checkpoint 10 was removed" in removed
+    assert "checkpoint 10 is being removed" in removed
     assert fetched(run.place, tmp_path / "new") == 30
 
 
@@ -183,6 +187,26 @@ def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[Fault
     run.wait_for("target copy failed", 2)
     assert "run.json" in run.said[1][1]
     run.copier.close(PATIENCE_SECONDS)
+
+
+def test_a_removal_is_told_also_where_it_breaks_off(
+    tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Copied(tmp_path / "run", keep=1)
+    for iteration in (10, 20):
+        send(run.place, tmp_path / "run", commit([run.store], iteration))
+
+    def refusing(self: FaultySystem, path: str) -> None:
+        if "0000000020" in path and not path.endswith(COMMIT):
+            raise PermissionError(f"{path}: not allowed to delete")
+        super(FaultySystem, self).rm_file(path)
+
+    monkeypatch.setattr(faulty, "rm_file", refusing)
+    run.commit(30)
+    run.wait_for("target not tidied")
+    run.copier.close(PATIENCE_SECONDS)
+    assert committed_at(run.place) == [30]
+    assert run.removed == [10, 20], "10 has gone, and 20 is none any more"
 
 
 def test_old_copies_that_cannot_be_removed_are_said_and_the_copy_stands(

@@ -236,6 +236,21 @@ def test_a_damaged_copy_is_set_aside_once_another_is_used(tmp_path: Path, url: s
     assert committed_at(place) == [10, 20]
 
 
+def test_a_copy_that_is_set_aside_is_told_once_it_is(tmp_path: Path, url: str) -> None:
+    store = copied_run(tmp_path / "run", url, (10, 20, 30))
+    place = open_place(url)
+    place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
+    shutil.rmtree(store.directory)
+    (store,) = new_run(tmp_path / "run")
+    said: list[tuple[str, int | None]] = []
+
+    def say(kind: str, message: str, iteration: int | None, level: int) -> None:
+        said.append((kind, iteration))
+
+    assert Fetcher(place, tmp_path / "run", say).fetch(store, Group(), ()) == 20
+    assert said == [("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)]
+
+
 TWO_RANKS = """
 import sys, json, os
 from pathlib import Path
@@ -287,7 +302,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
             place.write("step-0000000020", "rank-00001.params.safetensors", b"damaged")
     (first, told), (second, told_twice) = two_ranks.run(TWO_RANKS, tmp_path)
     once = ["target adopted", "target fetched"]
-    damaged = ["target adopted", "target copy damaged", "target fetched"]
+    damaged = ["target adopted", "target copy damaged", "target fetched", "target set aside"]
     assert told == [*once, *damaged, "target adopted", "target copy damaged"]
     assert told_twice == [], "what all ranks do is said once"
     assert first == second
