@@ -67,16 +67,13 @@ class HostBuffer:
         }
 
     def shard(self, iterations: Mapping[str, int]) -> Shard:
-        """Views of this buffer with the template's names and shapes, each operator at its iteration."""
-        operators = {
-            name: OperatorState(
-                name,
-                ParamSlice(self._views[f"param/{name}"], global_shape, offset),
-                {moment: self._views[f"moment/{moment}/{name}"] for moment in moments},
-                iterations[name],
-            )
-            for name, (global_shape, offset, moments) in self._template.items()
-        }
+        """Views of this buffer with the template's names and shapes, of these operators, each at its iteration."""
+        operators = {}
+        for name, iteration in iterations.items():
+            global_shape, offset, moments = self._template[name]
+            parameter = ParamSlice(self._views[f"param/{name}"], global_shape, offset)
+            views = {moment: self._views[f"moment/{moment}/{name}"] for moment in moments}
+            operators[name] = OperatorState(name, parameter, views, iteration)
         return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
 
     def shard_at(self, iteration: int) -> Shard:
@@ -92,6 +89,15 @@ class HostBuffer:
                 target = self._views[f"other/{name}"]
                 _require_same(f"other/{name}", target, values)
                 target.copy_(values, non_blocking=True)
+
+    def require_all(self, operators: Mapping[str, OperatorState], *, moments: bool) -> None:
+        """Raise SaveError, naming what is missing, where an operator of the template, or a moment of it, is gone."""
+        for name, (_, _, expected) in self._template.items():
+            if name not in operators:
+                raise SaveError(_gone(f"param/{name}"))
+            for moment in expected if moments else ():
+                if moment not in operators[name].moments:
+                    raise SaveError(_gone(f"moment/{moment}/{name}"))
 
     def check(self, key: str, tensor: torch.Tensor) -> None:
         """Raise SaveError, naming the tensor, where it does not fit the template."""
@@ -147,13 +153,9 @@ def plan_spans(
         SaveError: a tensor differs from the template; the message names it.
     """
     kinds = ("param/",) if weights_only else ("param/", "moment/")
-    tensors = {key: tensor for key, tensor in shard.tensors() if key.startswith(kinds)}
-    missing = [key for key in buffer.offsets if key.startswith(kinds) and key not in tensors]
-    if missing:
-        raise SaveError(f"{missing[0]} is no longer there; the snapshot buffers were made with it")
-    if left_out:
-        copied = Shard({name: one for name, one in shard.operators.items() if name not in left_out})
-        tensors = {key: tensor for key, tensor in copied.tensors() if key in tensors}
+    buffer.require_all(shard.operators, moments=not weights_only)
+    copied = Shard({name: one for name, one in shard.operators.items() if name not in left_out})
+    tensors = {key: tensor for key, tensor in copied.tensors() if key.startswith(kinds)}
     spans: list[Span] = []
     for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
         buffer.check(key, tensors[key])
@@ -200,6 +202,10 @@ def _layout(template: Shard) -> dict[str, int]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _gone(key: str) -> str:
+    return f"{key} is no longer there; the snapshot buffers were made with it"
 
 
 def _require_same(key: str, expected: torch.Tensor, found: torch.Tensor) -> None:

@@ -468,10 +468,9 @@ class SnapshotPool:
 
 def _held(buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> Shard:
     """The buffer's views of what the snapshot holds."""
-    held = buffer.shard({name: operator.iteration for name, operator in shard.operators.items()})
-    if snapshot.part == "sparse":
-        return snapshot.sparse.written(held) if snapshot.sparse is not None else held
-    return held if snapshot.part == "whole" else weights_of(held)
+    carried = snapshot.sparse.carried if snapshot.sparse is not None and snapshot.part == "sparse" else ()
+    held = buffer.shard({name: one.iteration for name, one in shard.operators.items() if name not in carried})
+    return weights_of(held) if snapshot.partial else held
 
 
 class _DeviceCopy:

@@ -1,5 +1,6 @@
 """DeepSpeed engines: ZeRO 0 to 3 in fp32, bf16 and fp16, pipelines at ZeRO 0 and 1, MoE layers at ZeRO 0 to 2."""
 
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from cpsr.engines.deepspeed_masters import (
 from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -76,6 +78,9 @@ class DeepSpeedAdapter:
         self._schedule = Schedule(engine.lr_scheduler)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
+        self._views = FlatViews()
+        self._updated: list[torch.Tensor] = []  # masters that `_named` is of
+        self._named: list[tuple[str, MasterSlice]] = []
         self._loop = DeepSpeedLoop(engine, self._pipeline)
         self._has_experts = has_experts(engine.module)
         self._capacities = Capacities(engine.module)
@@ -132,26 +137,28 @@ class DeepSpeedAdapter:
 
     def shard(self) -> Shard:
         """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
-        iteration = self.iteration
-        state = self._flat_moments()
+        iteration, optimizer = self.iteration, torch_optimizer(self._engine)
+        updated = masters(self._engine.optimizer)
+        groups = {id(master): optimizer.param_groups[group] for group, master in updated}
         operators = {}
-        for piece in master_slices(self._engine.optimizer):
-            name, owned = self._name(piece), slice(piece.start, piece.start + piece.numel)
-            values = optimizer_state.flat_view(piece.master, name)[owned]
-            moments = {key: flat[owned] for key, flat in state[id(piece.master)].items()}
-            operators[name] = OperatorState(
-                name, ParamSlice(values, piece.global_shape, piece.offset), moments, iteration
-            )
+        for name, piece in self._pieces([master for _, master in updated]):
+            owned = slice(piece.start, piece.start + piece.numel)
+            values, moments = self._views.of(name, optimizer, groups[id(piece.master)], piece.master, owned)
+            parameter = ParamSlice(values, piece.global_shape, piece.offset)
+            operators[name] = OperatorState(name, parameter, moments, iteration)
         return Shard(operators, self._others())
 
-    def _flat_moments(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Flat optimizer tensors of each master, by the master's id."""
+    def _pieces(self, updated: list[torch.Tensor]) -> list[tuple[str, MasterSlice]]:
+        """What this rank owns of the masters, with the operators' names; looked up where these are not as last time."""
+        if len(updated) != len(self._updated) or any(map(operator.is_not, updated, self._updated)):
+            self._named = [(self._name(piece), piece) for piece in master_slices(self._engine.optimizer)]
+            self._updated = updated
+        return self._named
+
+    def _create_state(self) -> None:
         optimizer = torch_optimizer(self._engine)
-        found = {}
         for group, master in masters(self._engine.optimizer):
-            moments = optimizer_state.moments(optimizer, optimizer.param_groups[group], master)
-            found[id(master)] = {key: optimizer_state.flat_view(value, key) for key, value in moments.items()}
-        return found
+            optimizer_state.create_absent(optimizer, optimizer.param_groups[group], master)
 
     def _others(self) -> dict[str, torch.Tensor]:
         others = {}
@@ -194,7 +201,7 @@ class DeepSpeedAdapter:
         Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
         """
         engine, optimizer = self._engine, torch_optimizer(self._engine)
-        self._flat_moments()
+        self._create_state()
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
         counters["micro_steps"] -= counters["micro_steps"] % int(engine.gradient_accumulation_steps())
         return {
@@ -213,7 +220,7 @@ class DeepSpeedAdapter:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
         engine, optimizer = self._engine, torch_optimizer(self._engine)
-        self._flat_moments()
+        self._create_state()
         optimizer_state.load_step_scalars(optimizer, self._masters(), scalars["optimizer_steps"])
         rates = [group["lr"] for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
@@ -244,7 +251,7 @@ class DeepSpeedAdapter:
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
         engine = self._engine
-        self._flat_moments()
+        self._create_state()
         rates = []
         for _ in range(iterations):
             rates.append(self.learning_rate())

@@ -10,6 +10,7 @@ from cpsr.errors import UnsupportedEngineError
 
 __all__ = [
     "advance_steps",
+    "create_absent",
     "flat_view",
     "hyperparameters",
     "learning_rate",
@@ -61,8 +62,8 @@ def moments(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: tor
     Raises:
         UnsupportedEngineError: an optimizer that is not known here, or state that is not per element.
     """
+    create_absent(optimizer, group, master)
     state = optimizer.state[master]
-    _create_absent(optimizer, group, master, state)
     found = {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -80,10 +81,13 @@ def moments(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: tor
     return found
 
 
-def _create_absent(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, state: dict[str, Any]
-) -> None:
-    kind = type(optimizer)
+def create_absent(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor) -> None:
+    """Create the optimizer's state for `master` where it has none yet, as its first step would.
+
+    Raises:
+        UnsupportedEngineError: an optimizer that is not known here.
+    """
+    kind, state = type(optimizer), optimizer.state[master]
     if kind in _ADAM:
         if "step" not in state:
             on_device = group.get("capturable") or group.get("fused")

@@ -9,6 +9,7 @@ import torch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -76,6 +77,7 @@ class TorchAdapter:
         self._micro_batches = micro_batches_per_iteration
         self._experts = experts
         self._names = parameter_names(self._module)
+        self._views = FlatViews()
         require_supported(self._module, optimizer, self._names)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank: int = torch.distributed.get_rank() if distributed else 0
@@ -131,11 +133,7 @@ class TorchAdapter:
         operators = {}
         for group, parameter in self._grouped():
             name = self._names[id(parameter)]
-            moments = {
-                key: optimizer_state.flat_view(value, f"{key} of {name}")
-                for key, value in optimizer_state.moments(self._optimizer, group, parameter).items()
-            }
-            values = optimizer_state.flat_view(parameter, name)
+            values, moments = self._views.of(name, self._optimizer, group, parameter)
             piece = ParamSlice(values, tuple(parameter.shape))
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, self._others())
@@ -150,7 +148,7 @@ class TorchAdapter:
 
     def _create_state(self) -> None:
         for group, parameter in self._grouped():
-            optimizer_state.moments(self._optimizer, group, parameter)
+            optimizer_state.create_absent(self._optimizer, group, parameter)
 
     def _others(self) -> dict[str, torch.Tensor]:
         frozen = {name: parameter.detach() for parameter, name in self._outside()}
