@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["busy_warning", "describe_machine"]
+__all__ = ["busy_warning", "describe_machine", "measured_code"]
 
 PACKAGES = ("cpsr", "torch", "deepspeed", "safetensors", "xxhash", "numpy")
+GIT_SECONDS = 10.0
 LOAD_PER_CORE_MAX = 0.25  # above it, other processes take turns with what is measured
 
 
 def describe_machine(workdir: Path) -> dict[str, Any]:
-    """Date, processor, memory, file system and versions, as plain data."""
+    """Date, processor, memory, file system, commit and versions, as plain data."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu_model": _cpu_model(),
@@ -28,8 +30,15 @@ def describe_machine(workdir: Path) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
+        "code": measured_code(Path(__file__).resolve().parent),
         "versions": {package: version(package) for package in PACKAGES},
     }
+
+
+def measured_code(directory: Path) -> str | None:
+    """The git commit of the sources there, with `+` where files differ from it; None where git does not have them."""
+    tracked = _git(directory, "ls-files", "--error-unmatch", ".")  # an installed package may lie in another's checkout
+    return _git(directory, "describe", "--always", "--abbrev=40", "--match=", "--dirty=+") if tracked else None
 
 
 def busy_warning(machine: dict[str, Any]) -> str | None:
@@ -40,6 +49,15 @@ def busy_warning(machine: dict[str, Any]) -> str | None:
         f"the machine was busy before this began (load {machine['load_before']:.1f} on {machine['cores']} cores): "
         "take the figures again when it is quiet"
     )
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_model() -> str:
