@@ -10,12 +10,14 @@ import torch
 
 from cpsr.benchmarks.experts.followed import Followed, rank_budget
 from cpsr.benchmarks.experts.names import MADE_UP, PREDICT, PREDICT_PLAINLY, STALE
+from cpsr.benchmarks.experts.predicting import predicted
+from cpsr.benchmarks.experts.reaches import measure_reaches
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.tasks import Failures
-from cpsr.benchmarks.experts.training import PEAK_LEARNING_RATE, Training
+from cpsr.benchmarks.experts.training import Training
 from cpsr.errors import CPSRError
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import StatePredictor, Target
+from cpsr.predictor.protocol import StatePredictor
 
 __all__ = ["Curve", "follow"]
 
@@ -55,6 +57,10 @@ class Curve:
         self.iterations.append(training.iteration)
         self.losses.append(training.validate().tolist())
 
+    def mean_at(self, iteration: int) -> float:
+        """Over the chunks, at an iteration at which they were validated."""
+        return float(numpy.mean(self.losses[self.iterations.index(iteration)]))
+
 
 @dataclass
 class _FaultFree:
@@ -74,8 +80,8 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
         failures: when.
 
     Returns:
-        Plain data: `fault_free`, a curve; `tokens`, `(iterations, layers, experts)`; `runs`, one for each policy and
-        mode, see `_with_failures`.
+        Plain data: `fault_free`, a curve; `tokens`, `(iterations, layers, experts)`; `reaches`, one for each policy,
+        see `measure_reaches`; `runs`, one for each policy and mode, see `_with_failures`.
 
     Raises:
         CPSRError: the machine does not compute the same twice: nothing would be paired.
@@ -84,8 +90,15 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
     policies = [Followed(name, training, budget) for name in failures.policies]
     fault_free = _without_failures(training, failures, policies)
     _require_exact(training, fault_free, failures.at[0])
+    exact_nats = fault_free.curve.mean_at(failures.checkpoint_before(failures.at[0]))
+    reaches = [measure_reaches(training, policy, exact_nats) for policy in policies]
     runs = [_with_failures(training, failures, policy, mode) for policy in policies for mode in MODES]
-    return {"fault_free": asdict(fault_free.curve), "tokens": fault_free.tokens, "runs": runs}
+    return {
+        "fault_free": asdict(fault_free.curve),
+        "tokens": fault_free.tokens,
+        "reaches": reaches,
+        "runs": runs,
+    }
 
 
 def _without_failures(training: Training, failures: Failures, policies: Sequence[Followed]) -> _FaultFree:
@@ -120,7 +133,7 @@ def _with_failures(training: Training, failures: Failures, policy: Followed, mod
     make, found = MODES[mode].predictor, []
     policy = policy.fork(MODES[mode].more_capacity)
     for failure, until in zip(failures.at, (*failures.at[1:], failures.end), strict=True):
-        weights, told = ({}, {}) if make is None else _predicted(make(), policy.saved)
+        weights, told = ({}, {}) if make is None else predicted(make(), policy.saved)
         ages = policy.ages()
         policy.put_back(weights)
         assert training.iteration == failures.checkpoint_before(failure)
@@ -134,18 +147,6 @@ def _with_failures(training: Training, failures: Failures, policy: Followed, mod
                 curve.add(training)
         found.append({"curve": asdict(curve), "ages": ages, **told})
     return {"policy": policy.name, "mode": mode, "account": policy.account(), "failures": found}
-
-
-def _predicted(predictor: StatePredictor, saved: Saved) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights of all operators at the last checkpoint: as they were saved there, or predicted up to there."""
-    newest = saved.entries[-1]
-    forecast = predictor.forecast(saved, Target(newest.iteration, newest.time, PEAK_LEARNING_RATE))
-    weights = {name: torch.empty(saved.numel(name)) for name in saved.operators}
-    for name, start, values in predictor.predict(saved, forecast):
-        weights[name][start : start + values.numel()] = values
-    stale = sum(saved.newest(name) < newest.iteration for name in saved.operators)
-    held = int(forecast.settings["held_operators"])
-    return weights, {"predicted": stale - held, "held": held}
 
 
 def _require_exact(training: Training, fault_free: _FaultFree, failure: int) -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cpsr.benchmarks.experts.exposure import Exposure
+from cpsr.benchmarks.experts.reaches import GAINS, Reach
 from cpsr.benchmarks.experts.result import Arithmetic, Compared, Recovered, Result, Stalled
 from cpsr.benchmarks.experts.scheduling import OPERATORS
 from cpsr.benchmarks.experts.sizes import EXPERTS, SAVED_TOKENS, RankBytes, SnapshotSize, SweepPoint
@@ -18,6 +19,7 @@ __all__ = ["show"]
 PERCENT = 100.0
 MEGABYTE, GIGABYTE = 1e6, 1e9
 MILLISECONDS = 1e3
+TEN_THOUSANDTHS = 1e4
 
 
 def show(console: Console, machine: dict[str, Any], result: Result) -> None:
@@ -29,6 +31,7 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
     if result.recovered:
         console.print(_recovered(result.recovered))
         console.print(_compared(result.compared))
+        console.print(_reaches(result.reaches))
         console.print("Lost tokens are counted as the papers do, whether experts are predicted or not.")
     for aim, met in result.aims().items():
         console.print(f"{verdict(met)}  {aim}")
@@ -166,6 +169,15 @@ def _compared(found: Iterable[Compared]) -> Table:
         table.add_row(
             one.label, one.policy, one.mode, share, _text(one.lag_beyond_aim, 1), _text(one.gap_beyond_aim, 4)
         )
+    return table
+
+
+def _reaches(found: Sequence[Reach]) -> Table:
+    title = "At the first failure's checkpoint, loss over all experts as they were there, 0.0001 nats"
+    table = _columns(title, "model", "policy", *(f"moved by {gain:g}" for gain in GAINS))
+    for label, policy in dict.fromkeys((one.label, one.policy) for one in found):
+        row = [one.gap_nats for one in found if (one.label, one.policy) == (label, policy)]
+        table.add_row(label, policy, *(interval_text(gap, TEN_THOUSANDTHS, digits=1) for gap in row))
     return table
 
 

@@ -10,6 +10,7 @@ from cpsr.benchmarks.experts.costs import Cost, mean_interval
 from cpsr.benchmarks.experts.exposure import SNAPSHOT_SHARE, Exposure
 from cpsr.benchmarks.experts.names import MOETION, PREDICTED, STALE, STALL_AIM, WINDOW
 from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.reaches import Reach
 from cpsr.benchmarks.experts.scheduling import OPERATORS, Scheduling
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, moetion_shape, pec_shape
 from cpsr.benchmarks.experts.sizes import RankBytes, SnapshotSize, SweepPoint
@@ -223,6 +224,7 @@ class Result:
     stalls: list[Stalled] = field(default_factory=list)
     recovered: list[Recovered] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
+    reaches: list[Reach] = field(default_factory=list)
 
     def aims(self) -> dict[str, bool]:
         """Each aim and whether it is met, by the value and not by its interval."""

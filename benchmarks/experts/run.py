@@ -17,6 +17,7 @@ from cpsr.benchmarks.experts.exposure import SMALL_SNAPSHOT_SHARE, SNAPSHOT_SHAR
 from cpsr.benchmarks.experts.names import MOETION
 from cpsr.benchmarks.experts.plot import draw
 from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.reaches import reaches
 from cpsr.benchmarks.experts.report import show
 from cpsr.benchmarks.experts.result import Arithmetic, Result, Stalled, compared, recovered, stalled
 from cpsr.benchmarks.experts.routing import SKEWS, Trace, drawn_shares, synthetic_trace
@@ -27,6 +28,7 @@ from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture, StallT
 from cpsr.benchmarks.machine import busy_warning, describe_machine
 from cpsr.benchmarks.output import progress_bar, save, save_beside, warnings_only, work_directory
 from cpsr.benchmarks.overhead.launch import launch
+from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError
 
 __all__ = ["FULL", "PARTS", "QUICK", "Size", "main"]
@@ -55,13 +57,15 @@ class Size:
     pairs: int
 
 
+# Its steps are long enough that beginning a snapshot, which takes the same time whatever its size, is not all there is.
+_WIDER = Mixture(expert_parallel=2, ranks=2, gpt=GPTConfig(layers=4, heads=4, width=128, context=128))
 _SHARED = tuple(Mixture(experts_per_token=k, expert_parallel=ep, ranks=2) for k in (1, 2) for ep in (1, 2))
 QUICK = Size(seeds=4, failing=(Mixture(),), failures=Failures(), stalling=(_SHARED[1],), pairs=10)
 FULL = Size(
     seeds=5,
     failing=(Mixture(), Mixture(experts_per_token=2), _SHARED[1]),
     failures=Failures(policies=(IN_TURN, MOETION)),
-    stalling=_SHARED,
+    stalling=(*_SHARED, _WIDER),
     pairs=20,
 )
 
@@ -72,6 +76,7 @@ class _Samples:
 
     stalls: dict[str, Any] = field(default_factory=dict)
     costs: list[Cost] = field(default_factory=list)
+    reaches: list[tuple[str, Any]] = field(default_factory=list)  # label of the model, and what its job told
     traces: list[Trace] = field(default_factory=list)
 
 
@@ -153,6 +158,7 @@ def _measure_failures(samples: _Samples, directory: Path, size: Size, workers: i
         if place not in found:  # its ranks fill the cores
             found[place] = follow(place)
         samples.costs += costs(task, found[place])
+        samples.reaches.append((task.mixture.label, found[place]))
         if task.seed == 0:
             tokens = numpy.asarray(found[place]["tokens"], dtype=numpy.int64)
             samples.traces.append(Trace(f"measured: {task.mixture.label}, seed 0", tokens))
@@ -170,7 +176,7 @@ def _result(samples: _Samples, with_arithmetic: bool) -> Result:
         exposures = _exposures(samples.traces)
         arithmetic = Arithmetic(sizes(), expert_sweep(), rank_bytes(), scheduling(), exposures)
     stalls: list[Stalled] = [one for label, found in samples.stalls.items() for one in stalled(label, found)]
-    return Result(arithmetic, stalls, recovered(samples.costs), compared(samples.costs))
+    return Result(arithmetic, stalls, recovered(samples.costs), compared(samples.costs), reaches(samples.reaches))
 
 
 def _exposures(measured: list[Trace]) -> list[Exposure]:

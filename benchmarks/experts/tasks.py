@@ -11,6 +11,7 @@ __all__ = ["BATCH_WINDOWS", "TASK", "FailingTask", "Failures", "Mixture", "Stall
 
 
 BATCH_WINDOWS = 8  # over all ranks
+_SMALL = GPTConfig(layers=4, heads=4, width=64, context=64)
 
 
 class _Plain(BaseModel):
@@ -24,7 +25,7 @@ class Mixture(_Plain):
     expert_parallel: int = Field(default=1, ge=1, description="Ranks that share the experts.")
     ranks: int = Field(default=1, ge=1, description="Of the job.")
     experts: int = Field(default=8, ge=2, description="Of a layer.")
-    gpt: GPTConfig = Field(default=GPTConfig(layers=4, heads=4, width=64, context=64))
+    gpt: GPTConfig = Field(default=_SMALL)
 
     @model_validator(mode="after")
     def _shared_equally(self) -> Self:
@@ -39,7 +40,8 @@ class Mixture(_Plain):
     def label(self) -> str:
         """For tables."""
         sharing = f"ep {self.expert_parallel} of {self.ranks} ranks" if self.ranks > 1 else "one rank"
-        return f"top-{self.experts_per_token}, {sharing}"
+        wider = "" if self.gpt == _SMALL else f", width {self.gpt.width}, context {self.gpt.context}"
+        return f"top-{self.experts_per_token}, {sharing}{wider}"
 
 
 class Failures(_Plain):

@@ -11,6 +11,7 @@ from cpsr.benchmarks.experts.costs import Cost, costs, mean_interval
 from cpsr.benchmarks.experts.names import PREDICT, STALE
 from cpsr.benchmarks.experts.plot import draw
 from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.reaches import GAINS, reaches
 from cpsr.benchmarks.experts.report import show
 from cpsr.benchmarks.experts.result import Result, compared, recovered, stalled
 from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture
@@ -117,6 +118,17 @@ def test_prediction_is_held_against_half_of_what_stale_experts_cost() -> None:
     assert list(Result(compared=[worse]).aims().values()) == [False]
 
 
+def test_gaps_of_each_gain_are_means_over_seeds() -> None:
+    def job(*gaps: float) -> tuple[str, dict[str, Any]]:
+        return "a model", {"reaches": [{"policy": IN_TURN, "gaps_nats": list(gaps)}]}
+
+    found = reaches([job(0.001, 0.002, 0.003, 0.004, 0.005), job(0.003, 0.002, 0.005, 0.004, 0.007)])
+    assert [one.gain for one in found] == list(GAINS)
+    assert [one.gap_nats.value for one in found] == pytest.approx([0.002, 0.002, 0.004, 0.004, 0.006])
+    assert found[1].gap_nats.high == pytest.approx(found[1].gap_nats.low)
+    assert found[0].gap_nats.high > found[0].gap_nats.value
+
+
 def stall_job(seconds_with: float, snapshot_bytes: int) -> dict[str, Any]:
     pair = {
         "with_seconds": seconds_with,
@@ -143,11 +155,23 @@ def test_the_aim_for_stalls_holds_where_the_bytes_leave_room(seconds: float, met
 
 def test_tables_and_plots_show_all_that_was_measured() -> None:
     runs = of_seeds((8.0, 3.0), (10.0, 4.0))
-    result = Result(None, stalled("a model", stall_job(1.02, 2_000_000)), recovered(runs), compared(runs))
+    job = {"reaches": [{"policy": IN_TURN, "gaps_nats": [0.00123] * len(GAINS)}]}
+    moved = reaches([("a model", job)] * 2)
+    result = Result(None, stalled("a model", stall_job(1.02, 2_000_000)), recovered(runs), compared(runs), moved)
     written = StringIO()
     show(Console(width=200, file=written), MACHINE, result)
     text = written.getvalue()
-    for expected in ("window of 5", "2.0 of 10.0", Mixture().label, "5.0%", "18.0", "0.39", "load before 0.1"):
+    for expected in (
+        "window of 5",
+        "2.0 of 10.0",
+        Mixture().label,
+        "5.0%",
+        "18.0",
+        "0.39",
+        "12.3",
+        "moved by 0.25",
+        "load before 0.1",
+    ):
         assert expected in text
     figures = draw(result, runs, MACHINE)
     assert list(figures) == ["stall", "failures"]

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 
 from cpsr.benchmarks.experts.costs import costs
@@ -18,6 +19,7 @@ from cpsr.benchmarks.experts.names import (
     WINDOW,
 )
 from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.reaches import GAINS
 from cpsr.benchmarks.experts.run import QUICK, main
 from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture
 from cpsr.benchmarks.overhead.launch import launch
@@ -52,6 +54,11 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
             stale_parameters = 4 * sum(age > 0 for age in first["ages"])
             assert first["predicted"] + first["held"] == stale_parameters
     stale, predicted = runs[IN_TURN, STALE], runs[IN_TURN, PREDICT]
+    reach = next(one["gaps_nats"] for one in found["reaches"] if one["policy"] == IN_TURN)
+    # Not moved at all is stale; moved is something else.
+    unmoved = numpy.mean(stale["failures"][0]["curve"]["losses"][0]) - numpy.mean(fault_free[30])
+    assert reach[0] == pytest.approx(unmoved, abs=1e-6)
+    assert len(set(reach)) == len(reach) == len(GAINS)
     assert stale["failures"][0]["curve"]["losses"][0] != predicted["failures"][0]["curve"]["losses"][0]
     assert predicted["failures"][0]["held"] == 0
     made_up = runs[IN_TURN, MADE_UP]

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from cpsr.benchmarks.experts.run import FULL, QUICK
 from cpsr.benchmarks.experts.tasks import TASK, FailingTask, Failures, Mixture, StallTask
 from cpsr.cli import app
+from cpsr.demo.model import GPTConfig
 
 
 def test_a_task_travels_as_json() -> None:
@@ -17,6 +18,7 @@ def test_a_task_travels_as_json() -> None:
 def test_models_are_told_apart() -> None:
     assert Mixture().label == "top-1, one rank"
     assert Mixture(ranks=2, expert_parallel=2, experts_per_token=2).label == "top-2, ep 2 of 2 ranks"
+    assert Mixture(gpt=GPTConfig()).label == "top-1, one rank, width 128, context 128"
     for size in (QUICK, FULL):
         for mixtures in (size.failing, size.stalling):
             assert len({mixture.label for mixture in mixtures}) == len(mixtures)
