@@ -172,7 +172,8 @@ class PredictorConfig(_Section):
         ge=0,
         le=1,
         description="Share of one core that learning from checkpoints may take while training does not wait; 0 is off, "
-        "in waits too. In a pipeline over gloo it learns only while its stage waits for another.",
+        "in waits too, and recoveries follow the calibrated line. In a pipeline over gloo it learns only while its "
+        "stage waits for another.",
     )
     memory_limit_bytes: int = Field(
         default=200_000_000,
@@ -233,8 +234,8 @@ class CoordinatorConfig(_Section):
     offload_activations_bytes: int = Field(
         default=0,
         ge=0,
-        description="Activations of a rank that lie in host memory between forward and backward, at most; 0 is off. "
-        "Not at ZeRO-3.",
+        description="Activations of a rank that lie in host memory between forward and backward, at most, and no more "
+        "than the machine has free at the start; 0 is off. Not at ZeRO-3.",
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from cpsr.checkpoint.history import DiskHistory, ReadManifest
-from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import StatePredictor
 
 __all__ = ["BudgetPace", "Learner", "Pace"]
@@ -25,8 +26,11 @@ THREAD_NAME = "cpsr-learner"
 # Longer than any slice. Who waits for one longer goes on without: it hangs, in the file system most likely. Nor does
 # the exit wait longer for the thread.
 SLICE_LIMIT_SECONDS = 5.0
-# To look whether rank 0 has committed what this rank has written: often enough to learn from it before the next one.
+# To look whether rank 0 has committed what this rank has written: often enough to learn from it before the next one,
+# and more and more rarely where that does not come.
 COMMIT_POLL_SECONDS = 0.1
+COMMIT_POLL_MAX_SECONDS = 5.0
+_LEARNED = object()  # what work yields when only tidying up is left
 _DONE = object()  # no value that work yields
 
 
@@ -102,18 +106,26 @@ class Learner:
         self._complete: dict[str, Any] = {}  # the last state that could be had
         self._thread: threading.Thread | None = None
 
-    def start(self, store_directory: Path, rank: int) -> None:
-        """Begin to follow the checkpoints of a run.
+    def start(self, store: CheckpointStore, rank: int, *, learns: bool = True) -> None:
+        """Begin to follow the checkpoints of a run; on the training thread, before it trains.
+
+        Whether anything is learned or not, torch's number of threads is set to what it is: that changes a little of how
+        the process computes (`_compute_alone`), which must not depend on whether it learns.
 
         Args:
-            store_directory: the run's `checkpoints`.
+            store: of this rank.
             rank: whose part is read.
+            learns: False never starts the thread.
         """
-        if self._pace is not None:
+        usual = torch.get_num_threads()
+        if self._pace is not None and learns:
             self._complete = self._predictor.state_dict()
-            arguments = store_directory, rank
+            alone = threading.Event()
+            arguments = store, rank, alone
             self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
             self._thread.start()
+            alone.wait()
+        torch.set_num_threads(usual)
 
     def notify(self, iteration: int, history_start: int) -> None:
         """This checkpoint is the newest one that this rank knows of; returns at once.
@@ -229,9 +241,12 @@ class Learner:
 
     # On the learner's thread
 
-    def _run(self, store_directory: Path, rank: int) -> None:
+    def _run(self, store: CheckpointStore, rank: int, alone: threading.Event) -> None:
         try:
-            _compute_alone()
+            try:
+                _compute_alone()
+            finally:
+                alone.set()  # the training thread waits for it
             while not self._stopping() and self._wake.wait():
                 with self._lock:
                     self._wake.clear()
@@ -241,23 +256,29 @@ class Learner:
                     return
                 if wanted is None:
                     continue
-                self._await_commit(store_directory / step_name(wanted[0]))
+                self._await_commit(store, wanted[0], generation)
                 if not self._stopping():
-                    with closing(self._work(student, store_directory, rank, *wanted)) as work:
+                    with closing(self._work(student, store.directory, rank, *wanted)) as work:
                         self._take_in(student, work, generation)
         except Exception as error:
             logger.exception("learning from checkpoints failed")
             self._end(_told(error))
 
-    def _await_commit(self, checkpoint: Path) -> None:
-        """Until the checkpoint is committed, or the next one is written: what was committed by then is taken in."""
-        while not (checkpoint / COMMIT).exists() and not self._wake.wait(COMMIT_POLL_SECONDS):
-            pass
+    def _await_commit(self, store: CheckpointStore, iteration: int, generation: int) -> None:
+        """Until the checkpoint is committed or given up, or the next one is written.
+
+        What was committed by then is taken in.
+        """
+        pause = COMMIT_POLL_SECONDS
+        while not self._stopping() and self._generation == generation and not _is_settled(store, iteration):
+            if self._wake.wait(pause):
+                return
+            pause = min(2 * pause, COMMIT_POLL_MAX_SECONDS)
 
     def _stopping(self) -> bool:
         return self._closing.is_set() or self._ended
 
-    def _take_in(self, student: StatePredictor, work: Iterator[None], generation: int) -> None:
+    def _take_in(self, student: StatePredictor, work: Iterator[object], generation: int) -> None:
         """Learn from one checkpoint at the pace, and hand over what was learned."""
         before = dict(vars(student))
         while True:
@@ -273,15 +294,17 @@ class Learner:
             try:
                 if self._generation != generation:
                     return
-                if not self._slice(work, pace):
+                done = self._slice(work, pace)
+                if done is _LEARNED:
                     self._hand_over(student, before, lock)
+                elif done is _DONE:
                     return
             finally:
                 lock.release()
 
     def _work(
         self, student: StatePredictor, store_directory: Path, rank: int, iteration: int, history_start: int
-    ) -> Generator[None, None, None]:
+    ) -> Generator[object, None, None]:
         # Without partial checkpoints: what all ranks learn from was taken at one time.
         history = DiskHistory(
             store_directory,
@@ -295,18 +318,19 @@ class Learner:
         try:
             yield from history.open()
             self._known = history.known
-            yield
+            yield None
             yield from student.learn(history)
+            yield _LEARNED
             yield from history.close_in_pieces()
         finally:
             history.close()
 
-    def _slice(self, work: Iterator[None], pace: Pace) -> bool:
-        """One piece of work; False when there is none left."""
+    def _slice(self, work: Iterator[object], pace: Pace) -> object:
+        """One piece of work, and what it yields; `_DONE` when there is none left."""
         began, processor_began = time.perf_counter(), time.thread_time()
         self._slice_began = began
         try:
-            return next(work, _DONE) is not _DONE
+            return next(work, _DONE)
         finally:
             self._slice_began = None
             pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
@@ -319,17 +343,24 @@ class Learner:
                 vars(self._predictor).update(learned)
 
 
+def _is_settled(store: CheckpointStore, iteration: int) -> bool:
+    try:
+        return store.is_settled(iteration)
+    except (CheckpointError, OSError, ValueError) as error:  # of a marker that is torn, the last
+        logger.debug("whether checkpoint %d is committed cannot be said now: %s", iteration, error)
+        return False
+
+
 def _compute_alone() -> None:
     """Let torch compute on the calling thread only, so that a share of one core is not one of all cores.
 
     How many threads torch takes belongs to the thread that calls it, for OpenMP, MKL and oneDNN alike. But who has not
-    computed yet begins with the number that was set last in the process, which is therefore set again.
+    computed yet begins with the number that was set last in the process, which is therefore to be set again at once.
+    And whatever the number, setting it tells MKL in the whole process not to choose fewer threads by itself, which
+    cannot be undone (seen with torch 2.13).
     """
-    usual = torch.get_num_threads()
+    torch.get_num_threads()  # or the first computation here would begin with the process's number, too
     torch.set_num_threads(1)
-    setting = threading.Thread(target=torch.set_num_threads, args=(usual,))
-    setting.start()
-    setting.join()
 
 
 def _told(error: Exception) -> str:

@@ -396,8 +396,7 @@ class CPSRRecovery:
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
         held = held_bytes(run.run_id, run.local_ranks)
-        activations = config.coordinator.offload_activations_bytes
-        check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held, activations)
+        free = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
@@ -481,7 +480,7 @@ class CPSRRecovery:
         opened.callback(self._close_writer)
         adapter.attach(self)
         opened.callback(adapter.detach)
-        offloaded = offloaded_activations(adapter, config.coordinator, self._recorder.event)
+        offloaded = offloaded_activations(adapter, config.coordinator, free, self._recorder.event)
         opened.enter_context(offloaded)
         self._handle_sigterm(handlers)
 
@@ -548,8 +547,7 @@ class CPSRRecovery:
             self._experts,
         )
         self._bubble_log = BubbleLog(self._bubbles, lambda: self._pool.copy_account, self._recorder, group.rank)
-        if self._learns:
-            self._learner.start(self._store.directory, group.rank)
+        self._learner.start(self._store, group.rank, learns=self._learns)
         self._target.start(self._store)
         self._planner.start(config.run_dir, group.size, self._recorder)
         self._rehearsals = Rehearsals(

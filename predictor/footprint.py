@@ -16,7 +16,8 @@ LIBRARY_BYTES = 40_000_000
 NETWORK_BYTES = 24_000_000
 # Products of the differences, those in the making, a state that is being saved, and rows while a failure is answered.
 OPERATOR_BYTES = 24_000
-# The same without learning: rows and what is read of a manifest while a failure is answered.
+# The same without learning: rows and what is read of a manifest while a failure is answered, beside what earlier lives
+# have learned, which is handed on.
 LINE_OPERATOR_BYTES = 6_000
 # An operator's place in the header of an open checkpoint, and its coefficient.
 OPERATOR_CHECKPOINT_BYTES = 500

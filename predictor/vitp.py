@@ -111,6 +111,7 @@ class VITPPredictor(LinePredictor):
         self._trained_iteration = -1  # newest checkpoint that was trained on, where ranks share
         self._updates = 0  # of the head that the running forecast asks, which may be another rank's
         self._asked: dict[str, OperatorFit] = {}
+        self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
 
     def stay_within(self, limit_bytes: int, operators: int, checkpoints: int) -> Footprint:
         """Work in pieces with which all that this predictor does fits into so much host memory; before its first use.
@@ -136,7 +137,8 @@ class VITPPredictor(LinePredictor):
     def follow_line(self) -> None:
         """Learn nothing, and take the line's direction always; before its first use.
 
-        What earlier lives have learned of the motion is not taken over. Their recoveries are, and calibrate the line.
+        What earlier lives have learned of the motion is not looked at, but is part of `state_dict()` as it came, for a
+        later life. Their recoveries are taken over, and calibrate the line.
         """
         self._learns = False
         self._forced = "line"
@@ -222,17 +224,7 @@ class VITPPredictor(LinePredictor):
 
     def state_dict(self) -> dict[str, Any]:
         """Past recoveries and all that was learned, as plain data and tensors: below 1 MB at 300 operators."""
-        learned = {
-            "version": STATE_VERSION,
-            "statistics": shared_state(self._statistics) if self._shared else self._statistics.state_dict(),
-            "examples": self._examples.state_dict(),
-            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for what was never trained
-            "checkpoints": self._checkpoints,
-            "accuracy": copy.deepcopy(self._accuracy),
-        }
-        if self._shared:
-            learned["trained_iteration"] = self._trained_iteration
-        return {**super().state_dict(), "vitp": learned}
+        return {**super().state_dict(), "vitp": self._learned() if self._kept is None else self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict()` returned.
@@ -245,6 +237,7 @@ class VITPPredictor(LinePredictor):
             raise ValueError(f"learned state of VITP, version {learned.get('version')!r}; this is {STATE_VERSION}")
         if not self._learns:
             super().load_state_dict(state)
+            self._kept = learned or None
             return
         statistics, examples, head = self._empty_statistics(), Examples(), Head()
         if learned:
@@ -257,6 +250,19 @@ class VITPPredictor(LinePredictor):
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
         # Without sharing all that was taken in was trained on.
         self._trained_iteration = learned.get("trained_iteration", max(statistics.seen, default=-1))
+
+    def _learned(self) -> dict[str, Any]:
+        learned = {
+            "version": STATE_VERSION,
+            "statistics": shared_state(self._statistics) if self._shared else self._statistics.state_dict(),
+            "examples": self._examples.state_dict(),
+            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for what was never trained
+            "checkpoints": self._checkpoints,
+            "accuracy": copy.deepcopy(self._accuracy),
+        }
+        if self._shared:
+            learned["trained_iteration"] = self._trained_iteration
+        return learned
 
     def _empty_statistics(self) -> MotionStatistics:
         return MotionStatistics(self._slice_elements)
@@ -288,7 +294,11 @@ class VITPPredictor(LinePredictor):
         """Examples, network and accuracy after some training on what has moved up to that checkpoint."""
         examples, head, accuracy = self._examples.copy(), self._head.copy(), list(self._accuracy)
         # An operator that was not saved anew has taught all it can, and was scored, when it was.
-        fresh = {name: one for name, one in told.operators.items() if one.points[-1].iteration == told.iteration}
+        fresh = {
+            name: one
+            for name, one in told.operators.items()
+            if one.points and one.points[-1].iteration == told.iteration  # all of its snapshots may be left out
+        }
         taken = yield from windows(fresh)
         yield
         if taken:

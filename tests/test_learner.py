@@ -1,5 +1,8 @@
 """The learner's thread, over real checkpoints on disk."""
 
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,13 +13,15 @@ import pytest
 import torch
 
 from cpsr import learner as module
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.coordinator.bubbles import Bubbles
 from cpsr.coordinator.pace import BubblePace
 from cpsr.learner import BudgetPace, Learner
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import History
-from tests.checkpoint.conftest import make_snapshot, save
+from tests.checkpoint.conftest import make_snapshot, refuse_asking, save
 
 PATIENCE_SECONDS = 10.0
 LIMIT_SECONDS = 0.2
@@ -117,7 +122,7 @@ def _wait_for(predictor: Reader, known: list[int]) -> None:
 def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: float = 1.0) -> Learner:
     """A learner in the middle of a slice, which holds the predictor until `predictor.go_on` is set."""
     learner = Learner(predictor, BudgetPace(pace))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     predictor.go_on.clear()
     learner.notify(newest, 0)
     assert predictor.begun.wait(PATIENCE_SECONDS)
@@ -127,7 +132,7 @@ def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: fl
 def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 20)  # the history before iteration 20 does not lead here
@@ -141,7 +146,7 @@ def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
 def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     filled.write(make_snapshot(40))
     learner.notify(40, 0)  # as on a rank that does not commit
     time.sleep(3 * module.COMMIT_POLL_SECONDS)
@@ -155,6 +160,82 @@ def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: Che
     learner.notify(70, 0)
     learner.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
+
+
+def test_a_file_system_that_does_not_tell_of_a_commit_for_a_moment_ends_nothing(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    filled.write(make_snapshot(40))
+    refuse_asking(monkeypatch, filled.directory / step_name(40) / COMMIT, 9)
+    learner.notify(40, 0)
+    time.sleep(3 * module.COMMIT_POLL_SECONDS)
+    assert learner.failure() is None
+    assert predictor.taken_in == []
+    assert filled.commit(40, PATIENCE_SECONDS, threading.Event()).committed
+    _wait_for(predictor, [10, 20, 30, 40])
+    learner.close()
+
+
+GIVEN_UP: dict[str, Callable[[CheckpointStore], object]] = {
+    "abandoned": lambda store: store.skip(40, "a test"),
+    "gone": lambda store: shutil.rmtree(store.directory / step_name(40)),
+}
+
+
+@pytest.mark.parametrize("how", GIVEN_UP)
+def test_a_checkpoint_that_is_given_up_is_not_waited_for(filled: CheckpointStore, how: str) -> None:
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    filled.write(make_snapshot(40))
+    learner.notify(40, 0)
+    time.sleep(2 * module.COMMIT_POLL_SECONDS)
+    assert predictor.taken_in == []
+    GIVEN_UP[how](filled)
+    _wait_for(predictor, [10, 20, 30])
+    learner.close()
+
+
+def test_what_an_attempt_before_was_given_up_for_says_nothing_of_this_one(filled: CheckpointStore) -> None:
+    filled.skip(40, "a test")
+    filled.attempt += 1
+    filled.write(make_snapshot(40))
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    learner.notify(40, 0)
+    time.sleep(2 * module.COMMIT_POLL_SECONDS)
+    assert predictor.taken_in == []
+    assert filled.commit(40, PATIENCE_SECONDS, threading.Event()).committed
+    _wait_for(predictor, [10, 20, 30, 40])
+    learner.close()
+
+
+def test_a_commit_that_does_not_come_is_looked_for_more_and_more_rarely(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def is_settled(iteration: int) -> bool:
+        asked.append(iteration)
+        return False
+
+    monkeypatch.setattr(filled, "is_settled", is_settled)
+    monkeypatch.setattr(module, "COMMIT_POLL_SECONDS", 0.01)
+    learner = Learner(Reader(), BudgetPace(1.0))
+    learner.start(filled, 0)
+    learner.notify(40, 0)
+    time.sleep(0.4)
+    assert 1 < len(asked) <= 6  # after 0, 10, 30, 70, 150 and 310 ms
+    with learner.held():  # another state: whether this one is committed does not matter any more
+        pass
+    time.sleep(0.4)
+    count = len(asked)
+    learner.close()
+    assert len(asked) == count <= 6
 
 
 def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(filled: CheckpointStore) -> None:
@@ -172,7 +253,7 @@ def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(fi
 def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> None:
     predictor = Reader(fails_at=30)
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 0)
@@ -187,10 +268,31 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
     learner.close()
 
 
+def test_what_was_learned_is_kept_where_tidying_up_fails(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(history: DiskHistory) -> Iterator[None]:
+        yield
+        raise OSError("cannot be unmapped")
+
+    monkeypatch.setattr(DiskHistory, "close_in_pieces", fail)
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    learner.notify(20, 0)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (failure := learner.failure()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "OSError: cannot be unmapped" in failure
+    assert learner.state_dict()["known"] == [10, 20]
+    learner.close()
+
+
 def hanging(filled: CheckpointStore, predictor: Reader) -> Learner:
     """A learner that has taken in two checkpoints, and whose slice over the third does not end."""
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     predictor.waiting.clear()
@@ -219,7 +321,7 @@ def test_who_holds_the_predictor_for_long_is_waited_for(
 ) -> None:
     monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
     learner = Learner(Reader(), BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     other = threading.Thread(target=lambda: learner.ask(lambda: None))  # the planner, during a rehearsal
     with learner.held():
         other.start()
@@ -281,7 +383,7 @@ def test_the_exit_does_not_wait_for_a_slice_without_an_end(
 def test_a_predictor_that_cannot_be_saved_costs_the_newest_only(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     assert learner.state_dict()["known"] == [10, 20]
@@ -295,7 +397,7 @@ def test_a_predictor_that_cannot_be_saved_costs_the_newest_only(filled: Checkpoi
 
 def test_an_outcome_that_is_refused_does_not_reach_training(filled: CheckpointStore) -> None:
     learner = Learner(Reader(), BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.record({"kind": object()})
     failure = learner.failure()
     assert failure is not None
@@ -316,7 +418,7 @@ def test_outcomes_that_come_while_it_learns_are_kept(filled: CheckpointStore) ->
 def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> None:
     predictor, bubbles = Reader(), Bubbles()
     learner = Learner(predictor, BubblePace(bubbles, None, pytest.fail))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(30, 0)
     time.sleep(0.1)
     assert not predictor.begun.is_set()
@@ -338,7 +440,7 @@ def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> N
 def test_an_error_of_training_inside_a_bubble_leaves_no_thread(filled: CheckpointStore) -> None:
     bubbles = Bubbles()
     learner = Learner(Reader(), BubblePace(bubbles, None, pytest.fail))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(30, 0)
 
     def train() -> None:
@@ -356,7 +458,7 @@ def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: Che
     assert others_share() > 0.3  # training's second thread works
     predictor = Computing()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(30, 0)
     assert predictor.done.wait(PATIENCE_SECONDS)
     learner.close()
@@ -371,9 +473,60 @@ def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: Che
     assert later == [2]  # nor does it change who computes for the first time
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_who_computes_for_the_first_time_after_the_start_takes_the_usual_threads(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_num_threads = torch.set_num_threads
+
+    def slowly(count: int) -> None:
+        set_num_threads(count)
+        if count == 1:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(torch, "set_num_threads", slowly)
+    learner = Learner(Reader(), BudgetPace(1.0))
+    learner.start(filled, 0)
+    time.sleep(0.1)
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert found == [2]
+    learner.close()
+
+
+MKL = """
+import ctypes, sys
+from pathlib import Path
+import torch
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.learner import BudgetPace, Learner
+from cpsr.predictor.line import LinePredictor
+library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
+told = library.mkl_serv_get_dynamic if hasattr(library, "mkl_serv_get_dynamic") else lambda: None
+store = CheckpointStore(Path(sys.argv[1]), 0, 1, "run", 1)
+print(told())
+for learns in (False, True):
+    learner = Learner(LinePredictor(), BudgetPace(1.0))
+    learner.start(store, 0, learns=learns)
+    print(told())
+    learner.close()
+"""
+
+
+def test_the_process_computes_alike_whether_it_learns_or_not(tmp_path: Path) -> None:
+    """How MKL chooses its threads is of the whole process, and changed by the first setting of their number."""
+    ended = subprocess.run([sys.executable, "-c", MKL, str(tmp_path)], check=True, capture_output=True, text=True)
+    before, without, learning = ended.stdout.split()
+    if before == "None":
+        pytest.skip("this torch does not show its MKL")
+    assert without == learning
+
+
 def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
     learner = Learner(Reader(), None)
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     learner.notify(20, 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
     learner.close()
@@ -400,7 +553,7 @@ def test_an_end_between_two_looks_is_not_missed(filled: CheckpointStore) -> None
 
     learner = Learner(Reader(), BudgetPace(1.0))
     learner._wake = EndsWhenCleared()
-    learner.start(filled.directory, 0)
+    learner.start(filled, 0)
     assert learner._thread is not None
     learner.notify(20, 0)
     learner._thread.join(PATIENCE_SECONDS)

@@ -3,13 +3,21 @@
 import datetime
 import json
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from cpsr.checkpoint.files import sync_directory, write_bytes
-from cpsr.checkpoint.manifest import COMMIT, Manifest, step_iteration
-from cpsr.checkpoint.verify import DamagedFileError, Problem, UnreadableFileError, is_thinned, read_manifest
+from cpsr.checkpoint.manifest import Manifest, step_iteration
+from cpsr.checkpoint.verify import (
+    DamagedFileError,
+    Problem,
+    UnreadableFileError,
+    is_committed,
+    is_thinned,
+    read_manifest,
+)
 
 __all__ = ["Catalogue", "CheckpointInfo", "SetAside", "newest_whole", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["note_set_aside", "set_aside_list"]
@@ -21,6 +29,9 @@ _RECORD = "SET_ASIDE"
 _KINDS = ("damaged", "abandoned")
 
 _log = logging.getLogger(__name__)
+_warned: set[tuple[Path, str]] = set()
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -87,50 +98,81 @@ def scan(checkpoints: Path) -> Catalogue:
 
 
 def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
-    """`scan`, which yields after every few checkpoints."""
-    found: list[CheckpointInfo] = []
-    problems: list[Problem] = []
-    unreadable: list[Problem] = []
-    for number, (iteration, directory) in enumerate(_committed(checkpoints), start=1):
-        try:
-            found.append(_info(directory))
-        except DamagedFileError as error:
-            if not (directory / COMMIT).exists():
-                continue  # a retention pass is deleting it at this moment
-            problems.append(Problem(error.file, error.what, iteration))
-        except UnreadableFileError as error:
-            unreadable.append(Problem(error.file, error.what, iteration))
-        if number % CHECKPOINTS_AT_ONCE == 0:
+    """`scan`, which yields after every few checkpoints, and after each that cannot be read."""
+    found = Catalogue([], [], [])
+    for number, (iteration, directory) in enumerate(_steps(checkpoints), start=1):
+        # One that the file system refuses is asked for several times, which takes most of a second and may take more.
+        if not _add(found, iteration, directory) or number % CHECKPOINTS_AT_ONCE == 0:
             yield
-    return Catalogue(sorted(found, key=lambda info: info.iteration), problems, unreadable)
+    found.checkpoints.sort(key=lambda info: info.iteration)
+    return found
 
 
 def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | None:
     """The newest committed checkpoint of all ranks' states, found without reading what all the others are.
+
+    Damaged ones are passed over, which is logged once.
 
     Args:
         checkpoints: the run's directory of them.
         since: older ones do not count.
 
     Raises:
-        CheckpointError: a manifest on the way cannot be read.
-        OSError: the directory cannot be.
+        CheckpointError: the file system refuses to give a manifest on the way now.
+        OSError: the directory cannot be read.
     """
-    for iteration, directory in sorted(_committed(checkpoints), reverse=True):
+    for iteration, directory in sorted(_steps(checkpoints), reverse=True):
         if iteration < since:
             break
-        manifest = read_manifest(directory)
-        if not manifest.partial:
+        try:
+            manifest = _of_committed(directory, read_manifest)
+        except DamagedFileError as error:
+            _warn_once(error)
+            continue
+        if manifest is not None and not manifest.partial:
             return directory, manifest
     return None
 
 
-def _committed(checkpoints: Path) -> Iterator[tuple[int, Path]]:
-    """Directories with a commit record, whatever is in it."""
-    for directory in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
-        iteration = step_iteration(directory.name)
-        if iteration is not None and not directory.is_symlink() and (directory / COMMIT).exists():
-            yield iteration, directory
+def _steps(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Directories by the name of a checkpoint, committed or not."""
+    directories = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    named = ((step_iteration(directory.name), directory) for directory in directories)
+    return [(iteration, directory) for iteration, directory in named if iteration is not None]
+
+
+def _add(catalogue: Catalogue, iteration: int, directory: Path) -> bool:
+    """Note what there is; False where it cannot be read."""
+    try:
+        info = _of_committed(directory, _info)
+    except DamagedFileError as error:
+        catalogue.problems.append(Problem(error.file, error.what, iteration))
+        return False
+    except UnreadableFileError as error:
+        catalogue.unreadable.append(Problem(error.file, error.what, iteration))
+        return False
+    if info is not None:
+        catalogue.checkpoints.append(info)
+    return True
+
+
+def _of_committed(directory: Path, read: Callable[[Path], _Found]) -> _Found | None:
+    """What is read of a checkpoint; None where there is no commit record, whatever would be in it."""
+    if not is_committed(directory):
+        return None
+    try:
+        return read(directory)
+    except DamagedFileError:
+        if is_committed(directory):
+            raise
+        return None  # a retention pass is deleting it at this moment
+
+
+def _warn_once(error: DamagedFileError) -> None:
+    """The same directory is looked through for every checkpoint."""
+    if (error.file, error.what) not in _warned:
+        _warned.add((error.file, error.what))
+        _log.warning("checkpoint is skipped: %s", error)
 
 
 def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:

@@ -17,31 +17,28 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _log = logging.getLogger(__name__)
 
 
-def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0, activations_bytes: int = 0) -> None:
-    """Refuse snapshot buffers, and activations beside them, that this machine's (or container's) memory does not hold.
+def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0) -> int:
+    """Refuse snapshot buffers that this machine's (or container's) memory does not hold.
 
     Args:
         required_bytes: bytes of one rank's buffers.
         local_ranks: ranks that share this machine.
         held_bytes: what an earlier life left in memory for these buffers.
-        activations_bytes: of one rank, that are to lie in host memory between forward and backward.
+
+    Returns:
+        Bytes that are left for each rank beside them.
 
     Raises:
         ResourceError: the bytes required, the bytes free and what to change.
     """
-    buffers, available = max(required_bytes * local_ranks - held_bytes, 0), available_host_bytes()
-    needed = buffers + activations_bytes * local_ranks
-    if needed <= available:
-        return
-    beside = lower = ""
-    if activations_bytes:
-        beside = f" and offloaded activations ({activations_bytes} for each)"
-        lower = "lower coordinator.offload_activations_bytes, "
-    raise ResourceError(
-        f"snapshot buffers{beside} need {needed} bytes of host memory ({required_bytes} for each of {local_ranks} "
-        f"ranks here), {available} are available: {lower}run fewer ranks on a machine, raise the container's memory "
-        "limit, or split the optimizer state over more ranks (ZeRO)"
-    )
+    needed, available = max(required_bytes * local_ranks - held_bytes, 0), available_host_bytes()
+    if needed > available:
+        raise ResourceError(
+            f"snapshot buffers need {needed} bytes of host memory ({required_bytes} for each of {local_ranks} ranks "
+            f"here), {available} are available: run fewer ranks on a machine, raise the container's memory limit, or "
+            "split the optimizer state over more ranks (ZeRO)"
+        )
+    return (available - needed) // local_ranks
 
 
 def check_disk(run_dir: Path, required_bytes: int) -> None:

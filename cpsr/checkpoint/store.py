@@ -54,6 +54,8 @@ from cpsr.checkpoint.sparse import CarriedExperts
 from cpsr.checkpoint.verify import (
     Problem,
     UnreadableFileError,
+    is_committed,
+    is_there,
     is_thinned,
     read_manifest,
     verify_checkpoint,
@@ -221,6 +223,20 @@ class CheckpointStore:
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", time.perf_counter() - started, total)
+
+    def is_settled(self, iteration: int) -> bool:
+        """Whether a step of which this rank has written its part is committed, or will not be any more.
+
+        It will not where rank 0 has given this attempt up, or this rank's part is gone.
+
+        Raises:
+            CheckpointError: the file system refuses to say now.
+            OSError: the same.
+        """
+        directory = self.directory / step_name(iteration)
+        if is_committed(directory) or not is_there(directory / rank_manifest_name(self._rank)):
+            return True
+        return abandoned_reason(directory, self._same_attempt()) is not None
 
     def catalogue(self) -> list[CheckpointInfo]:
         """Committed checkpoints, ascending in iteration, without those whose commit record does not hold.

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_thinned"]
-__all__ += ["open_tensors", "read_manifest", "read_rank_manifest", "verify_checkpoint", "verify_run"]
+__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
+__all__ += ["is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest", "verify_checkpoint"]
+__all__ += ["verify_run"]
 
 # What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -75,6 +77,30 @@ class UnreadableFileError(CheckpointError):
         self.what = what
 
 
+def is_committed(directory: Path) -> bool:
+    """Whether there is a commit record, whatever is in it. Links are not followed to one.
+
+    Raises:
+        UnreadableFileError: the file system refuses to say, also when asked again.
+    """
+    return is_there(directory / COMMIT)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a checkpoint's directory, which is no link, has such a file.
+
+    `Path.exists` raises what a network's file system answers now and then, or takes it for a no.
+
+    Raises:
+        UnreadableFileError: the file system refuses to say, also when asked again.
+    """
+    try:
+        _persistently(_stat, path)
+    except DamagedFileError:
+        return False
+    return True
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
@@ -119,7 +145,7 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
     path = directory / THINNED
-    if not path.exists():
+    if not is_there(path):
         return False
     if _read(path) != thinned_record(manifest):
         raise DamagedFileError(path, "does not list the files that thinning removes; it is torn or altered")
@@ -224,6 +250,12 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
 
 def _read(path: Path) -> bytes:
     return _persistently(read_bytes, path)
+
+
+def _stat(path: Path) -> os.stat_result:
+    if stat.S_ISLNK(path.parent.lstat().st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path.parent))
+    return path.stat()
 
 
 def _persistently(read: Callable[[Path], _Read], path: Path) -> _Read:

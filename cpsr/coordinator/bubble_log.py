@@ -45,11 +45,12 @@ class BubbleLog:
             self.record(iteration)
 
     def record(self, iteration: int) -> None:
-        """Record what came since the last row, where there was anything."""
+        """Record what came since the last row, where there was anything; else the next row tells of it too."""
         now = monotonic()
         account, copied = self._bubbles.account(), self._copied()
-        if account.bubble_seconds > self._told.bubble_seconds or account.slices > self._told.slices:
-            self._recorder.bubbles(self._row(iteration, now, account, copied))
+        if account.bubble_seconds == self._told.bubble_seconds and account.slices == self._told.slices:
+            return
+        self._recorder.bubbles(self._row(iteration, now, account, copied))
         self._told, self._told_copied, self._told_at = account, copied, now
         self._due_seconds = max(ROW_SECONDS_MIN, ROW_LIFE_SHARE * (now - self._began))
 

@@ -26,13 +26,14 @@ def allot_memory(
 ) -> Use:
     """Let the predictor do what it can within `predictor.memory_limit_bytes`; a collective.
 
-    It works in pieces that are as small as the limit asks. Where the smallest are too large on any rank it learns
-    nothing on all of them and follows the line; where even that does not fit it is not to be used.
+    It works in pieces that are as small as the limit asks. Where the smallest are too large on any rank, or it is not
+    to learn, it learns nothing on all of them and follows the line; where even that does not fit it is not to be used.
 
     Args:
         predictor: of this rank, not used yet.
         operators: that this rank holds a slice of.
-        checkpoints_on_disk: in the run directory, whatever interval they were made with.
+        checkpoints_on_disk: in the run directory, whatever interval they were made with; partial ones too, which a
+            recovery predicts from.
         config: the limit, and how many checkpoints the history will hold.
         group: the ranks.
         tell: records an event, by kind, message and `level`; called on rank 0.
@@ -47,12 +48,15 @@ def allot_memory(
     least = {learns: predictor.least_footprint(operators, checkpoints, learns=learns) for learns in (True, False)}
     needed: list[list[int]] = group.gather([least[True].peak_bytes, least[False].peak_bytes])
     learning_bytes, line_bytes = (max(column) for column in zip(*needed, strict=True))
-    use: Use = "learning" if learning_bytes <= limit_bytes else "line" if line_bytes <= limit_bytes else "nothing"
+    learns = config.predictor.learning_budget_fraction > 0
+    use: Use = "nothing" if line_bytes > limit_bytes else "line"
+    if learns and learning_bytes <= limit_bytes:
+        use = "learning"
     if use != "learning":
         predictor.follow_line()
-        if group.rank == 0:
+        if group.rank == 0 and (learns or use == "nothing"):  # who wants no learning need not hear that there is none
             where = f"rank {needed.index(max(needed))} over up to {checkpoints} checkpoints"
-            message = _why_not(use, where, limit_bytes, learning_bytes, line_bytes)
+            message = _why_not(use, where, limit_bytes, learning_bytes if learns else None, line_bytes)
             tell("predictor memory", message, level=logging.WARNING)
     if use == "nothing":
         return use
@@ -63,23 +67,27 @@ def allot_memory(
             f"the predictor takes {_megabytes(footprint.peak_bytes)} of a rank's host memory at most "
             f"({_megabytes(limit_bytes)} allowed) and nothing on the device: {operators} operators, up to "
             f"{checkpoints} checkpoints, {footprint.slice_elements} weights a slice, {footprint.chunk_elements} a "
-            "chunk",
+            f"chunk{'' if learns else '; without learning (predictor.learning_budget_fraction is 0)'}",
         )
     return use
 
 
-def _why_not(use: Use, where: str, limit_bytes: int, learning_bytes: int, line_bytes: int) -> str:
+def _why_not(use: Use, where: str, limit_bytes: int, learning_bytes: int | None, line_bytes: int) -> str:
+    """For people; `learning_bytes` is None where learning is not asked for."""
     limit = f"predictor.memory_limit_bytes is {limit_bytes}"
-    if use == "line":
+    kept = "what earlier lives have learned of the motion is kept for a life with more memory, training is not affected"
+    if use == "line" and learning_bytes is not None:
         return (
             f"learning is off: with the predictions it needs {_megabytes(learning_bytes)} of host memory on {where}, "
             f"{limit}; raise it to {learning_bytes}. Until then recoveries follow the calibrated line, which needs "
-            f"{_megabytes(line_bytes)}; what earlier lives have learned of the motion is lost, training is not affected"
+            f"{_megabytes(line_bytes)}; {kept}"
         )
+    off, more = "predicting is off", ""
+    if learning_bytes is not None:
+        off, more = "predicting and learning are off", f", or to {learning_bytes} for learning too"
     return (
-        f"predicting and learning are off: the line alone needs {_megabytes(line_bytes)} of host memory on {where}, "
-        f"{limit}; raise it to {line_bytes}, or to {learning_bytes} for learning too. Until then recoveries recompute "
-        "from the newest checkpoint; training is not affected"
+        f"{off}: the line alone needs {_megabytes(line_bytes)} of host memory on {where}, {limit}; raise it to "
+        f"{line_bytes}{more}. Until then recoveries recompute from the newest checkpoint; {kept}"
     )
 
 

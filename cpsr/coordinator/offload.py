@@ -1,6 +1,7 @@
 """Activations that wait for the backward in host memory, where the device is short of its own."""
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -31,14 +32,15 @@ GATHERING_STAGE = 3
 
 @contextmanager
 def offloaded_activations(
-    adapter: EngineAdapter, config: CoordinatorConfig, tell: Callable[[str, str], object]
+    adapter: EngineAdapter, config: CoordinatorConfig, free_bytes: int, tell: Callable[..., object]
 ) -> Iterator[None]:
     """Offload an engine's activations inside, as configured; by default nothing.
 
     Args:
         adapter: the engine.
-        config: the limit.
-        tell: records an event, by kind and message, at the end.
+        config: the limit, which many a job never reaches.
+        free_bytes: of host memory, for this rank: no more is taken.
+        tell: records an event, by kind, message and `level`: at the end, and where the limit is lowered.
 
     Raises:
         ConfigError: the engine is one of ZeRO-3.
@@ -51,7 +53,15 @@ def offloaded_activations(
             "coordinator.offload_activations_bytes: ZeRO-3 gathers the weights of a layer for its forward and lets go "
             "of them, so that they cannot be told from activations. Nothing was started: set it to 0, or use ZeRO-2"
         )
-    with ActivationOffload(adapter.module, config.offload_activations_bytes) as moved:
+    if free_bytes < config.offload_activations_bytes:
+        tell(
+            "activations",
+            f"coordinator.offload_activations_bytes is {config.offload_activations_bytes}, and beside the snapshot "
+            f"buffers this machine's memory has {free_bytes} bytes for each rank: at most so many are moved to host "
+            "memory in this life, what is above them stays on the device",
+            level=logging.WARNING,
+        )
+    with ActivationOffload(adapter.module, min(config.offload_activations_bytes, free_bytes)) as moved:
         yield
     tell("activations", f"{moved.moved_bytes} bytes of activations were in host memory between forward and backward")
 

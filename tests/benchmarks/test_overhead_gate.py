@@ -36,7 +36,7 @@ def learner(tmp_path: Path) -> Iterator[Learner]:
     save(store, 10)
     save(store, 20)
     learner = Learner(Reader(), BudgetPace(1.0))
-    learner.start(store.directory, 0)
+    learner.start(store, 0)
     yield learner
     learner.close()
 

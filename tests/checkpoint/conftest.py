@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from cpsr.state import OperatorState, ParamSlice, Shard
 MakeShard = Callable[..., Shard]
 # A checkpoint's directory, and how often reading there is refused.
 RefuseReading = Callable[[Path, int], None]
+_STAT = os.stat
 
 
 def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0) -> Shard:
@@ -87,6 +89,20 @@ def save_partial(store: CheckpointStore, iteration: int, part: Part) -> None:
     """One complete partial save of a single-rank store."""
     store.write(partial_snapshot(iteration, part))
     assert store.commit(iteration, 5.0, threading.Event()).committed
+
+
+def refuse_asking(monkeypatch: pytest.MonkeyPatch, refused: Path, times: int) -> None:
+    """Let the next questions for a file fail as a network's file system does, without the pauses between them."""
+    monkeypatch.setattr(verify, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    left = [times]
+
+    def refusing(path: Any, **options: Any) -> os.stat_result:
+        if path == refused and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return _STAT(path, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)
 
 
 @pytest.fixture

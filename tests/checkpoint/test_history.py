@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint import files
+from cpsr.checkpoint import history as module
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.store import CheckpointStore
@@ -134,6 +135,16 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     history = DiskHistory(store.directory, 0)
     assert [entry.iteration for entry in history.entries] == [10, 30]
     assert "its xxh3-128 is" in history.excluded[20]
+    history.close()
+
+
+def test_many_operators_are_taken_over_in_pieces(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 10)
+    whole = len(list(DiskHistory(store.directory, 0, opened=False).open()))
+    monkeypatch.setattr(module, "OPERATORS_AT_ONCE", 1)
+    history = DiskHistory(store.directory, 0, opened=False)
+    assert len(list(history.open())) == whole + len(make_shard().operators)
+    assert list(history.operators) == list(make_shard().operators)
     history.close()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cpsr.checkpoint import resources
 from cpsr.checkpoint.resources import available_host_bytes, check_disk, check_host_memory
 from cpsr.errors import ResourceError
 
@@ -22,10 +23,11 @@ def test_what_does_not_fit_is_refused_with_the_bytes(tmp_path: Path) -> None:
         check_disk(tmp_path / "run", 1 << 60)
 
 
-def test_offloaded_activations_count_too() -> None:
-    total = psutil.virtual_memory().total
-    with pytest.raises(ResourceError, match=r"activations \(\d+ for each\) need .* lower coordinator.offload_activ"):
-        check_host_memory(1 << 20, 2, held_bytes=2 << 20, activations_bytes=total // 2 + 1)
+def test_what_is_left_beside_the_buffers_is_told_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "available_host_bytes", lambda: 1000)
+    assert check_host_memory(100, 2) == 400
+    assert check_host_memory(100, 2, held_bytes=300) == 500
+    assert check_host_memory(500, 2) == 0
 
 
 def write_group(path: Path, files: dict[str, str]) -> None:

@@ -66,6 +66,18 @@ def test_a_rank_that_never_waits_has_no_rows(job: Job) -> None:
     assert job.rows() == []
 
 
+def test_what_came_without_a_wait_is_in_the_next_row(job: Job) -> None:
+    job.pace = CopyPace(job.bubbles)
+    job.iterate()
+    job.pace.note(Split(beside=7), 0.1, 1.0, 10, in_waits_seconds=0.0)
+    job.log.record(1)
+    job.iterate(2.0)
+    job.log.record(2)
+    (row,) = job.rows()
+    assert (row.iteration, row.iterations, row.bubble_seconds, row.seconds) == (2, 2, 2.0, 4.0)
+    assert row.copied_beside_bytes == 7
+
+
 def test_snapshots_are_told_once_they_are_complete(job: Job) -> None:
     job.pace = CopyPace(job.bubbles)
     job.log.record(0)

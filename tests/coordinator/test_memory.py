@@ -27,7 +27,7 @@ OPERATORS = 2
 INTERVAL = 5
 
 
-def life(run_dir: Path, **predictor: Any) -> tuple[CPSRRecovery, Callable[[], None]]:
+def life(run_dir: Path, mode: str = "predict", **predictor: Any) -> tuple[CPSRRecovery, Callable[[], None]]:
     """One life of a linear model, and a step of it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -35,7 +35,7 @@ def life(run_dir: Path, **predictor: Any) -> tuple[CPSRRecovery, Callable[[], No
     adapter = TorchAdapter(model, optimizer)
     settings = {
         "run_dir": run_dir,
-        "mode": "predict",
+        "mode": mode,
         "predictor": predictor,
         # What a life leaves in memory is exact, and would spare the next one its prediction.
         "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "final": False, "shared_memory": False},
@@ -71,10 +71,14 @@ def fail_and_come_back(run_dir: Path, iterations: int, **predictor: Any) -> Rest
 def fail(recovery: CPSRRecovery, step: Callable[[], None], iterations: int) -> None:
     with recovery:
         for _ in range(iterations):
-            step()
-            recovery._saver.finish()
-            wait_until_written(recovery)
+            take(recovery, step)
         raise ZeroDivisionError
+
+
+def take(recovery: CPSRRecovery, step: Callable[[], None]) -> None:
+    step()
+    recovery._saver.finish()
+    wait_until_written(recovery)
 
 
 def wait_until_written(recovery: CPSRRecovery) -> None:
@@ -156,17 +160,70 @@ def test_what_does_not_fit_on_one_rank_is_off_on_all(tmp_path: Path) -> None:
     assert "host memory on rank 1 over" in first[2][1][0]
 
 
-def test_what_was_learned_before_is_dropped_and_learned_again(tmp_path: Path) -> None:
+def test_what_was_learned_before_outlives_a_life_that_follows_the_line(tmp_path: Path) -> None:
     """The limit may be lowered and raised between lives."""
     predictor, short = VITPPredictor(), VITPPredictor()
-    state = predictor.state_dict() | {"outcomes": [{"kind": "recovery"}]}
-    state["vitp"] = state["vitp"] | {"checkpoints": 7}
+    nothing = predictor.state_dict()
+    state = nothing | {"outcomes": [{"kind": "recovery"}], "vitp": nothing["vitp"] | {"checkpoints": 7}}
     short.follow_line()
+    assert short.state_dict()["vitp"]["checkpoints"] == 0
     short.load_state_dict(state)
+    short.record({"kind": "rehearsal"})
     kept = short.state_dict()
-    assert kept["outcomes"] == [{"kind": "recovery"}]
-    assert kept["vitp"]["checkpoints"] == 0
+    assert kept["outcomes"] == [{"kind": "recovery"}, {"kind": "rehearsal"}]
+    assert kept["vitp"] == state["vitp"]
     predictor.load_state_dict(kept)
+    assert predictor.state_dict()["vitp"]["checkpoints"] == 7
+    short.load_state_dict(nothing)  # as where the user's own load has replaced the state
+    assert short.state_dict()["vitp"]["checkpoints"] == 0
+
+
+@pytest.mark.parametrize("use", ["line", "nothing"])
+def test_what_a_life_cannot_use_for_want_of_memory_is_in_its_checkpoints(tmp_path: Path, use: str) -> None:
+    recovery, step = life(tmp_path, mode="exact", learning_budget_fraction=1.0)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    with recovery:
+        while recovery._learner.ask(lambda: recovery._predictor._checkpoints) < 3:
+            assert time.monotonic() < deadline
+            take(recovery, step)
+        for _ in range(INTERVAL):  # it is saved with the next checkpoint
+            take(recovery, step)
+    limit = least_bytes(tmp_path, learns=False) - (use == "nothing")
+    recovery, step = life(tmp_path, mode="exact", memory_limit_bytes=limit)
+    with recovery:
+        began, known = recovery.iteration, recovery._predictor.state_dict()["vitp"]["checkpoints"]
+        assert known > 0
+        while recovery.iteration < began + INTERVAL:
+            take(recovery, step)
+    warned = [message for message in events(tmp_path, "predictor memory") if "memory_limit_bytes is" in message]
+    assert "what earlier lives have learned of the motion is kept" in warned[0]
+    recovery, _ = life(tmp_path, mode="exact")
+    with recovery:
+        assert recovery.iteration == began + INTERVAL
+        assert recovery._predictor._checkpoints == known
+
+
+@pytest.mark.parametrize("limit", ["line", "learning"])
+def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(
+    tmp_path: Path, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_bytes = least_bytes(tmp_path, learns=limit == "learning") + 1_000_000
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=limit_bytes, learning_budget_fraction=0)
+    assert restored.predicted
+    said = events(tmp_path, "predictor memory")
+    assert len(said) == 2  # once a life
+    assert "without learning (predictor.learning_budget_fraction is 0)" in said[0]
+    assert "learning is off" not in caplog.text
+
+
+def test_who_asks_for_no_learning_is_told_what_the_line_needs(tmp_path: Path) -> None:
+    line = least_bytes(tmp_path, learns=False)
+    recovery, _ = life(tmp_path, memory_limit_bytes=line - 1, learning_budget_fraction=0)
+    with recovery:
+        pass
+    (said,) = events(tmp_path, "predictor memory")
+    assert said.startswith("predicting is off")
+    assert f"raise it to {line}. " in said
 
 
 def test_checkpoints_of_a_shorter_interval_that_are_on_the_disk_count_too(tmp_path: Path) -> None:

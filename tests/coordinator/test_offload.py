@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from cpsr import recovery
 from cpsr.coordinator import offload
 from cpsr.coordinator.offload import ActivationOffload
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import TorchAdapter
-from cpsr.errors import ResourceError
 from cpsr.journal import JournalReader
 from cpsr.recovery import CPSRRecovery
 from tests.recovery.job import Job
@@ -237,15 +237,22 @@ def test_jobs_of_two_ranks_train_alike_with_their_activations_in_host_memory(tmp
         assert not any(message.startswith("0 bytes") for message in said)
 
 
-def test_more_than_the_machine_holds_is_refused_before_anything_is_saved(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_a_limit_above_what_the_machine_has_is_lowered_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """It is a limit: the job may never come near it."""
+    monkeypatch.setattr(recovery, "check_host_memory", lambda *_: room)
+    model = gpt()
     adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()))
-    settings = {"run_dir": tmp_path / "run", "coordinator": {"offload_activations_bytes": 1 << 60}}
-    with (
-        pytest.raises(ResourceError, match=r"lower coordinator\.offload_activations_bytes"),
-        CPSRRecovery(adapter, settings),
-    ):
-        pass
+    settings = {"run_dir": tmp_path, "coordinator": {"offload_activations_bytes": 1 << 60}}
+    with CPSRRecovery(adapter, settings):
+        model(batches(1)[0])
+    with JournalReader(tmp_path / "journal.db") as journal:
+        warned, moved = [event.message for event in journal.events() if event.kind == "activations"]
+    assert f"has {room} bytes for each rank" in warned
+    assert 0 <= int(moved.split()[0]) <= room
+    assert bool(int(moved.split()[0])) == bool(room)
 
 
 def test_zero_3_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,9 +10,13 @@ from cpsr.benchmarks.predictor_cost.memory import MemoryPeak
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.codec import encode
 from cpsr.predictor.displacement import measure
+from cpsr.predictor.examples import MAX_EXAMPLES
 from cpsr.predictor.protocol import Target
+from cpsr.predictor.statistics import MAX_SNAPSHOTS
 from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.vitp_training import Head
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 INTERVAL = 20
@@ -61,14 +66,35 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
 
 
 def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int]:
-    """Predict without having learned; returns the first two of `peak_bytes`."""
+    """Predict without learning, and hand on what was learned before; returns the first two of `peak_bytes`."""
     _settle()
     predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20)
     with MemoryPeak() as memory:
         predictor.follow_line()
         footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
+        predictor.load_state_dict(_learned_before(predictor.state_dict(), operators))
         _predict(predictor, directory, checkpoints * INTERVAL)
+        saved = encode(predictor.state_dict(), "learned")
+    assert saved
     return memory.above_before.anonymous_bytes, footprint.peak_bytes
+
+
+def _learned_before(state: dict[str, Any], operators: int) -> dict[str, Any]:
+    """As large as what is learned of so many operators becomes, with nothing in it."""
+    points = [[place * INTERVAL, place * INTERVAL * LEARNING_RATE, LEARNING_RATE] for place in range(MAX_SNAPSHOTS)]
+    triangle = MAX_SNAPSHOTS * (MAX_SNAPSHOTS - 1) // 2
+    windows = [
+        {"points": points, "weights": torch.ones(1), "products": torch.ones(1, triangle)} for _ in range(MAX_EXAMPLES)
+    ]
+    statistics = state["vitp"]["statistics"] | {
+        "seen": [iteration for iteration, *_ in points],
+        "points": [points],
+        "operators": {f"layers.{place}.bias": [SMALL_ELEMENTS, 0] for place in range(operators)},
+        "products": torch.ones(operators * triangle, dtype=torch.float64),
+    }
+    examples = state["vitp"]["examples"] | {"windows": windows}
+    learned = {"statistics": statistics, "examples": examples, "head": Head().state_dict()}
+    return state | {"vitp": state["vitp"] | learned}
 
 
 def _settle() -> None:

@@ -149,6 +149,24 @@ def test_operators_that_no_rank_tells_of_follow_the_line(make_history: MakeHisto
     assert {name: forecast.coefficients[name] for name in "cd"} == {name: line.coefficients[name] for name in "cd"}
 
 
+class WithOneLeftOut(Half):
+    """Its operators are all that is shared; another rank has left the only checkpoint out in which "b" was taken."""
+
+    def learned(self, iteration: int) -> Iterator[Learned | None]:
+        known = {"a": motion((10, 20, 30)), "b": motion((10,))}
+        yield Learned((10, 20, 30), (), known)
+        yield Learned((20, 30), (10,), {"c": motion((20, 30))})
+
+
+def test_an_operator_of_which_no_snapshot_is_left_ends_nothing(make_history: MakeHistory) -> None:
+    steps = [{name: torch.full((3,), float(place * place)) for name in ORDER} for place in range(3)]
+    history = make_history([10, 20, 30], steps, taken={"b": [10, 10, 10]})
+    predictor = VITPPredictor(share=WithOneLeftOut(), agree=list, reduce=dict)
+    for _ in predictor.learn(history):
+        pass
+    assert predictor.state_dict()["vitp"]["trained_iteration"] == 30
+
+
 def test_who_shares_must_hear_of_the_others() -> None:
     with pytest.raises(ValueError, match="give both"):
         VITPPredictor(share=Half(), agree=list)

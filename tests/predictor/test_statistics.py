@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cpsr import codec
 from cpsr.predictor.gram import gram
-from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, OPERATORS_AT_ONCE, MotionStatistics, merged
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = [100, 150, 210, 220, 300, 350, 410]
@@ -68,6 +68,18 @@ def test_all_at_once_is_the_same(make_history: MakeHistory) -> None:
     take_in(at_once, history)
     for operator in SIZES:
         torch.testing.assert_close(products(slowly, operator), products(at_once, operator), rtol=1e-12, atol=1e-12)
+
+
+def test_operators_that_are_known_are_looked_through_in_slices(make_history: MakeHistory) -> None:
+    """As in a checkpoint of a mixture that carries most of its experts along."""
+    count = 3 * OPERATORS_AT_ONCE
+    steps = [{f"expert {place}": torch.ones(1) for place in range(count)}] * 2
+    taken = {name: [10, 10] for name in steps[0]}
+    statistics = MotionStatistics()
+    take_in(statistics, make_history([10], steps[:1], taken=taken))
+    history = make_history([10, 20], steps, taken=taken)
+    assert take_in(statistics, history) == count + 3  # one for each operator at the end
+    assert history.pieces_read == 0
 
 
 def test_snapshots_of_different_ages_are_their_own_series(make_history: MakeHistory) -> None:

@@ -1,0 +1,64 @@
+"""What is found in a run's directory where the file system refuses, or a manifest is damaged."""
+
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint import catalogue
+from cpsr.checkpoint.catalogue import CHECKPOINTS_AT_ONCE, newest_whole, scan
+from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED, Manifest
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import UnreadableFileError
+from tests.checkpoint.conftest import RefuseReading, refuse_asking, save
+
+
+@pytest.mark.parametrize("name", [COMMIT, THINNED])
+def test_what_the_file_system_does_not_say_of_a_file_is_unreadable(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    refused = store.directory / "step-0000000020" / name
+    refuse_asking(monkeypatch, refused, 1_000)
+    found = scan(store.directory)
+    assert [info.iteration for info in found.checkpoints] == [10, 30]
+    assert [(problem.file, problem.iteration) for problem in found.unreadable] == [(refused, 20)]
+    assert found.problems == []
+    assert [info.iteration for info in store.catalogue()] == [10, 30]
+    assert "cannot be read now: Stale file handle" in caplog.text
+    refuse_asking(monkeypatch, refused, 1)
+    assert [info.iteration for info in store.catalogue()] == [10, 20, 30]
+
+
+def test_no_slice_of_a_scan_meets_two_failures(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second or longer on a disk that refuses."""
+    iterations = range(10, 10 * CHECKPOINTS_AT_ONCE, 10)
+    for iteration in iterations:
+        save(store, iteration)
+    refused: list[Path] = []
+
+    def refusing(directory: Path) -> Manifest:
+        refused.append(directory)
+        raise UnreadableFileError(directory / MANIFEST, "cannot be read now")
+
+    monkeypatch.setattr(catalogue, "read_manifest", refusing)
+    so_far = [len(refused) for _ in catalogue.scan_in_pieces(store.directory)]
+    assert so_far == list(range(1, len(iterations) + 1))
+
+
+def test_the_newest_whole_one_that_is_not_damaged_is_found(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, refuse_reading: RefuseReading
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    (store.directory / "step-0000000030" / MANIFEST).write_text("torn")
+    for _ in range(2):  # as for every checkpoint that is learned from
+        found = newest_whole(store.directory)
+        assert found is not None
+        assert (found[0].name, found[1].iteration) == ("step-0000000020", 20)
+    assert caplog.text.count("step-0000000030") == 1
+    assert "checkpoint is skipped" in caplog.text
+    assert newest_whole(store.directory, since=30) is None
+    refuse_reading(store.directory / "step-0000000020", 1_000)
+    with pytest.raises(UnreadableFileError):  # it may be whole: an older one is not the newest
+        newest_whole(store.directory)
