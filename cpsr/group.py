@@ -27,6 +27,7 @@ class Group:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._broken = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # A group of its own: nothing here can be confused with, or wait behind, the training's collectives.
@@ -34,8 +35,8 @@ class Group:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def close(self) -> None:
-        """Leave the group; the training group is untouched."""
-        if self._group is not None and dist.is_initialized():
+        """Leave the group; the training group is untouched. One that a rank did not come to is left as it is."""
+        if self._group is not None and not self._broken and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
@@ -55,11 +56,16 @@ class Group:
         Raises:
             RuntimeError: a rank did not come in time, or is gone; the group cannot be used any more.
         """
-        if self._group is not None:
-            operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+        if self._group is None:
+            return values
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+        try:
             work = dist.all_reduce(values, operation, group=self._group, async_op=timeout_seconds is not None)
             if work is not None and timeout_seconds is not None:
                 work.wait(timedelta(seconds=timeout_seconds))
+        except RuntimeError:
+            self._broken = True  # to leave it would wait for that rank
+            raise
         return values
 
     def all(self, agreed: bool) -> bool:

@@ -380,15 +380,57 @@ class CPSRRecovery:
 
     def _open(self, opened: ExitStack) -> None:
         """Open everything; what was opened is closed in reverse order, also when a later part refuses to."""
-        adapter, config = self._adapter, self.config
         handlers = opened.enter_context(ExitStack())  # put back last: leaving must not be cut short by another SIGTERM
-        group = self._group = Group()
-        self._exchange.open(group)
+        self._group = Group()
+        self._exchange.open(self._group)
         opened.callback(self._close_group)
-        shard = adapter.shard()
-        asked = config.mode
+        shard, asked = self._adapter.shard(), self.config.mode
+        free_bytes, last_life = self._open_run(opened, shard)
+        self._open_store(shard)
+        self._open_memory(opened, shard)
+        self._restorer = Restorer(
+            self._adapter,
+            self._group,
+            self._store,
+            self._pool,
+            Ladder(self._run.run_id, self._group, shard, last_life, self.config.peers),
+            self._predictor,
+            self._probes,
+            self.config,
+            self._target,
+            older_experts=asked != "exact",
+        )
+        self._open_signs_of_life(opened)
+        opened.callback(self._close_learner)
+        self.config = self._possible(self.config, shard)
+        self._planner = JobPlanner(
+            self.config,
+            self._group.rank,
+            shard.parameters,
+            self._adapter.second_moment_decay(),
+            lambda: self._learner.ask(self._predictor.accuracy),
+        )
+        opened.callback(self._planner.close)
+        self._begin()
+        self._pool.mark_boundary()
+        opened.callback(self._close_target)
+        opened.callback(self._close_writer)
+        self._adapter.attach(self)
+        opened.callback(self._adapter.detach)
+        opened.enter_context(
+            offloaded_activations(self._adapter, self.config.coordinator, free_bytes, self._recorder.event)
+        )
+        self._handle_sigterm(handlers)
+
+    def _open_run(self, opened: ExitStack, shard: Shard) -> tuple[int, tuple[int, int]]:
+        """The run's directory and journal, once the machine was found to have room.
+
+        Returns:
+            Bytes of host memory that are left for this rank; life and branch that were the last before this one.
+        """
+        adapter, config, group = self._adapter, self.config, self._group
         # Mode exact restores no expert that is older than its checkpoint, and so saves all of them.
-        self._experts = None if asked == "exact" else ExpertSaving.of(adapter, shard, config.experts, group)
+        self._experts = None if config.mode == "exact" else ExpertSaving.of(adapter, shard, config.experts, group)
         if self._experts is not None:
             opened.callback(self._experts.close)
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
@@ -396,7 +438,7 @@ class CPSRRecovery:
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
         held = held_bytes(run.run_id, run.local_ranks)
-        free = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
+        free_bytes = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
@@ -405,44 +447,42 @@ class CPSRRecovery:
             service = ServiceProcess(config.service, config.run_dir, self._recorder.event)
             opened.callback(service.close)
             service.start()
-        store = self._store = CheckpointStore(
-            config.run_dir,
+        return free_bytes, (last_life, last_branch)
+
+    def _open_store(self, shard: Shard) -> None:
+        group = self._group
+        self._store = CheckpointStore(
+            self.config.run_dir,
             group.rank,
             group.size,
-            run.run_id,
+            self._run.run_id,
             self._recorder.life,
-            fsync=config.checkpoint.fsync,
+            fsync=self.config.checkpoint.fsync,
             missing=self._missing_experts(shard),
         )
         if group.rank == 0:
-            store.prepare()
+            self._store.prepare()
         group.barrier()
-        self._sharing.open(group, shard, adapter.data_parallel_ranks, store.directory)
-        on_disk: int = group.broadcast(len(store.catalogue()) if group.rank == 0 else None)
-        use = allot_memory(self._predictor, len(shard.operators), on_disk, config, group, self._recorder.event)
+
+    def _open_memory(self, opened: ExitStack, shard: Shard) -> None:
+        """What host memory is for: the predictor, and snapshots that outlive the process."""
+        adapter, group, tell = self._adapter, self._group, self._recorder.event
+        ranks = adapter.data_parallel_ranks
+        self._sharing.open(group, shard, ranks, self._store.directory)
+        on_disk: int = group.broadcast(len(self._store.catalogue()) if group.rank == 0 else None)
+        use = allot_memory(self._predictor, len(shard.operators), on_disk, self.config, group, tell)
         self._learns = use == "learning"
         if use == "nothing":
-            config = self.config = config.model_copy(update={"mode": "exact"})
-        self._memory = HostMemory(
-            run, self._recorder.life, group, shard, adapter.data_parallel_ranks, config, self._recorder.event
-        )
+            self.config = self.config.model_copy(update={"mode": "exact"})
+        self._memory = HostMemory(self._run, self._recorder.life, group, shard, ranks, self.config, tell)
         opened.callback(lambda: self._memory.close(in_order=self._ending != "error", safe=self._last_is_safe))
-        pool = self._pool = self._memory.pool
+        self._pool = self._memory.pool
         if adapter.pipeline_stage is not None:
-            pool.copy_in(self._bubbles)
-        ladder = Ladder(run.run_id, group, shard, (last_life, last_branch), config.peers)
-        self._restorer = Restorer(
-            adapter,
-            group,
-            store,
-            pool,
-            ladder,
-            self._predictor,
-            self._probes,
-            config,
-            self._target,
-            older_experts=asked != "exact",
-        )
+            self._pool.copy_in(self._bubbles)
+
+    def _open_signs_of_life(self, opened: ExitStack) -> None:
+        """What ranks tell each other of, and how this one leaves when another is gone."""
+        config, rank = self.config, self._group.rank
         self._departure = Departure(
             self._dump,
             self._recorder.event,
@@ -454,35 +494,16 @@ class CPSRRecovery:
         self._liveness = Liveness(
             config.run_dir,
             self._recorder.life,
-            group.rank,
-            group.size,
+            rank,
+            self._group.size,
             config.liveness,
             self._departure.leave,
             self._recorder.event,
         )
         opened.callback(lambda: self._liveness.close(ended=self._ending != "error"))
         self._liveness.start()
-        self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{group.rank:05d}")
+        self._progress = ProgressCounter(config.run_dir / "progress" / f"rank-{rank:05d}")
         opened.callback(self._progress.close)
-        opened.callback(self._close_learner)
-        config = self.config = self._possible(config, shard)
-        self._planner = JobPlanner(
-            config,
-            group.rank,
-            shard.parameters,
-            adapter.second_moment_decay(),
-            lambda: self._learner.ask(self._predictor.accuracy),
-        )
-        opened.callback(self._planner.close)
-        self._begin()
-        pool.mark_boundary()
-        opened.callback(self._close_target)
-        opened.callback(self._close_writer)
-        adapter.attach(self)
-        opened.callback(adapter.detach)
-        offloaded = offloaded_activations(adapter, config.coordinator, free, self._recorder.event)
-        opened.enter_context(offloaded)
-        self._handle_sigterm(handlers)
 
     def _missing_experts(self, shard: Shard) -> Missing | None:
         """What tells whether all ranks' parts of a checkpoint make up the experts; a collective."""
@@ -634,9 +655,23 @@ class CPSRRecovery:
 
     def _close_record(self) -> None:
         self._recorder.steps(self._losses.flush(wait=True))
+        if self._ending != "error":
+            self._await_others()
         self._recorder.close(self._ending)
         if self._ending != "error" and self._group.rank == 0:
             self._run.mark_ended(self._ending, self._adapter.iteration)
+
+    def _await_others(self) -> None:
+        """Until all ranks have said what they say at their end: rank 0 takes it over into the journal."""
+        try:
+            self._group.reduce(torch.zeros(1), timeout_seconds=self.config.checkpoint.save_timeout_seconds)
+        except RuntimeError as error:
+            logger.warning(
+                "another rank did not come to the end of the record; what it says after this is in %s alone, until the "
+                "next life: %s",
+                self.config.run_dir / "events",
+                error,
+            )
 
     def _close_group(self) -> None:
         if self._ending != "error":  # with a dead peer, leaving the group would wait for it
