@@ -102,7 +102,7 @@ class Learner:
         self._closing = threading.Event()
         self._failure: str | None = None
         self._slice_began: float | None = None
-        self._ended = self._left_behind = False
+        self._ended = self._left_behind = self._told_unreadable = False
         self._complete: dict[str, Any] = {}  # the last state that could be had
         self._thread: threading.Thread | None = None
 
@@ -258,11 +258,22 @@ class Learner:
                     continue
                 self._await_commit(store, wanted[0], generation)
                 if not self._stopping():
-                    with closing(self._work(student, store.directory, rank, *wanted)) as work:
-                        self._take_in(student, work, generation)
+                    self._learn_from(student, self._work(student, store.directory, rank, *wanted), generation)
         except Exception as error:
             logger.exception("learning from checkpoints failed")
             self._end(_told(error))
+
+    def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
+        """Take one checkpoint in; where the file system shows none of them now, the next one is waited for."""
+        try:
+            with closing(work):
+                self._take_in(student, work, generation)
+        except _NothingToSeeError as error:
+            if not self._told_unreadable:
+                logger.warning("nothing is learned until checkpoints can be read again: %s", error)
+            self._told_unreadable = True
+        else:
+            self._told_unreadable = False
 
     def _await_commit(self, store: CheckpointStore, iteration: int, generation: int) -> None:
         """Until the checkpoint is committed or given up, or the next one is written.
@@ -316,7 +327,10 @@ class Learner:
             opened=False,
         )
         try:
-            yield from history.open()
+            try:
+                yield from history.open()
+            except OSError as error:  # of the directory itself: what a single checkpoint refuses is left out
+                raise _NothingToSeeError(_told(error)) from error
             self._known = history.known
             yield None
             yield from student.learn(history)
@@ -343,10 +357,14 @@ class Learner:
                 vars(self._predictor).update(learned)
 
 
+class _NothingToSeeError(Exception):
+    """The directory of checkpoints cannot be looked through now."""
+
+
 def _is_settled(store: CheckpointStore, iteration: int) -> bool:
     try:
         return store.is_settled(iteration)
-    except (CheckpointError, OSError, ValueError) as error:  # of a marker that is torn, the last
+    except (CheckpointError, OSError, ValueError, TypeError, KeyError) as error:  # of a damaged marker, the last three
         logger.debug("whether checkpoint %d is committed cannot be said now: %s", iteration, error)
         return False
 

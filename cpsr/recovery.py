@@ -439,6 +439,7 @@ class CPSRRecovery:
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
         held = held_bytes(run.run_id, run.local_ranks)
         free_bytes = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
+        free_bytes = max(0, free_bytes - config.predictor.memory_limit_bytes)
         check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
@@ -663,8 +664,10 @@ class CPSRRecovery:
 
     def _await_others(self) -> None:
         """Until all ranks have said what they say at their end: rank 0 takes it over into the journal."""
+        # Another rank's writer may take as long as a save may, and so may its copy to the target.
+        timeout = 2 * self.config.checkpoint.save_timeout_seconds
         try:
-            self._group.reduce(torch.zeros(1), timeout_seconds=self.config.checkpoint.save_timeout_seconds)
+            self._group.reduce(torch.zeros(1), timeout_seconds=timeout)
         except RuntimeError as error:
             logger.warning(
                 "another rank did not come to the end of the record; what it says after this is in %s alone, until the "

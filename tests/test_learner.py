@@ -1,5 +1,7 @@
 """The learner's thread, over real checkpoints on disk."""
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -286,6 +288,32 @@ def test_what_was_learned_is_kept_where_tidying_up_fails(
         time.sleep(0.01)
     assert "OSError: cannot be unmapped" in failure
     assert learner.state_dict()["known"] == [10, 20]
+    learner.close()
+
+
+def test_a_directory_that_cannot_be_looked_through_now_is_looked_through_again(
+    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listed, refusals = Path.iterdir, [1]
+
+    def refusing(path: Path) -> Iterator[Path]:
+        if path == filled.directory and refusals:
+            refusals.pop()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refusing)
+    predictor = Reader()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    learner.notify(20, 0)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while "nothing is learned until" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    learner.notify(30, 0)
+    _wait_for(predictor, [10, 20, 30])
+    assert learner.failure() is None
     learner.close()
 
 

@@ -214,11 +214,9 @@ def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
     Raises:
         OSError: the file system refused to remove a file, or the directory that is empty now.
     """
-    marker = directory / first
-    if marker.exists():
-        marker.unlink()
-        if fsync:
-            sync_directory(directory)
+    (directory / first).unlink(missing_ok=True)
+    if fsync:
+        sync_directory(directory)
     stays = False
     for path in list(directory.iterdir()):
         foreign = path.is_dir() and not path.is_symlink()

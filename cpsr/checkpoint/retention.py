@@ -11,7 +11,7 @@ from pathlib import Path
 from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, note_set_aside, scan, set_aside_list
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, THINNED, holds_weights, step_iteration, thinned_record
-from cpsr.checkpoint.verify import read_manifest
+from cpsr.checkpoint.verify import UnreadableFileError, is_committed, read_manifest
 from cpsr.config import CheckpointConfig
 
 __all__ = ["RetentionPlan", "plan_retention", "remove_uncommitted", "retain"]
@@ -153,7 +153,12 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
             continue
         if directory.is_symlink():  # what it leads to is not ours
             continue
-        if not (directory / COMMIT).exists():
+        try:
+            committed = is_committed(directory)
+        except UnreadableFileError as error:
+            _log.warning("%s stays: whether it was committed cannot be said now (%s)", directory, error)
+            continue
+        if not committed:
             remove_tree(directory, first=COMMIT, fsync=fsync)
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
             continue

@@ -112,6 +112,7 @@ class CheckpointStore:
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
+        self._largest_sequence = 0  # that was seen or given in this life
         self.held_iteration: int | None = None
         self.copied_iteration: int | None = None
         self._rank = rank
@@ -147,6 +148,7 @@ class CheckpointStore:
         """
         make_directory(self.directory, fsync=self._fsync)
         problems = self._readable().problems
+        self._newest_sequence()
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
         retention.remove_uncommitted(self.directory, fsync=self._fsync)
@@ -219,6 +221,7 @@ class CheckpointStore:
                 return CommitResult(False, shards, time.perf_counter() - started)
             sequence = self._newest_sequence() + 1
             total = seal(directory, iteration, attempt, shards, sequence, fsync=self._fsync, missing=self._missing)
+            self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
@@ -409,10 +412,14 @@ class CheckpointStore:
         return set_aside(self._step(iteration), kind, reason, self._newest_sequence(), fsync=self._fsync)
 
     def _newest_sequence(self) -> int:
-        """Largest commit count in the directory, of checkpoints that were set aside too."""
+        """Largest commit count in the directory, of checkpoints that were set aside too.
+
+        One that the file system does not show now counts as it did when it was seen: no count is given twice.
+        """
         known = [info.sequence for info in scan(self.directory).checkpoints]
         known += [aside.after_sequence or 0 for aside in set_aside_list(self.directory)]
-        return max(known, default=0)
+        self._largest_sequence = max([self._largest_sequence, *known])
+        return self._largest_sequence
 
     def _same_attempt(self) -> Attempt:
         return Attempt(self._run_id, self._life, self.attempt, self._world_size)

@@ -60,6 +60,9 @@ def allot_memory(
             tell("predictor memory", message, level=logging.WARNING)
     if use == "nothing":
         return use
+    if not learns and config.predictor.direction == "vitp" and group.rank == 0:
+        message = "predictor.learning_budget_fraction is 0: the line's direction is taken, not 'vitp' as configured"
+        tell("predictor memory", message, level=logging.WARNING)
     footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
     if group.rank == 0:
         tell(

@@ -28,6 +28,9 @@ CHUNK_BYTES = 4 << 20
 PREFETCHED = 2
 # The ZeRO stage that gathers weights for one layer at a time.
 GATHERING_STAGE = 3
+# Of the memory that is left, activations take at most so much: the rest is the job's own, and torch rounds each pinned
+# block up to a power of two.
+MAX_SHARE = 0.5
 
 
 @contextmanager
@@ -39,7 +42,7 @@ def offloaded_activations(
     Args:
         adapter: the engine.
         config: the limit, which many a job never reaches.
-        free_bytes: of host memory, for this rank: no more is taken.
+        free_bytes: of host memory that nothing else of this rank is to take: at most `MAX_SHARE` of it is taken.
         tell: records an event, by kind, message and `level`: at the end, and where the limit is lowered.
 
     Raises:
@@ -53,15 +56,16 @@ def offloaded_activations(
             "coordinator.offload_activations_bytes: ZeRO-3 gathers the weights of a layer for its forward and lets go "
             "of them, so that they cannot be told from activations. Nothing was started: set it to 0, or use ZeRO-2"
         )
-    if free_bytes < config.offload_activations_bytes:
+    room_bytes = int(MAX_SHARE * free_bytes)
+    if room_bytes < config.offload_activations_bytes:
         tell(
             "activations",
-            f"coordinator.offload_activations_bytes is {config.offload_activations_bytes}, and beside the snapshot "
-            f"buffers this machine's memory has {free_bytes} bytes for each rank: at most so many are moved to host "
-            "memory in this life, what is above them stays on the device",
+            f"coordinator.offload_activations_bytes is {config.offload_activations_bytes}, and beside snapshot "
+            f"buffers and predictor this machine's memory has {free_bytes} bytes for each rank: at most {room_bytes} "
+            "are moved to host memory in this life, what is above them stays on the device",
             level=logging.WARNING,
         )
-    with ActivationOffload(adapter.module, min(config.offload_activations_bytes, free_bytes)) as moved:
+    with ActivationOffload(adapter.module, min(config.offload_activations_bytes, room_bytes)) as moved:
         yield
     tell("activations", f"{moved.moved_bytes} bytes of activations were in host memory between forward and backward")
 

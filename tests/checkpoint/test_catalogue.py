@@ -7,6 +7,7 @@ import pytest
 from cpsr.checkpoint import catalogue
 from cpsr.checkpoint.catalogue import CHECKPOINTS_AT_ONCE, newest_whole, scan
 from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED, Manifest
+from cpsr.checkpoint.retention import remove_uncommitted
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import UnreadableFileError
 from tests.checkpoint.conftest import RefuseReading, refuse_asking, save
@@ -28,6 +29,22 @@ def test_what_the_file_system_does_not_say_of_a_file_is_unreadable(
     assert "cannot be read now: Stale file handle" in caplog.text
     refuse_asking(monkeypatch, refused, 1)
     assert [info.iteration for info in store.catalogue()] == [10, 20, 30]
+
+
+def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    hidden = store.directory / "step-0000000030" / COMMIT
+    refuse_asking(monkeypatch, hidden, 1_000)
+    save(store, 40)  # with a retention pass after it
+    remove_uncommitted(store.directory, before=40, fsync=False)
+    assert "step-0000000030 stays" in caplog.text
+    refuse_asking(monkeypatch, hidden, 0)
+    found = scan(store.directory).checkpoints
+    assert [info.iteration for info in found] == [10, 20, 30, 40]
+    assert [info.sequence for info in found] == [1, 2, 3, 4]
 
 
 def test_no_slice_of_a_scan_meets_two_failures(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,14 @@ def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(
     assert "learning is off" not in caplog.text
 
 
+def test_a_direction_that_needs_learning_is_not_given_up_in_silence(tmp_path: Path) -> None:
+    recovery, _ = life(tmp_path, learning_budget_fraction=0, direction="vitp")
+    with recovery:
+        pass
+    first, _ = events(tmp_path, "predictor memory")
+    assert "the line's direction is taken, not 'vitp'" in first
+
+
 def test_who_asks_for_no_learning_is_told_what_the_line_needs(tmp_path: Path) -> None:
     line = least_bytes(tmp_path, learns=False)
     recovery, _ = life(tmp_path, memory_limit_bytes=line - 1, learning_budget_fraction=0)
