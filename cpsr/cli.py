@@ -382,7 +382,12 @@ def predictor(
 @bench.command()
 def faults(
     every: Annotated[int, typer.Option(min=1, help="Only every so many faults of each scenario.")] = 1,
-    only: Annotated[str, typer.Option(help="Parts, comma-separated; by default all. `live` is real jobs.")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Parts, comma-separated; by default all. `live` is real jobs, `sparse` all with sparse checkpoints."
+        ),
+    ] = "",
     seed: Annotated[int, typer.Option(help="With which scenarios of real jobs are drawn.")] = 0,
     json_path: JsonPath = None,
     workdir: Workdir = None,
@@ -413,22 +418,27 @@ def bench_service(
 @bench.command("experts")
 def bench_experts(
     quick: Annotated[bool, typer.Option("--quick", help="About 5 minutes on two cores; the default.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="More models, policies and seeds: about half an hour.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="More models, policies and seeds: about an hour; interrupt it at will.")
+    ] = False,
     parts: Annotated[
         str, typer.Option(help="arithmetic, stall, failures: some of them, comma-separated.")
     ] = "arithmetic,stall,failures",
     workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keeps finished runs with failures; by default runs/bench-experts.")
+    ] = None,
     workdir: Workdir = None,
     json_path: JsonPath = None,
 ) -> None:
     """Sparse snapshots of a mixture of experts: bytes, tokens at risk, stall, and the lag after four failures."""
-    from cpsr.benchmarks.experts.run import FULL, QUICK
+    from cpsr.benchmarks.experts.run import CACHE, FULL, QUICK
     from cpsr.benchmarks.experts.run import main as run_experts
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
     names = [part.strip() for part in parts.split(",") if part.strip()]
-    run_experts(json_path, FULL if full else QUICK, names, workers, workdir)
+    run_experts(json_path, FULL if full else QUICK, names, workers, workdir, CACHE if cache is None else cache)
 
 
 @bench.command("simulate")

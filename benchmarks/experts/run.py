@@ -1,8 +1,9 @@
 """`cpsr bench experts`: sparse snapshots by every policy of the papers, and what failures then cost."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.progress import Progress
 
 from cpsr.benchmarks.experts.costs import Cost, costs
 from cpsr.benchmarks.experts.exposure import SMALL_SNAPSHOT_SHARE, SNAPSHOT_SHARE, Exposure, exposure
+from cpsr.benchmarks.experts.kept import kept
 from cpsr.benchmarks.experts.names import MOETION
 from cpsr.benchmarks.experts.plot import draw
 from cpsr.benchmarks.experts.policies import IN_TURN
@@ -31,8 +33,9 @@ from cpsr.benchmarks.overhead.launch import launch
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError
 
-__all__ = ["FULL", "PARTS", "QUICK", "Size", "main"]
+__all__ = ["CACHE", "FULL", "PARTS", "QUICK", "Size", "main"]
 
+CACHE = Path("runs/bench-experts")
 PARTS = ("arithmetic", "stall", "failures")
 TIMEOUT_SECONDS = 3600.0  # of a job: minutes on a quiet machine
 TRACE_ITERATIONS, TRACE_LAYERS, TRACE_TOKENS = 200, 3, 4096
@@ -86,6 +89,7 @@ def main(
     parts: Collection[str] = PARTS,
     workers: int = 2,
     workdir: Path | None = None,
+    cache: Path = CACHE,
 ) -> None:
     """Measure, print the tables, and write the JSON file with its plots.
 
@@ -96,6 +100,7 @@ def main(
             iteration; failures: four in one run.
         workers: jobs of one rank that run beside each other; what is timed runs alone.
         workdir: holds the jobs' directories; by default a temporary one.
+        cache: keeps what jobs with failures told.
 
     Raises:
         ConfigError: a part is not known.
@@ -113,7 +118,7 @@ def main(
         if "stall" in parts:
             _measure_stalls(samples, directory, size, progress)
         if "failures" in parts:
-            _measure_failures(samples, directory, size, workers, progress)
+            _measure_failures(samples, directory, size, workers, progress, partial(kept, cache, machine=machine))
     result = _result(samples, "arithmetic" in parts)
     show(console, machine, result)
     if json_path is not None:
@@ -138,7 +143,14 @@ def _measure_stalls(samples: _Samples, directory: Path, size: Size, progress: Pr
         progress.advance(bar)
 
 
-def _measure_failures(samples: _Samples, directory: Path, size: Size, workers: int, progress: Progress) -> None:
+def _measure_failures(
+    samples: _Samples,
+    directory: Path,
+    size: Size,
+    workers: int,
+    progress: Progress,
+    kept_or: Callable[..., Any],
+) -> None:
     tasks = [
         FailingTask(mixture=mixture, seed=seed, failures=size.failures)
         for mixture in size.failing
@@ -147,7 +159,8 @@ def _measure_failures(samples: _Samples, directory: Path, size: Size, workers: i
     bar = progress.add_task("runs with failures", total=len(tasks))
 
     def follow(place: int) -> Any:
-        found = _launched(directory / f"failing-{place}", tasks[place])
+        task = tasks[place]
+        found = kept_or(task=task, measure=partial(_launched, directory / f"failing-{place}", task))
         progress.advance(bar)
         return found
 

@@ -74,7 +74,7 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
 def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(tmp_path: Path) -> None:
     path, workdir = tmp_path / "experts.json", tmp_path / "work"
     size = replace(QUICK, seeds=2, failing=(SHARED,), failures=FAILURES, stalling=(SHARED,), pairs=2)
-    main(path, size, workdir=workdir)
+    main(path, size, workdir=workdir, cache=tmp_path / "cache")
     report = json.loads(path.read_text())
     stalls = {one["way"]: one for one in report["result"]["stalls"]}
     assert set(stalls) == {EVERYTHING, IN_TURN, MOETION, WINDOW}

@@ -1,0 +1,41 @@
+"""What finished jobs measured, kept so that an interrupted benchmark goes on with those that are missing."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cpsr.benchmarks.experts.tasks import FailingTask
+
+__all__ = ["kept"]
+
+# Of the machine's description: what decides over the bits of a training.
+_DECISIVE = ("code", "cpu_model", "cores", "python", "versions")
+
+
+def kept(cache: Path, task: FailingTask, machine: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
+    """What the task's job told, measured now where this very code on this machine has not measured it yet.
+
+    Code whose commit is not known, or that differs from it, is measured every time: nobody could tell what it was.
+
+    Args:
+        cache: a directory, made where it is missing.
+        task: of a job in which nothing is timed.
+        machine: see `describe_machine`.
+        measure: starts the job; its result is plain data.
+    """
+    code = machine["code"]
+    if code is None or code.endswith("+"):
+        return measure()
+    identity = {"task": task.model_dump(mode="json"), **{key: machine[key] for key in _DECISIVE}}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    path = cache / f"{digest[:32]}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))["found"]
+    found = measure()
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps({"identity": identity, "found": found}), encoding="utf-8")
+    unfinished.replace(path)  # whole or not at all
+    return found
