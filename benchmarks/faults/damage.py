@@ -1,5 +1,6 @@
 """Damage to committed checkpoints: every region of every file flipped and cut, files gone, swapped, of another run."""
 
+import itertools
 import json
 import random
 import re
@@ -9,13 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.benchmarks.faults.job import COMMITTED, open_run, same_bits, shard_of, write_run
-from cpsr.benchmarks.faults.oracle import FOREIGN, restart
+from cpsr.benchmarks.faults.job import COMMITTED, RUN_ID, copy_run, open_run, same_bits, shard_of, write_run
+from cpsr.benchmarks.faults.oracle import FOREIGN, is_right, restart
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.checkpoint.manifest import experts_taken_at
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError
 
-__all__ = ["Change", "Region", "changes", "damage_regions", "exchange_files", "files_of", "regions"]
+__all__ = ["Change", "Region", "changes", "damage_regions", "exchange_ages", "exchange_files", "files_of", "holders"]
+__all__ += ["regions", "step"]
 
 NEWEST, BEFORE = COMMITTED[-1], COMMITTED[-2]
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -73,17 +76,27 @@ def regions(path: Path) -> list[Region]:
     return [Region(repr(line[0].decode()[:20]), line.start(), line.end()) for line in lines]
 
 
+def holders(checkpoints: Path, *names: str) -> frozenset[int]:
+    """Iterations of the checkpoints that hold one of these files of the newest one: what is carried, several hold."""
+    found = {NEWEST}
+    for name, iteration in itertools.product(names, COMMITTED):
+        path = checkpoints / step(iteration) / name
+        if path.exists() and path.samefile(checkpoints / step(NEWEST) / name):
+            found.add(iteration)
+    return frozenset(found)
+
+
 def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
     """A flipped bit in, and a cut at, every region of every file of the newest checkpoint; and each file gone."""
     chance = random.Random(seed)  # noqa: S311 - nothing secret is drawn
     for name in files_of(checkpoints):
-        blamed = blamed_for(name)
+        blamed, hurt = blamed_for(name), holders(checkpoints, name)
         for region in regions(checkpoints / step(NEWEST) / name):
             offset, bit = chance.randrange(region.start, region.stop), 1 << chance.randrange(8)
             where = f"{name}, {region.name}"
-            yield Change(MANY[0], f"{where}, byte {offset}", _flip(name, offset, bit), blamed)
-            yield Change(MANY[1], f"{where}, at {region.start}", _cut(name, region.start), blamed)
-        yield Change("damage: longer", name, _append(name), blamed)
+            yield Change(MANY[0], f"{where}, byte {offset}", _flip(name, offset, bit), blamed, hurt)
+            yield Change(MANY[1], f"{where}, at {region.start}", _cut(name, region.start), blamed, hurt)
+        yield Change("damage: longer", name, _append(name), blamed, hurt)
         yield Change("damage: file gone", name, _remove(name), blamed if name != "COMMIT" else frozenset())
         yield Change("damage: link in its place", name, _link(name), blamed)
         yield Change("damage: directory in its place", name, _directory(name), blamed)
@@ -97,41 +110,63 @@ def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
         other_run: the `checkpoints` directory of the other one.
     """
     both = frozenset({NEWEST, BEFORE})
-    for name in files_of(checkpoints):
-        yield Change("exchange: between checkpoints", name, _swap_steps(name), blamed_for(name), both)
-        yield Change("exchange: of another run", name, _copy(other_run, [name]), blamed_for(name))
+    every_file = files_of(checkpoints)
+    for name in every_file:
+        hurt = holders(checkpoints, name)
+        if BEFORE not in hurt and (checkpoints / step(BEFORE) / name).exists():
+            yield Change("exchange: between checkpoints", name, _swap_steps(name), blamed_for(name), both)
+        yield Change("exchange: of another run", name, _copy(other_run, [name]), blamed_for(name), hurt)
         if name.startswith("rank-00000"):
             other = name.replace("rank-00000", "rank-00001")
-            yield Change("exchange: between ranks", name, _swap_ranks(name, other), blamed_for(name, other))
-    manifests = [name for name in files_of(checkpoints) if not name.endswith(".safetensors")]
-    tensors = [name for name in files_of(checkpoints) if name.endswith(".safetensors")]
+            yield Change("exchange: between ranks", name, _swap_names(name, other), blamed_for(name, other))
+    manifests = [name for name in every_file if not name.endswith(".safetensors")]
+    tensors = [name for name in every_file if name.endswith(".safetensors")]
+    hurt = holders(checkpoints, *tensors)
     yield Change("exchange: of another run", "all manifests", _copy(other_run, manifests), frozenset(tensors))
-    yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), frozenset(tensors))
-    every_file = files_of(checkpoints)
-    # It is whole in itself, so that only loading, which knows the run, can refuse it.
-    yield Change("exchange: of another run", "all files", _copy(other_run, every_file), frozenset())
+    yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), frozenset(tensors), hurt)
+    # The newest is whole in itself, so that only loading, which knows the run, can refuse it.
+    yield Change("exchange: of another run", "all files", _copy(other_run, every_file), frozenset(), hurt)
     swap = _swap_directories
     yield Change("exchange: between checkpoints", "all files", swap, frozenset({"manifest.json"}), both)
 
 
-def damage_regions(directory: Path, every: int = 1, restart_every: int = 1) -> Iterator[Outcome]:
+def exchange_ages(checkpoints: Path) -> Iterator[Change]:
+    """Files with experts of one iteration in the place of those of another, in the newest checkpoint."""
+    for first, second in itertools.combinations(files_of(checkpoints), 2):
+        ages = experts_taken_at(first), experts_taken_at(second)
+        if None not in ages and first.replace(str(ages[0]), "") == second.replace(str(ages[1]), ""):
+            yield Change(
+                "exchange: between ages", f"{first}, {second}", _swap_names(first, second), frozenset({first, second})
+            )
+
+
+def damage_regions(
+    directory: Path,
+    every: int = 1,
+    restart_every: int = 1,
+    prepare: Callable[[Path, str], None] = write_run,
+    among: str = "",
+) -> Iterator[Outcome]:
     """Do each change to a fresh copy of a run, and look what verifying, loading and restarting make of it.
 
     Args:
         directory: for the runs; it is removed again.
         every: of the flips and cuts, which are by far the most, only every so many.
         restart_every: also restart after every so many of these, which takes most of the time, and after all others.
+        prepare: makes the run of an identity.
+        among: only what is done to files whose names begin so.
     """
     shutil.rmtree(directory, ignore_errors=True)
     base, other, run_dir = directory / "base", directory / "other", directory / "run"
-    write_run(base)
-    write_run(other, "another run")
+    prepare(base, RUN_ID)
+    prepare(other, "another run")
     checkpoints = base / "checkpoints"
-    todo = [*changes(checkpoints), *exchange_files(checkpoints, other / "checkpoints")]
+    exchanges = [*exchange_files(checkpoints, other / "checkpoints"), *exchange_ages(checkpoints)]
+    todo = [change for change in (*changes(checkpoints), *exchanges) if change.fault.startswith(among)]
     many = [change for scenario in MANY for change in todo if change.scenario == scenario]
     few = [change for change in todo if change.scenario not in MANY]
     for position, change in enumerate([*few, *many[::every]]):
-        shutil.copytree(base, run_dir)
+        copy_run(base, run_dir)
         change.apply(run_dir / "checkpoints")
         yield _judged(run_dir, change, change.scenario not in MANY or position % restart_every == 0)
         shutil.rmtree(run_dir)
@@ -150,8 +185,8 @@ def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
     told = "; ".join(sorted({problem.file.name for problem in verify_run(run_dir)}))
     equal, survived = not any("loads" in one or "loaded" in one for one in wrong), not wrong
     if restarts:
-        promised = max(set(COMMITTED) - change.hurt)
-        verdict = restart(run_dir, [promised], set(COMMITTED) - change.hurt, damaged=True)
+        kept = set(COMMITTED) - change.hurt
+        verdict = restart(run_dir, [max(kept)], kept, damaged=True)
         survived, equal = survived and verdict.survived, equal and verdict.state_equal
         wrong += [verdict.what] if verdict.what else []
     seconds = time.perf_counter() - started
@@ -160,9 +195,10 @@ def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
 
 def _found_wrong(run_dir: Path, change: Change) -> Iterator[str]:
     problems = verify_run(run_dir)
-    named = {problem.file.name for problem in problems if problem.iteration in change.hurt}
-    if change.blamed and not named & change.blamed:
-        yield f"verify names {sorted(named)}, damaged is one of {sorted(change.blamed)}"
+    for iteration in sorted(change.hurt) if change.blamed else []:
+        named = {problem.file.name for problem in problems if problem.iteration == iteration}
+        if not named & change.blamed:
+            yield f"of {iteration} verify names {sorted(named)}, damaged is one of {sorted(change.blamed)}"
     if {problem.iteration for problem in problems} - change.hurt:
         yield f"verify blames the checkpoints {sorted({problem.iteration or 0 for problem in problems})}"
     # A rank reads its own files and the manifests: damage to the other's is that one's to refuse.
@@ -178,14 +214,14 @@ def _refusals(stores: Collection[CheckpointStore], iteration: int) -> Iterator[t
     for store in stores:
         shard = shard_of(store.rank, FOREIGN)
         try:
-            store.load(iteration, shard)
+            scalars = store.load(iteration, shard)
         except CheckpointCorruptError as error:
             loaded = not same_bits(shard, shard_of(store.rank, FOREIGN))
             yield True, f"refused after some of it had been loaded: {error}" if loaded else ""
         except (CheckpointError, RunMismatchError):
             yield True, ""
         else:
-            right = same_bits(shard, shard_of(store.rank, iteration))
+            right = is_right(store.rank, iteration, shard, scalars)
             yield False, "" if right else f"checkpoint {iteration} loads wrong values on rank {store.rank}"
 
 
@@ -263,7 +299,7 @@ def _swap_steps(name: str) -> Callable[[Path], object]:
     return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(BEFORE) / name)
 
 
-def _swap_ranks(name: str, other: str) -> Callable[[Path], object]:
+def _swap_names(name: str, other: str) -> Callable[[Path], object]:
     return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(NEWEST) / other)
 
 

@@ -9,29 +9,29 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.faults.errors import SAVES, Fault, judge_saves
+from cpsr.benchmarks.faults.errors import Fault, judge_saves
 from cpsr.benchmarks.faults.forked import Gate, fork, wait_for
-from cpsr.benchmarks.faults.job import KEEP_ALL, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.job import KEEP_ALL
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.saves import PLAIN, Saves
 from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import Call
-from cpsr.benchmarks.faults.works import LIFE, RankWriter
 from cpsr.errors import CPSRError
 
 __all__ = ["ENVIRONMENTS", "NOT_INJECTED", "Environment", "in_environment"]
 
 DISK_KIBIBYTES = 1024  # several times what the run takes
-FILE_SIZE_LIMIT_BYTES = 2000  # the file of moments is larger, every other one smaller
+FILE_SIZE_LIMIT_BYTES = 1700  # the moments of the largest operator take more, whatever is written before them less
 # Long beside the polls of whoever lifts the limit meanwhile.
 SHORT_WRITE_MICROSECONDS = 100_000
 POLL_SECONDS = 0.002
 DESCRIPTORS = 64  # a process that saves has far fewer files open
 FREE_KIBIBYTES = (0, 4, 8, 12, 16)  # the save stops at another of its files with each
 DELAY_MICROSECONDS = 20_000
-ROW = (50, 60, 70, 80, 90)  # more saves than there are host buffers
 HELD_UP_SHARE_MAX = 0.25  # of the time that the writing takes; whoever waits for it is held up for most of that
 DAY_SECONDS = 86_400.0
 CLOCKS = {
@@ -40,7 +40,7 @@ CLOCKS = {
     "a hundred years on": lambda real: real + 36_525 * DAY_SECONDS,
 }
 
-Environment = Callable[[Path], Iterator[Outcome]]
+Environment = Callable[[Path, Saves], Iterator[Outcome]]
 
 # What this campaign does not do to a machine; said in its report, so that nobody takes it for tested.
 NOT_INJECTED = {
@@ -50,34 +50,35 @@ NOT_INJECTED = {
 }
 
 
-def in_environment(environment: Environment, directory: Path) -> Iterator[Outcome]:
+def in_environment(environment: Environment, directory: Path, saves: Saves = PLAIN) -> Iterator[Outcome]:
     """Its outcomes; one that was not injected, with the reason, where this machine does not permit it."""
     try:
-        yield from environment(directory)
+        yield from environment(directory, saves)
     except (CPSRError, PermissionError) as error:
         name = environment.__name__.strip("_").replace("_", " ")
         yield Outcome(f"error: {name}", "all of it", False, False, False, 0.0, str(error))
 
 
-def _full_disk(directory: Path) -> Iterator[Outcome]:
+def _full_disk(directory: Path, saves: Saves) -> Iterator[Outcome]:
     """A disk fills up in the middle of a file, which is really written in part; then room is made."""
     with _disk(directory) as disk:
         for free in FREE_KIBIBYTES:
-            stage = Stage(disk / "stage", write_run)
+            stage = Stage(disk / "stage", saves.prepare)
             filler = disk / "filler"
 
             def fill(free: int = free, filler: Path = filler) -> None:
                 _fill(filler, free)
 
-            yield _untraced("full disk", f"{free} KiB are left", "ENOSPC", stage, fill, filler.unlink)
+            yield _untraced(saves, "full disk", f"{free} KiB are left", "ENOSPC", stage, fill, filler.unlink)
             stage.clear()
 
 
-def _read_only_disk(directory: Path) -> Iterator[Outcome]:
+def _read_only_disk(directory: Path, saves: Saves) -> Iterator[Outcome]:
     """The kernel makes a disk read-only, as after an error of its journal; then it is mounted again."""
     with _disk(directory) as disk:
-        stage = Stage(disk / "stage", write_run)
+        stage = Stage(disk / "stage", saves.prepare)
         yield _untraced(
+            saves,
             "read-only disk",
             "before the save",
             "EROFS",
@@ -88,14 +89,14 @@ def _read_only_disk(directory: Path) -> Iterator[Outcome]:
         stage.clear()
 
 
-def _short_write(directory: Path) -> Iterator[Outcome]:
+def _short_write(directory: Path, saves: Saves) -> Iterator[Outcome]:
     """The kernel writes a file up to a limit, which is a short write; the rest is refused, or goes on past it."""
-    yield _short_writes(directory, "the rest is refused", "EFBIG")
-    yield _short_writes(directory, "the rest follows", None)
+    yield _short_writes(directory, saves, "the rest is refused", "EFBIG")
+    yield _short_writes(directory, saves, "the rest follows", None)
 
 
-def _short_writes(directory: Path, what: str, error: str | None) -> Outcome:
-    stage = Stage(directory, write_run)
+def _short_writes(directory: Path, saves: Saves, what: str, error: str | None) -> Outcome:
+    stage = Stage(directory, saves.prepare)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def lift() -> None:
@@ -109,14 +110,14 @@ def _short_writes(directory: Path, what: str, error: str | None) -> Outcome:
             if error is None:
                 threading.Thread(target=_once_met, args=(lift,), daemon=True).start()
 
-        _two_saves(run_dir, gate, limit, lift)
+        _all_saves(saves, run_dir, gate, limit, lift)
 
     # A file's length is set before it is written, which the limit would refuse: that is claimed and not done.
     injections = ["ftruncate:retval=0", f"write:delay_exit={SHORT_WRITE_MICROSECONDS}"]
     status, notes = stage.traced(work, injections)
     short = [call for call in stage.calls() if call.name == "write" and 0 < (call.returned or 0) < _asked(call)]
     where = f"at {FILE_SIZE_LIMIT_BYTES} bytes, {what}"
-    outcome = judge_saves(stage, Fault("short write", (), error), where, status, notes)
+    outcome = judge_saves(saves, stage, Fault("short write", (), error), where, status, notes)
     stage.clear()
     if not short:
         return replace(outcome, injected=False, what="the kernel wrote everything at once")
@@ -143,7 +144,7 @@ def _asked(call: Call) -> int:
     return int(call.arguments.rpartition(", ")[2])
 
 
-def _clock_jumps(directory: Path) -> Iterator[Outcome]:
+def _clock_jumps(directory: Path, saves: Saves) -> Iterator[Outcome]:
     """time() of the process that saves jumps by so much; faketime would do no more, and is seldom there."""
     real = time.time
 
@@ -151,26 +152,26 @@ def _clock_jumps(directory: Path) -> Iterator[Outcome]:
         time.time = real
 
     for name, clock in CLOCKS.items():
-        stage = Stage(directory, write_run)
+        stage = Stage(directory, saves.prepare)
 
         def jump(clock: Callable[[float], float] = clock) -> None:
             time.time = lambda: clock(real())
 
-        yield _untraced("clock jumps", f"time() of the process: {name}", None, stage, jump, right)
+        yield _untraced(saves, "clock jumps", f"time() of the process: {name}", None, stage, jump, right)
         stage.clear()
 
 
-def _slow_disk(directory: Path) -> Iterator[Outcome]:
+def _slow_disk(directory: Path, saves: Saves) -> Iterator[Outcome]:
     """Every write and fsync takes long, so that saves overrun: those without a free buffer are skipped and said."""
-    stage = Stage(directory, write_run)
+    stage = Stage(directory, saves.prepare)
     slow = [f"{name}:delay_enter={DELAY_MICROSECONDS}" for name in ("write", "fsync")]
-    status, notes = stage.traced(_saves_in_a_row, slow)
+    status, notes = stage.traced(partial(_saves_in_a_row, saves), slow)
     endings = {int(save): (ending, reason) for save, ending, reason in notes.get("outcomes", [])}
     skipped = sorted(save for save, (ending, reason) in endings.items() if ending == "skipped" and reason)
     committed = sorted(save for save, (ending, _) in endings.items() if ending == "committed")
     wrong = [f"the process that trains ended with status {status}"] if status else []
-    if not skipped or not committed or len(endings) != len(ROW):
-        wrong.append(f"of the saves {ROW} became {endings}")
+    if not skipped or not committed or len(endings) != len(saves.row):
+        wrong.append(f"of the saves {saves.row} became {endings}")
     if notes.get("held_up_seconds", 0.0) > HELD_UP_SHARE_MAX * notes.get("seconds", 0.0):
         wrong.append(f"training was held up for {notes['held_up_seconds']:.2f} of {notes['seconds']:.2f} s")
     verdict = stage.judged(committed[-1:], committed)
@@ -181,15 +182,12 @@ def _slow_disk(directory: Path) -> Iterator[Outcome]:
     stage.clear()
 
 
-def _saves_in_a_row(run_dir: Path, gate: Gate) -> None:
+def _saves_in_a_row(saves: Saves, run_dir: Path, gate: Gate) -> None:
     """As many saves as come due while the first is still being written."""
-    stores = open_run(run_dir, LIFE)
-    for iteration in ROW:
-        stores[1].write(snapshot_of(1, iteration))
-    rank_0 = RankWriter(stores[0])
+    rank_0 = saves.begin(run_dir, KEEP_ALL, saves.row)
     gate.wait()
     held_up, started = 0.0, time.perf_counter()
-    for iteration in ROW:
+    for iteration in saves.row:
         if not rank_0.begin(iteration):
             rank_0.writer.skip(iteration, "every host buffer is in use: the disk is slow")
         held_up += rank_0.handed_over_seconds
@@ -197,33 +195,38 @@ def _saves_in_a_row(run_dir: Path, gate: Gate) -> None:
 
 
 def _untraced(
-    name: str, where: str, error: str | None, stage: Stage, begin: Callable[[], None], end: Callable[[], None]
+    saves: Saves,
+    name: str,
+    where: str,
+    error: str | None,
+    stage: Stage,
+    begin: Callable[[], None],
+    end: Callable[[], None],
 ) -> Outcome:
-    """A save within the environment and one after it, in a fork, and what a restart finds."""
+    """A save within the environment and those after it, in a fork, and what a restart finds."""
     fault = Fault(name, (), error)
     gate = Gate()
     stage.renew()
 
     try:
-        status = wait_for(fork(lambda: _two_saves(stage.run_dir, gate, begin, end)))
+        status = wait_for(fork(lambda: _all_saves(saves, stage.run_dir, gate, begin, end)))
         notes: dict[str, Any] = gate.notes()
     finally:
         gate.close()
-    outcome = judge_saves(stage, fault, where, status, notes)
+    outcome = judge_saves(saves, stage, fault, where, status, notes)
     met = error is None or not outcome.survived or not outcome.what.startswith("committed")
     return outcome if met else replace(outcome, injected=False, what="the save went through, so it met no error")
 
 
-def _two_saves(run_dir: Path, gate: Gate, begin: Callable[[], None], end: Callable[[], None]) -> None:
+def _all_saves(saves: Saves, run_dir: Path, gate: Gate, begin: Callable[[], None], end: Callable[[], None]) -> None:
     """Rank 0 saves after `begin`, and again after `end`; the other rank's parts are there."""
-    stores = open_run(run_dir, LIFE)
-    for iteration in SAVES:
-        stores[1].write(snapshot_of(1, iteration))
-    rank_0 = RankWriter(stores[0], KEEP_ALL)
-    for iteration, change in zip(SAVES, (begin, end), strict=True):
-        change()
+    rank_0 = saves.begin(run_dir, KEEP_ALL, saves.iterations)
+    begin()
+    for iteration in saves.iterations:
         outcomes = rank_0.save(iteration)
         gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
+        if iteration == saves.iterations[0]:
+            end()
 
 
 @contextmanager

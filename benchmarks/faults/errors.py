@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.faults.forked import Gate
-from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.job import KEEP_ALL
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.saves import PLAIN, RETENTION, Saves
 from cpsr.benchmarks.faults.stage import Stage
-from cpsr.benchmarks.faults.tracing import READING, Call
-from cpsr.benchmarks.faults.works import LIFE, RETENTION, RankWriter
+from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
 from cpsr.config import CheckpointConfig
 
-__all__ = ["FAULTS", "Fault", "inject_everywhere", "judge_saves", "save_twice"]
+__all__ = ["FAULTS", "LINK_FAULTS", "Fault", "inject_everywhere", "judge_saves", "save_all"]
 
 HANDED_OVER_SECONDS = 5.0  # a copy of a few kilobytes, also where other processes take turns; no waiting for a disk
-SAVES = (50, 60)
 MISSED = "the save ended before that call"
 GOOD_ENDINGS = ("committed", "failed", "skipped")
 
@@ -35,6 +34,8 @@ class Fault:
         reads: it befalls calls that read; else those that change something.
         lasting: also every later call of those names fails, as on a full or dead disk.
         config: of the writer, with or without a retention pass after the save.
+        no_links: the file system has no hard links, whatever else goes wrong.
+        harmless: every save is committed all the same.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Fault:
     reads: bool = False
     lasting: bool = False
     config: CheckpointConfig = KEEP_ALL
+    no_links: bool = False
+    harmless: bool = False
 
     @property
     def text(self) -> str:
@@ -51,7 +54,7 @@ class Fault:
         return os.strerror(getattr(errno, self.error)) if self.error else ""
 
 
-_SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir")
+_SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir", "linkat")
 _CHANGES = (*_SPACE, "chmod", "unlink", "rmdir")
 _MODIFIES = tuple(name for name in _CHANGES if name not in ("openat", "fsync"))  # the others go on to read
 _READS = ("openat", *READING)
@@ -70,77 +73,87 @@ FAULTS = (
     Fault("a write lost", ("write",)),
     Fault("fsync does nothing", ("fsync",), share=0.0),
 )
+# Where files are carried along: without links they are copied, and the copies fail like other files.
+LINK_FAULTS = (
+    Fault("EPERM of a link from there on", ("linkat",), "EPERM", lasting=True, harmless=True),
+    Fault("ENOSPC without links", (*_SPACE, "sendfile"), "ENOSPC", no_links=True),
+    Fault("EIO without links", (*_CHANGES, "sendfile"), "EIO", no_links=True),
+    Fault("half of a copy lost", ("sendfile",), share=0.5, no_links=True),
+    Fault("a copy lost", ("sendfile",), no_links=True),
+)
 
 
-def save_twice(run_dir: Path, gate: Gate, config: CheckpointConfig) -> None:
-    """Rank 0 saves at 50 and at 60; the other rank's parts are there."""
-    stores = open_run(run_dir, LIFE)
-    for iteration in SAVES:
-        stores[1].write(snapshot_of(1, iteration))
-    rank_0 = RankWriter(stores[0], config)
+def save_all(saves: Saves, run_dir: Path, gate: Gate, config: CheckpointConfig) -> None:
+    """Rank 0 saves one after the other; the other rank's parts are there."""
+    rank_0 = saves.begin(run_dir, config, saves.iterations)
     gate.wait()
-    for iteration in SAVES:
+    for iteration in saves.iterations:
         outcomes = rank_0.save(iteration)
         gate.note(**{str(iteration): outcomes, f"{iteration} seconds": rank_0.handed_over_seconds})
 
 
-def inject_everywhere(fault: Fault, directory: Path, every: int = 1) -> Iterator[Outcome]:
+def inject_everywhere(fault: Fault, directory: Path, every: int = 1, saves: Saves = PLAIN) -> Iterator[Outcome]:
     """Let the fault happen at each call of a save that it can befall.
 
     Args:
         fault: what happens.
         directory: for the runs; it is removed again.
         every: only every so many calls.
+        saves: what is saved.
 
     Raises:
         CPSRError: strace is absent.
     """
-    stage = Stage(directory, write_run)
+    stage = Stage(directory, saves.prepare)
 
     def work(run_dir: Path, gate: Gate) -> None:
-        save_twice(run_dir, gate, fault.config)
+        save_all(saves, run_dir, gate, fault.config)
 
-    stage.traced(work, reading=True)
+    always = [NO_LINKS] if fault.no_links else []
+    stage.traced(work, always, reading=True)
     calls = stage.calls()
-    for call in _first_save(calls, fault)[::every]:
-        status, notes = stage.traced(work, _injections(fault, call, calls), reading=True)
-        if stage.injected():
-            yield judge_saves(stage, fault, str(call), status, notes)
+    for call in _first_save(calls, fault, saves)[::every]:
+        status, notes = stage.traced(work, [*always, *_injections(fault, call, calls)], reading=True)
+        if stage.injected(besides="linkat" if fault.no_links else None):
+            yield judge_saves(saves, stage, fault, str(call), status, notes)
         else:
             yield Outcome(f"error: {fault.name}", str(call), False, False, False, 0.0, MISSED)
     stage.clear()
 
 
-def judge_saves(stage: Stage, fault: Fault, where: str, status: int, notes: dict[str, Any]) -> Outcome:
-    """Whether both saves ended as they may, and a restart finds what they said is committed."""
+def judge_saves(saves: Saves, stage: Stage, fault: Fault, where: str, status: int, notes: dict[str, Any]) -> Outcome:
+    """Whether all saves ended as they may, and a restart finds what they said is committed."""
     scenario = f"error: {fault.name}"
-    wrong = list(_wrong_endings(fault, status, notes))
-    committed = [save for save in SAVES if _ending(notes, save)[0] == "committed"]
-    newest = max([*COMMITTED, *committed])
-    kept = [*COMMITTED, *committed]
+    wrong = list(_wrong_endings(saves, fault, status, notes))
+    kept = [*saves.committed, *(save for save in saves.iterations if _ending(notes, save)[0] == "committed")]
+    newest = max(kept)
     if fault.config is RETENTION:
         kept = kept[-RETENTION.full_checkpoints :]
     # A disk that fails for good may take the commit record in and refuse both to confirm it and to remove it.
-    possible = {newest, *SAVES} if fault.lasting else {newest}
+    possible = {newest, *saves.iterations} if fault.lasting else {newest}
     verdict = stage.judged(possible, kept)
-    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else ": ".join(_ending(notes, SAVES[0]))
+    told = ": ".join(_ending(notes, saves.iterations[0]))
+    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else told
     return Outcome(scenario, where, True, not wrong and verdict.survived, verdict.state_equal, verdict.seconds, what)
 
 
-def _wrong_endings(fault: Fault, status: int, notes: dict[str, Any]) -> Iterator[str]:
+def _wrong_endings(saves: Saves, fault: Fault, status: int, notes: dict[str, Any]) -> Iterator[str]:
     if status != 0:
         yield f"the process that trains ended with status {status}"
-    first, reason = _ending(notes, SAVES[0])
+    first, reason = _ending(notes, saves.iterations[0])
     if first not in GOOD_ENDINGS:
         yield f"the save ended as {first!r}"
+    if fault.harmless and any(_ending(notes, save)[0] != "committed" for save in saves.iterations):
+        yield "a save was not committed, although it could be"
     if first != "committed" and (not reason or fault.text not in reason):
         yield f"its reason does not say {fault.text!r}: {reason!r}"
     if "unexpected" in reason:
         yield f"its reason is of no use to the reader: {reason!r}"
-    second, reason = _ending(notes, SAVES[1])
-    if second != "committed" and (not fault.lasting or fault.text not in reason):
-        yield f"the save after it ended as {second!r}: {reason}"
-    for save in SAVES:
+    for save in saves.iterations[1:]:
+        ending, reason = _ending(notes, save)
+        if ending != "committed" and (not fault.lasting or fault.text not in reason):
+            yield f"the save after it, at {save}, ended as {ending!r}: {reason}"
+    for save in saves.iterations:
         seconds = notes.get(f"{save} seconds", 0.0)
         if seconds > HANDED_OVER_SECONDS:
             yield f"training was held up for {seconds:.2f} s"
@@ -152,9 +165,9 @@ def _ending(notes: dict[str, Any], save: int) -> tuple[str, str]:
     return outcomes[0][1], outcomes[0][2]
 
 
-def _first_save(calls: Sequence[Call], fault: Fault) -> list[Call]:
+def _first_save(calls: Sequence[Call], fault: Fault, saves: Saves) -> list[Call]:
     """The calls of the first save that the fault can befall: those until the second one's directory is touched."""
-    second = f"step-{SAVES[1]:010d}"
+    second = f"step-{saves.iterations[1]:010d}"
     end = next(place for place, call in enumerate(calls) if second in call.arguments)
     return [call for call in calls[:end] if call.name in fault.calls and call.changes != fault.reads]
 

@@ -1,18 +1,22 @@
 """The job whose checkpoints meet the faults: two ranks with small tensors that follow from rank and iteration."""
 
+import os
+import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CPSRError
 from cpsr.state import OperatorState, ParamSlice, Shard
 
-__all__ = ["COMMITTED", "INTERVAL", "KEEP_ALL", "RANKS", "RUN_ID", "commit", "open_run", "same_bits", "scalars_of"]
-__all__ += ["shard_of", "snapshot_of", "write_run"]
+__all__ = ["COMMITTED", "INTERVAL", "KEEP_ALL", "RANKS", "RUN_ID", "commit", "commit_snapshots", "copy_run", "open_run"]
+__all__ += ["same_bits", "scalars_of", "shard_of", "snapshot_of", "write_run"]
 
 RANKS = 2
 RUN_ID = "faults"
@@ -21,7 +25,7 @@ COMMITTED = (10, 20, 30, 40)  # what a run holds before a fault
 KEEP_ALL = CheckpointConfig(full_checkpoints=100)
 COMMIT_TIMEOUT_SECONDS = 20.0
 OTHER_SEED = 1_000_000  # the generator takes no more than 32 bits
-SIZES = (5, 0, 200)  # elements of each operator's slice: none on this rank is among them
+SIZES = (5, 0, 200, 9)  # elements of each operator's slice: none on this rank is among them
 
 
 def shard_of(rank: int, iteration: int, run_id: str = RUN_ID) -> Shard:
@@ -54,19 +58,29 @@ def snapshot_of(rank: int, iteration: int, run_id: str = RUN_ID) -> Snapshot:
     return Snapshot(iteration, shard_of(rank, iteration, run_id), scalars_of(iteration))
 
 
-def open_run(run_dir: Path, life: int, run_id: str = RUN_ID) -> list[CheckpointStore]:
+def open_run(run_dir: Path, life: int, run_id: str = RUN_ID, missing: Missing | None = None) -> list[CheckpointStore]:
     """The store of each rank."""
-    return [CheckpointStore(run_dir, rank, RANKS, run_id, life) for rank in range(RANKS)]
+    return [CheckpointStore(run_dir, rank, RANKS, run_id, life, missing=missing) for rank in range(RANKS)]
 
 
-def commit(stores: list[CheckpointStore], iteration: int, run_id: str = RUN_ID) -> None:
+def commit(stores: Sequence[CheckpointStore], iteration: int, run_id: str = RUN_ID) -> None:
     """One whole save by all ranks.
 
     Raises:
         CPSRError: it was not committed.
     """
-    for rank in reversed(range(RANKS)):
-        stores[rank].write(snapshot_of(rank, iteration, run_id))
+    commit_snapshots(stores, [snapshot_of(store.rank, iteration, run_id) for store in stores])
+
+
+def commit_snapshots(stores: Sequence[CheckpointStore], snapshots: Sequence[Snapshot]) -> None:
+    """One save of these by all ranks.
+
+    Raises:
+        CPSRError: it was not committed.
+    """
+    for store, snapshot in reversed(list(zip(stores, snapshots, strict=True))):
+        store.write(snapshot)
+    iteration = snapshots[0].iteration
     result = stores[0].commit(iteration, COMMIT_TIMEOUT_SECONDS, threading.Event())
     if not result.committed:
         raise CPSRError(f"checkpoint {iteration} was not committed: {result.reason}")
@@ -78,6 +92,20 @@ def write_run(run_dir: Path, run_id: str = RUN_ID) -> None:
     stores[0].prepare()
     for iteration in COMMITTED:
         commit(stores, iteration, run_id)
+
+
+def copy_run(run_dir: Path, target: Path) -> None:
+    """Copy a run; files that checkpoints share under several names are shared by the copies, too."""
+    copied: dict[int, str] = {}
+
+    def copy(source: str, destination: str) -> str:
+        first = copied.setdefault(Path(source).stat().st_ino, destination)
+        if first == destination:
+            return shutil.copy2(source, destination)
+        os.link(first, destination)
+        return destination
+
+    shutil.copytree(run_dir, target, copy_function=copy)
 
 
 def same_bits(found: Shard, expected: Shard) -> bool:

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cpsr.benchmarks.faults.oracle import Verdict
 from cpsr.benchmarks.faults.outcome import Outcome
@@ -34,8 +35,8 @@ def kill_everywhere(work: Work, directory: Path, every: int = 1) -> Iterator[Out
         CPSRError: the work does not even succeed without a fault, or strace is absent.
     """
     stage = Stage(directory, work.prepare)
-    status, notes = stage.traced(work.run, beside=work.beside)
-    verdict = _judged(stage, work, done=bool(notes.get("done")))
+    status, notes = stage.traced(work.run, work.always, beside=work.beside)
+    verdict = _judged(stage, work, notes)
     if status != 0 or "beside" in notes or not (verdict.survived and verdict.state_equal):
         raise CPSRError(f"{work.name!r} goes wrong without any fault: status {status}, {notes}, {verdict.what}")
     for call in [call for call in stage.calls() if call.changes][::every]:
@@ -47,7 +48,7 @@ def _killed(stage: Stage, work: Work, call: Call) -> Outcome:
     scenario = f"kill: {work.name}"
     injection = f"{call.name}:signal=KILL:when={call.number}"
     for _ in range(TRIES):
-        status, notes = stage.traced(work.run, [injection], beside=work.beside)
+        status, notes = stage.traced(work.run, [*work.always, injection], beside=work.beside)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             break
     else:
@@ -55,7 +56,7 @@ def _killed(stage: Stage, work: Work, call: Call) -> Outcome:
     if "beside" in notes:
         return Outcome(scenario, str(call), True, False, False, 0.0, str(notes["beside"]))
     _tear(stage.run_dir)
-    return Outcome(scenario, str(call), True, **vars(_judged(stage, work, done=bool(notes.get("done")))))
+    return Outcome(scenario, str(call), True, **vars(_judged(stage, work, notes)))
 
 
 def _tear(run_dir: Path) -> None:
@@ -65,5 +66,7 @@ def _tear(run_dir: Path) -> None:
             os.truncate(path, path.stat().st_size // 2)
 
 
-def _judged(stage: Stage, work: Work, *, done: bool) -> Verdict:
-    return stage.judged({work.done} if done else work.newest, work.kept, damaged=work.damaged)
+def _judged(stage: Stage, work: Work, notes: dict[str, Any]) -> Verdict:
+    newest = {work.done} if notes.get("done") else notes.get("newest", work.newest)
+    kept = work.kept if notes.get("done") else notes.get("kept", work.kept)
+    return stage.judged(newest, kept, damaged=work.damaged)

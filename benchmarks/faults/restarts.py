@@ -1,15 +1,15 @@
 """Errors of the file system at every call with which a restart reads."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cpsr.benchmarks.faults.forked import Gate
-from cpsr.benchmarks.faults.job import COMMITTED, RANKS, open_run, same_bits, scalars_of, shard_of, write_run
-from cpsr.benchmarks.faults.oracle import FOREIGN
+from cpsr.benchmarks.faults.job import COMMITTED, RANKS, open_run, shard_of, write_run
+from cpsr.benchmarks.faults.oracle import FOREIGN, is_right
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.saves import LIFE
 from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import READING, Call
-from cpsr.benchmarks.faults.works import LIFE
 from cpsr.errors import CPSRError
 
 __all__ = ["ERRORS", "restart_under"]
@@ -19,18 +19,21 @@ ERRORS = ("EIO", "EMFILE", "EINTR")
 CALLS = ("openat", *READING)
 
 
-def restart_under(error: str, directory: Path, every: int = 1) -> Iterator[Outcome]:
+def restart_under(
+    error: str, directory: Path, every: int = 1, prepare: Callable[[Path], None] = write_run
+) -> Iterator[Outcome]:
     """Let one call of a restart fail: it loads the right state or refuses, and the next restart finds everything.
 
     Args:
         error: name of the errno.
         directory: for the runs; it is removed again.
         every: only every so many calls.
+        prepare: makes the run.
 
     Raises:
         CPSRError: strace is absent.
     """
-    stage = Stage(directory, write_run)
+    stage = Stage(directory, prepare)
     stage.traced(_restart, reading=True)
     for call in [call for call in stage.calls() if call.name in CALLS and _can_fail(error, call)][::every]:
         status, notes = stage.traced(_restart, [f"{call.name}:error={error}:when={call.number}"], reading=True)
@@ -54,9 +57,7 @@ def _restart(run_dir: Path, gate: Gate) -> None:
     except (CPSRError, OSError) as error:
         gate.note(refused=f"{type(error).__name__}: {error}")
         return
-    equal = all(
-        same_bits(shards[rank], shard_of(rank, newest)) and scalars[rank] == scalars_of(newest) for rank in range(RANKS)
-    )
+    equal = all(is_right(rank, newest, shards[rank], scalars[rank]) for rank in range(RANKS))
     gate.note(newest=newest, equal=equal)
 
 

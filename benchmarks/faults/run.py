@@ -20,11 +20,12 @@ from cpsr.benchmarks.machine import describe_machine
 from cpsr.benchmarks.output import progress_bar, verdict, work_directory
 from cpsr.errors import ConfigError, CPSRError
 
-__all__ = ["main"]
+__all__ = ["main", "parts_asked_for"]
 
 SHOWN_MAX = 20  # faults that were not survived; the JSON file has all
 READS_EVERY = 5  # hundreds of calls read the same few files, for each of the errors
 LIVE = "live"
+SPARSE = "sparse"
 
 
 def main(
@@ -35,7 +36,8 @@ def main(
     Args:
         json_path: where the figures go.
         every: only every so many faults of each scenario, and scenarios of live jobs.
-        only: names of parts, comma-separated; empty for all. Live jobs are the part `live`.
+        only: names of parts, comma-separated; empty for all. Live jobs are the part `live`; `sparse` stands for all
+            parts with sparse checkpoints.
         workdir: where the runs lie; by default the temporary directory.
         seed: the scenarios of live jobs are drawn with it.
 
@@ -43,7 +45,7 @@ def main(
         ConfigError: there is no part of that name.
         CPSRError: strace is absent, or a fault was not survived (after everything is printed and written).
     """
-    names = _chosen(only)
+    names = parts_asked_for(only)
     parts = [(name, every * _stride(name)) for name in names if name != LIVE]
     if parts:
         require_strace()
@@ -94,17 +96,18 @@ def _progressing(console: Console, outcomes: Iterator[Outcome]) -> list[Outcome]
     return found
 
 
-def _chosen(only: str) -> list[str]:
+def parts_asked_for(only: str) -> list[str]:
+    """Names of parts, in the order in which they run; ConfigError where there is none of a name."""
     known = [*PARTS, LIVE]
-    names = only.split(",") if only else known
-    unknown = sorted(set(names) - set(known))
+    asked = only.split(",") if only else known
+    unknown = sorted(set(asked) - {*known, SPARSE})
     if unknown:
-        raise ConfigError(f"no part of the campaign is called {unknown[0]!r}; there are {', '.join(known)}")
-    return names
+        raise ConfigError(f"no part of the campaign is called {unknown[0]!r}; there are {', '.join([*known, SPARSE])}")
+    return [name for name in known if name in asked or (SPARSE in asked and SPARSE in name)]
 
 
 def _stride(name: str) -> int:
-    return READS_EVERY if name.startswith("restart: ") or name.endswith("of a read") else 1
+    return READS_EVERY if "restart: " in name or name.endswith("of a read") else 1
 
 
 def _rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:

@@ -2,35 +2,22 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpsr.benchmarks.faults.experts import open_sparse, write_sparse
 from cpsr.benchmarks.faults.forked import POLL_SECONDS, Gate
-from cpsr.benchmarks.faults.job import (
-    COMMITTED,
-    KEEP_ALL,
-    commit,
-    open_run,
-    scalars_of,
-    shard_of,
-    snapshot_of,
-    write_run,
-)
+from cpsr.benchmarks.faults.job import COMMITTED, INTERVAL, KEEP_ALL, commit, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
+from cpsr.benchmarks.faults.tracing import NO_LINKS
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.snapshot import Part, SnapshotPool
-from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.writer import CheckpointWriter
-from cpsr.config import CheckpointConfig
+from cpsr.checkpoint.snapshot import Part
 from cpsr.errors import CPSRError
 
-__all__ = ["LIFE", "WORKS", "RankWriter", "Work"]
+__all__ = ["WORKS", "Work"]
 
-LIFE = 2  # the first one wrote what the run holds
-DRAIN_SECONDS = 30.0
 GRACE_SECONDS = 0.1  # for a save of rank 0, once the other rank has died
-# Of the four checkpoints the newest two stay whole, 20 is thinned to its weights, 10 goes.
-RETENTION = CheckpointConfig(history_span_iterations=10, history_min_checkpoints=3, full_checkpoints=2)
 
 
 @dataclass(frozen=True)
@@ -41,11 +28,12 @@ class Work:
         name: for the report.
         prepare: makes the run directory as it is before, in a fork.
         run: opens what it needs, waits at the gate, works, and notes `done`.
-        newest: one of these is the newest checkpoint after an interruption.
+        newest: one of these is the newest checkpoint after an interruption, unless the work notes others on its way.
         done: the newest one once the work is done.
-        kept: whole checkpoints that are there in any case.
+        kept: whole checkpoints that are there in any case, unless the work notes others on its way.
         damaged: the run held a damaged checkpoint before.
         beside: in a process that is not interrupted, while the work runs.
+        always: injections (see `Tracer`) that the work meets in any case.
     """
 
     name: str
@@ -56,50 +44,7 @@ class Work:
     kept: frozenset[int] = field(default_factory=lambda: frozenset(COMMITTED))
     damaged: bool = False
     beside: Callable[[Path, Gate], None] | None = None
-
-
-class RankWriter:
-    """One rank's pool and writer, as a job has them.
-
-    Args:
-        store: of the rank.
-        config: timeout and retention.
-
-    Attributes:
-        handed_over_seconds: how long the newest snapshot held up the thread that trains.
-    """
-
-    def __init__(self, store: CheckpointStore, config: CheckpointConfig = KEEP_ALL) -> None:
-        self.pool = SnapshotPool(shard_of(store.rank, 0))
-        self.writer = CheckpointWriter(store, self.pool, config)
-        self.handed_over_seconds = 0.0
-        self._rank = store.rank
-
-    def begin(self, iteration: int, part: Part = "whole") -> bool:
-        """Take a snapshot and hand it to the writer; False where no buffer was free."""
-        shard, scalars = shard_of(self._rank, iteration), scalars_of(iteration)
-        started = time.perf_counter()
-        self.pool.begin(shard, iteration, scalars, part)
-        snapshot = self.pool.finish()
-        if snapshot is not None:
-            self.writer.submit(snapshot)
-        self.handed_over_seconds = time.perf_counter() - started
-        return snapshot is not None
-
-    def wait(self) -> list[tuple[int, str, str]]:
-        """Iteration, status and reason of every save, once nothing is under way.
-
-        Raises:
-            CPSRError: the writer does not come to an end.
-        """
-        if not self.writer.drain(DRAIN_SECONDS):
-            raise CPSRError(f"the writer is not through after {DRAIN_SECONDS:g} s")
-        return [(one.iteration, one.status, one.reason) for one in self.writer.outcomes()]
-
-    def save(self, iteration: int, part: Part = "whole") -> list[tuple[int, str, str]]:
-        """Take one snapshot and wait for what becomes of it."""
-        self.begin(iteration, part)
-        return self.wait()
+    always: tuple[str, ...] = ()
 
 
 def _save(run_dir: Path, gate: Gate) -> None:
@@ -133,10 +78,13 @@ def _rank_0_lives_on(run_dir: Path, gate: Gate) -> None:
 def _save_of_both(run_dir: Path, gate: Gate) -> None:
     ranks = [RankWriter(store) for store in open_run(run_dir, LIFE)]
     gate.wait()
+    gate.note(done=True, outcomes=_save_by_both(ranks, 50))
+
+
+def _save_by_both(ranks: Sequence[RankWriter], iteration: int) -> list[list[tuple[int, str, str]]]:
     for rank in ranks:
-        rank.begin(50)
-    outcomes = [rank.wait() for rank in reversed(ranks)]
-    gate.note(done=True, outcomes=outcomes)
+        rank.begin(iteration)
+    return [rank.wait() for rank in reversed(ranks)]
 
 
 def _with_an_abandoned_save(run_dir: Path) -> None:
@@ -218,9 +166,43 @@ def _quarantine(run_dir: Path, gate: Gate) -> None:
 
 def _with_damage_and_remains(run_dir: Path) -> None:
     _with_a_save_under_way(run_dir)
-    stores = open_run(run_dir, LIFE)
-    (stores[0].directory / "step-0000000040" / "manifest.json").write_bytes(b"{")
-    (stores[0].directory / "step-0000000030" / ".tmpAbCdEf").write_bytes(b"torn")
+    _damage(run_dir)
+
+
+def _damage(run_dir: Path) -> None:
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step-0000000040" / "manifest.json").write_bytes(b"{")
+    (checkpoints / "step-0000000030" / ".tmpAbCdEf").write_bytes(b"torn")
+
+
+def _save_chain(run_dir: Path, gate: Gate) -> None:
+    """Sparse saves, each with a retention pass that removes older ones whose files are carried along."""
+    rank_0 = CHAIN.begin(run_dir, RETENTION, CHAIN.iterations)
+    done = CHAIN.before[-1]
+    gate.note(newest=[done, done + INTERVAL], kept=[done])
+    gate.wait()
+    for iteration in CHAIN.iterations:
+        outcomes = rank_0.save(iteration)
+        gate.note(newest=[iteration, iteration + INTERVAL], kept=[iteration], outcomes=outcomes)
+    gate.note(done=True)
+
+
+def _save_sparse_of_both(run_dir: Path, gate: Gate) -> None:
+    ranks = [RankWriter(store, KEEP_ALL, CHAIN.experts) for store in open_sparse(run_dir, LIFE)]
+    _save_by_both(ranks, 50)
+    gate.wait()
+    gate.note(done=True, outcomes=_save_by_both(ranks, 60))
+
+
+def _with_a_sparse_save_under_way(run_dir: Path) -> None:
+    """What the other rank wrote names files of a committed checkpoint."""
+    write_sparse(run_dir)
+    SPARSE.begin(run_dir, KEEP_ALL, [60])
+
+
+def _with_sparse_damage_and_remains(run_dir: Path) -> None:
+    _with_a_sparse_save_under_way(run_dir)
+    _damage(run_dir)
 
 
 def _restart(run_dir: Path, gate: Gate) -> None:
@@ -230,6 +212,7 @@ def _restart(run_dir: Path, gate: Gate) -> None:
     gate.note(done=True)
 
 
+_SPARSE_KEPT = frozenset(SPARSE.committed)
 WORKS = (
     Work("save and commit", write_run, _save, frozenset({40, 50}), 50),
     Work("save of another rank", write_run, _save_of_the_other, frozenset({40, 50}), 50, beside=_rank_0_lives_on),
@@ -241,4 +224,24 @@ WORKS = (
     Work("roll-back", _with_a_save_under_way, _abandon, frozenset({20, 30, 40}), 20, frozenset({10, 20})),
     Work("setting aside", write_run, _quarantine, frozenset({30, 40}), 30, frozenset({10, 20, 30})),
     Work("restart", _with_damage_and_remains, _restart, frozenset({30}), 30, frozenset({10, 20, 30}), damaged=True),
+    Work("sparse chain", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80})),
+    Work("sparse chain by copies", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80}), always=(NO_LINKS,)),
+    Work("sparse save of both ranks", write_sparse, _save_sparse_of_both, frozenset({50, 60}), 60, _SPARSE_KEPT),
+    Work(
+        "sparse roll-back",
+        _with_a_sparse_save_under_way,
+        _abandon,
+        frozenset({20, 30, 40, 50}),
+        20,
+        frozenset({10, 20}),
+    ),
+    Work(
+        "sparse restart",
+        _with_sparse_damage_and_remains,
+        _restart,
+        frozenset({50}),
+        50,
+        _SPARSE_KEPT - {40},
+        damaged=True,
+    ),
 )

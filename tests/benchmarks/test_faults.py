@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.faults.run import main
+from cpsr.benchmarks.faults.run import main, parts_asked_for
 from cpsr.benchmarks.faults.tracing import why_no_strace
 from cpsr.errors import ConfigError, CPSRError
 
@@ -26,6 +26,12 @@ def test_a_small_campaign_leaves_its_figures_and_nothing_else(
     assert (report["not_survived"], report["not_injected"]) == ([], [])
     assert "power cut" in report["never_injected"]
     assert list(workdir.iterdir()) == []
+
+
+def test_sparse_stands_for_every_part_with_sparse_checkpoints() -> None:
+    names = parts_asked_for("sparse,live")
+    assert {"kill: sparse chain", "sparse error: EIO", "sparse restart: EIO", "sparse damage", "live"} <= set(names)
+    assert all("sparse" in name for name in names if name != "live")
 
 
 def test_an_unknown_part_is_refused_by_name() -> None:

@@ -3,14 +3,26 @@
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.faults.damage import NEWEST, damage_regions, files_of, regions, step
-from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, RANKS, commit, open_run, same_bits, shard_of, write_run
+from cpsr.benchmarks.faults.damage import NEWEST, damage_regions, files_of, holders, regions, step
+from cpsr.benchmarks.faults.experts import write_sparse
+from cpsr.benchmarks.faults.job import (
+    COMMITTED,
+    KEEP_ALL,
+    RANKS,
+    commit,
+    copy_run,
+    open_run,
+    same_bits,
+    shard_of,
+    write_run,
+)
 from cpsr.benchmarks.faults.oracle import FOREIGN, restart
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.checkpoint.manifest import commit_record
@@ -53,9 +65,50 @@ def test_damage_is_named_refused_and_survived(some: list[Outcome], scenario: str
     require_good([outcome for outcome in some if outcome.scenario == scenario], at_least)
 
 
+@pytest.fixture(scope="module")
+def some_of_sparse(fast_directory: Path) -> list[Outcome]:
+    return list(damage_regions(fast_directory / "damage-sparse", SOME_EVERY, 10, write_sparse, "rank-00001.experts"))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "at_least"),
+    [
+        ("damage: flipped bit", 10),
+        ("damage: cut off", 10),
+        ("damage: longer", 6),
+        ("damage: file gone", 6),
+        ("exchange: of another run", 6),
+        ("exchange: between ages", 6),
+    ],
+)
+def test_damage_in_what_is_carried_along_is_found_in_each_checkpoint_that_holds_it(
+    some_of_sparse: list[Outcome], scenario: str, at_least: int
+) -> None:
+    require_good([outcome for outcome in some_of_sparse if outcome.scenario == scenario], at_least)
+
+
+def test_a_copy_of_a_run_shares_the_files_that_the_run_shares(fast_directory: Path) -> None:
+    write_sparse(fast_directory / "shared")
+    copy_run(fast_directory / "shared", fast_directory / "copy")
+    for run_dir in (fast_directory / "shared", fast_directory / "copy"):
+        carried = {path.name: holders(run_dir / "checkpoints", path.name) for path in experts_of(run_dir)}
+        assert carried == {
+            f"rank-{rank:05d}.experts-{age:010d}.{kind}.safetensors": frozenset(range(age, NEWEST + 1, 10))
+            for rank in range(RANKS)
+            for age in (20, 30, 40)
+            for kind in ("params", "moments")
+        }
+
+
+def experts_of(run_dir: Path) -> list[Path]:
+    """Files of experts in the newest checkpoint."""
+    return list((run_dir / "checkpoints" / step(NEWEST)).glob("*.experts-*"))
+
+
 @pytest.mark.slow
-def test_every_region_of_every_file(fast_directory: Path) -> None:
-    require_good(list(damage_regions(fast_directory / "damage-all", 1, restart_every=20)), 1500)
+@pytest.mark.parametrize(("prepare", "at_least"), [(write_run, 1500), (write_sparse, 2500)])
+def test_every_region_of_every_file(fast_directory: Path, prepare: Callable[[Path, str], None], at_least: int) -> None:
+    require_good(list(damage_regions(fast_directory / "damage-all", 1, 20, prepare)), at_least)
 
 
 def test_the_regions_are_all_of_every_file(run_dir: Path) -> None:

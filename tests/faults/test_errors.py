@@ -22,6 +22,15 @@ SOME: Parts = {
     "restart: EIO": 25,
     "restart: EMFILE": 10,
     "restart: EINTR": 30,
+    "sparse error: ENOSPC": 15,
+    "sparse error: EIO and retention": 25,
+    "sparse error: EIO from there on": 25,
+    "sparse error: EIO of a read": 60,
+    "sparse error: fsync does nothing": 8,
+    "sparse error: EPERM of a link from there on": 1,
+    "sparse error: ENOSPC without links": 20,
+    "sparse error: half of a copy lost": 2,
+    "sparse restart: EIO": 60,
 }
 CALLS = {
     "error: ENOSPC": 30,
@@ -39,6 +48,15 @@ CALLS = {
     "restart: EIO": 100,
     "restart: EMFILE": 45,
     "restart: EINTR": 100,
+    "sparse error: ENOSPC": 45,
+    "sparse error: EIO and retention": 75,
+    "sparse error: EIO from there on": 50,
+    "sparse error: EIO of a read": 120,
+    "sparse error: fsync does nothing": 12,
+    "sparse error: EPERM of a link from there on": 2,
+    "sparse error: ENOSPC without links": 50,
+    "sparse error: half of a copy lost": 4,
+    "sparse restart: EIO": 180,
 }
 ENVIRONMENTS = {
     "error: full disk": 5,

@@ -16,6 +16,10 @@ SOME: Parts = {
     "kill: roll-back": 4,
     "kill: setting aside": 2,
     "kill: restart": 4,
+    "kill: sparse chain": 30,
+    "kill: sparse chain by copies": 70,
+    "kill: sparse roll-back": 14,
+    "kill: sparse restart": 10,
 }
 EVERY: Parts = {f"kill: {work.name}": 1 for work in WORKS}
 # Calls that change files in each: none of them can become fewer without notice.
@@ -30,6 +34,11 @@ CALLS = {
     "kill: roll-back": 15,
     "kill: setting aside": 6,
     "kill: restart": 12,
+    "kill: sparse chain": 230,
+    "kill: sparse chain by copies": 280,
+    "kill: sparse save of both ranks": 90,
+    "kill: sparse roll-back": 25,
+    "kill: sparse restart": 14,
 }
 
 
