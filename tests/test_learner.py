@@ -121,6 +121,14 @@ def _wait_for(predictor: Reader, known: list[int]) -> None:
         time.sleep(0.01)
 
 
+def _failure_of(learner: Learner) -> str:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (failure := learner.failure()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return failure
+
+
 def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: float = 1.0) -> Learner:
     """A learner in the middle of a slice, which holds the predictor until `predictor.go_on` is set."""
     learner = Learner(predictor, BudgetPace(pace))
@@ -259,10 +267,7 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 0)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (failure := learner.failure()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    failure = _failure_of(learner)
     assert "RuntimeError: no such tensor" in failure
     assert learner.failure() is None  # said once
     assert learner.state_dict()["known"] == [10, 20]
@@ -282,10 +287,7 @@ def test_what_was_learned_is_kept_where_tidying_up_fails(
     learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled, 0)
     learner.notify(20, 0)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (failure := learner.failure()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    failure = _failure_of(learner)
     assert "OSError: cannot be unmapped" in failure
     assert learner.state_dict()["known"] == [10, 20]
     learner.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.experts.tasks import FailingTask
+from cpsr.benchmarks.recovery.files import read_json, write_json
 
 __all__ = ["kept"]
 
@@ -23,7 +24,10 @@ def kept(cache: Path, task: FailingTask, machine: Mapping[str, Any], measure: Ca
         cache: a directory, made where it is missing.
         task: of a job in which nothing is timed.
         machine: see `describe_machine`.
-        measure: starts the job; its result is plain data.
+        measure: starts the job; its result is plain data with finite numbers.
+
+    Raises:
+        CPSRError: a kept file is damaged.
     """
     code = machine["code"]
     if code is None or code.endswith("+"):
@@ -31,11 +35,9 @@ def kept(cache: Path, task: FailingTask, machine: Mapping[str, Any], measure: Ca
     identity = {"task": task.model_dump(mode="json"), **{key: machine[key] for key in _DECISIVE}}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = cache / f"{digest[:32]}.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))["found"]
+    before = read_json(path)
+    if before is not None:
+        return before["found"]
     found = measure()
-    cache.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps({"identity": identity, "found": found}), encoding="utf-8")
-    unfinished.replace(path)  # whole or not at all
+    write_json(path, {"identity": identity, "found": found})
     return found

@@ -160,7 +160,13 @@ def _measure_failures(
 
     def follow(place: int) -> Any:
         task = tasks[place]
-        found = kept_or(task=task, measure=partial(_launched, directory / f"failing-{place}", task))
+
+        def measured() -> Any:
+            told = _launched(directory / f"failing-{place}", task)
+            costs(task, told)  # a training that diverged is named, and not kept
+            return told
+
+        found = kept_or(task=task, measure=measured)
         progress.advance(bar)
         return found
 

@@ -20,7 +20,7 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "SetAside", "newest_whole", "scan", "scan_in_pieces", "set_aside"]
-__all__ += ["note_set_aside", "set_aside_list"]
+__all__ += ["note_set_aside", "set_aside_list", "warn_once"]
 
 # Between two yields of a scan: 0.1 ms each, where a checkpoint has few ranks.
 CHECKPOINTS_AT_ONCE = 8
@@ -127,7 +127,7 @@ def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | N
         try:
             manifest = _of_committed(directory, read_manifest)
         except DamagedFileError as error:
-            _warn_once(error)
+            warn_once(checkpoints, f"checkpoint is skipped: {error}")
             continue
         if manifest is not None and not manifest.partial:
             return directory, manifest
@@ -168,11 +168,11 @@ def _of_committed(directory: Path, read: Callable[[Path], _Found]) -> _Found | N
         return None  # a retention pass is deleting it at this moment
 
 
-def _warn_once(error: DamagedFileError) -> None:
-    """The same directory is looked through for every checkpoint."""
-    if (error.file, error.what) not in _warned:
-        _warned.add((error.file, error.what))
-        _log.warning("checkpoint is skipped: %s", error)
+def warn_once(checkpoints: Path, message: str) -> None:
+    """Log what is found each time that a directory is looked through, which it is for every checkpoint."""
+    if (checkpoints, message) not in _warned:
+        _warned.add((checkpoints, message))
+        _log.warning("%s", message)
 
 
 def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:

@@ -1,6 +1,5 @@
 """The committed checkpoints of one rank as the series that a predictor reads: memory-mapped, piece by piece."""
 
-import logging
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces
+from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
 from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, file_name, holds_weights
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError
@@ -20,9 +19,6 @@ __all__ = ["DiskHistory", "ReadManifest"]
 
 # Between two yields: half a millisecond.
 OPERATORS_AT_ONCE = 256
-
-_log = logging.getLogger(__name__)
-_warned: set[tuple[Path, str]] = set()
 
 
 class _Slice(NamedTuple):
@@ -265,7 +261,7 @@ class DiskHistory:
 
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason
-        _warn_once(self._directory, f"checkpoint {iteration} is left out of the prediction: {reason}")
+        warn_once(self._directory, f"checkpoint {iteration} is left out of the prediction: {reason}")
 
     def _common_operators(self) -> dict[str, _Slice]:
         if not self._checkpoints:
@@ -278,7 +274,7 @@ class DiskHistory:
         known = {name for one in different for name in one}
         if left_out := sorted(known - common.keys()):
             told = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
-            _warn_once(self._directory, told)
+            warn_once(self._directory, told)
         return common
 
 
@@ -298,13 +294,6 @@ def _names(path: Path) -> set[str]:
     """Tensors in a file."""
     with open_tensors(path) as file:
         return set(file.keys())
-
-
-def _warn_once(store_directory: Path, message: str) -> None:
-    """The history is opened anew for every checkpoint that is learned from, and finds the same each time."""
-    if (store_directory, message) not in _warned:
-        _warned.add((store_directory, message))
-        _log.warning("%s", message)
 
 
 def _entry(record: RankManifest) -> HistoryEntry | str:

@@ -147,8 +147,9 @@ class CheckpointStore:
             UnreadableFileError: the file system refuses to give a commit record now; nothing was changed.
         """
         make_directory(self.directory, fsync=self._fsync)
-        problems = self._readable().problems
-        self._newest_sequence()
+        found = self._readable()
+        problems = found.problems
+        self._newest_sequence(found)
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
         retention.remove_uncommitted(self.directory, fsync=self._fsync)
@@ -411,12 +412,15 @@ class CheckpointStore:
     def _set_aside(self, iteration: int, kind: str, reason: str) -> Path | None:
         return set_aside(self._step(iteration), kind, reason, self._newest_sequence(), fsync=self._fsync)
 
-    def _newest_sequence(self) -> int:
+    def _newest_sequence(self, found: Catalogue | None = None) -> int:
         """Largest commit count in the directory, of checkpoints that were set aside too.
 
         One that the file system does not show now counts as it did when it was seen: no count is given twice.
+
+        Args:
+            found: what is in the directory; None looks.
         """
-        known = [info.sequence for info in scan(self.directory).checkpoints]
+        known = [info.sequence for info in (scan(self.directory) if found is None else found).checkpoints]
         known += [aside.after_sequence or 0 for aside in set_aside_list(self.directory)]
         self._largest_sequence = max([self._largest_sequence, *known])
         return self._largest_sequence
