@@ -26,6 +26,7 @@ __all__ = ["BlockPair", "Link", "measure_every_iteration"]
 BLOCK_STEPS = 10
 SETTLE_STEPS = 1  # the first step after a switch is not timed
 WARM_UP_STEPS, LINK_STEPS = 10, 20
+WINDOW_SHARE = STALL_AIM / 2  # of what the link moves
 
 # Names of the operators' parameters that the next snapshot takes.
 Choose = Callable[[], frozenset[str]]
@@ -68,8 +69,8 @@ def measure_every_iteration(training: Training, pairs: int, experts_per_layer: i
 
     Ways: everything; by PEC in turn, and by MOETION, K experts of each layer beside all that is no expert; and in a
     window, where every operator has its turn, experts and others, the least popular first. The window is the
-    smallest whose snapshots take 3% of what the link moves in an iteration: copies between memories take the time
-    of the very cores that train.
+    smallest whose snapshots take half of the aim's 3% of what the link moves in an iteration: copies between memories
+    take the time of the very cores that train, and the other half is for beginning them.
 
     Args:
         training: anywhere.
@@ -85,7 +86,7 @@ def measure_every_iteration(training: Training, pairs: int, experts_per_layer: i
             training.step()
         link = _measured_link(training, pool)
         chooser = _Chooser(training, experts_per_layer)
-        window, in_window = chooser.in_window(STALL_AIM * link.bandwidth_bytes_per_second, link.step_seconds)
+        window, in_window = chooser.in_window(WINDOW_SHARE * link.bandwidth_bytes_per_second, link.step_seconds)
         ways: dict[str, Choose] = {
             EVERYTHING: chooser.everything,
             IN_TURN: chooser.in_turn(),

@@ -91,7 +91,8 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
     fault_free = _without_failures(training, failures, policies)
     _require_exact(training, fault_free, failures.at[0])
     exact_nats = fault_free.curve.mean_at(failures.checkpoint_before(failures.at[0]))
-    reaches = [measure_reaches(training, policy, exact_nats) for policy in policies]
+    assert fault_free.checkpoint is not None
+    reaches = [measure_reaches(training, policy, fault_free.checkpoint, exact_nats) for policy in policies]
     runs = [_with_failures(training, failures, policy, mode) for policy in policies for mode in MODES]
     return {
         "fault_free": asdict(fault_free.curve),

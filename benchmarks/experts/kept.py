@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.experts.tasks import FailingTask
-from cpsr.benchmarks.recovery.files import read_json, write_json
+from cpsr.benchmarks.files import read_json, write_json
 
 __all__ = ["kept"]
 

@@ -174,10 +174,11 @@ def _compared(found: Iterable[Compared]) -> Table:
 
 def _reaches(found: Sequence[Reach]) -> Table:
     title = "At the first failure's checkpoint, loss over all experts as they were there, 0.0001 nats"
-    table = _columns(title, "model", "policy", *(f"moved by {gain:g}" for gain in GAINS))
-    for label, policy in dict.fromkeys((one.label, one.policy) for one in found):
-        row = [one.gap_nats for one in found if (one.label, one.policy) == (label, policy)]
-        table.add_row(label, policy, *(interval_text(gap, TEN_THOUSANDTHS, digits=1) for gap in row))
+    gains = (f"moved by {gain:g}" for gain in GAINS)
+    table = _columns(title, "model", "policy", "cosine of the move and the true one", *gains)
+    for one in found:
+        gaps = (interval_text(gap, TEN_THOUSANDTHS, digits=1) for gap in one.gaps_nats)
+        table.add_row(one.label, one.policy, _text(one.cosine, 2), *gaps)
     return table
 
 

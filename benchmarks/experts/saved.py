@@ -56,16 +56,20 @@ class Saved:
             weights: in place of the newest ones.
         """
         for name, operator in shard.operators.items():
-            operator.parameter.values.copy_(weights.get(name, self._weights[name][-1][1]))
+            operator.parameter.values.copy_(weights.get(name, self.newest_weights(name)))
             _put_back_moments(operator, self._moments[name])
 
     def newest(self, operator: str) -> int:
         """Iteration of an operator's newest snapshot."""
         return self._weights[operator][-1][0]
 
+    def newest_weights(self, operator: str) -> torch.Tensor:
+        """Of an operator's newest snapshot, of this rank's slice; not to be changed."""
+        return self._weights[operator][-1][1]
+
     def numel(self, operator: str) -> int:
         """Elements of this rank's slice."""
-        return self._weights[operator][-1][1].numel()
+        return self.newest_weights(operator).numel()
 
     def taken_at(self, operator: str, entry: int) -> int:
         """Iteration of the operator's newest snapshot at that entry."""

@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from cpsr.benchmarks.experts.policies import IN_TURN
 from cpsr.demo.model import GPTConfig
 
-__all__ = ["BATCH_WINDOWS", "TASK", "FailingTask", "Failures", "Mixture", "StallTask"]
+__all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask"]
 
 
-BATCH_WINDOWS = 8  # over all ranks
 _SMALL = GPTConfig(layers=4, heads=4, width=64, context=64)
+_BATCH_WINDOWS = 8
 
 
 class _Plain(BaseModel):
@@ -26,13 +26,14 @@ class Mixture(_Plain):
     ranks: int = Field(default=1, ge=1, description="Of the job.")
     experts: int = Field(default=8, ge=2, description="Of a layer.")
     gpt: GPTConfig = Field(default=_SMALL)
+    batch_windows: int = Field(default=_BATCH_WINDOWS, ge=1, description="Of an iteration, over all ranks.")
 
     @model_validator(mode="after")
     def _shared_equally(self) -> Self:
-        if self.experts % self.expert_parallel or self.ranks % self.expert_parallel or BATCH_WINDOWS % self.ranks:
+        if self.experts % self.expert_parallel or self.ranks % self.expert_parallel or self.batch_windows % self.ranks:
             raise ValueError(
                 f"{self.expert_parallel} ranks must share {self.experts} experts equally and divide all {self.ranks} "
-                f"ranks, and these the {BATCH_WINDOWS} windows of a batch"
+                f"ranks, and these the {self.batch_windows} windows of a batch"
             )
         return self
 
@@ -41,7 +42,8 @@ class Mixture(_Plain):
         """For tables."""
         sharing = f"ep {self.expert_parallel} of {self.ranks} ranks" if self.ranks > 1 else "one rank"
         wider = "" if self.gpt == _SMALL else f", width {self.gpt.width}, context {self.gpt.context}"
-        return f"top-{self.experts_per_token}, {sharing}{wider}"
+        batch = "" if self.batch_windows == _BATCH_WINDOWS else f", {self.batch_windows} windows a batch"
+        return f"top-{self.experts_per_token}, {sharing}{wider}{batch}"
 
 
 class Failures(_Plain):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cpsr.benchmarks.experts.data import CHUNK_WINDOWS, Data
 from cpsr.benchmarks.experts.model import MixtureGPT
-from cpsr.benchmarks.experts.tasks import BATCH_WINDOWS, Mixture
+from cpsr.benchmarks.experts.tasks import Mixture
 from cpsr.benchmarks.recovery.task import SEED_STRIDE, VALIDATION_CHUNKS
 from cpsr.engines import adapt
 from cpsr.experts.layers import ExpertLayer
@@ -48,9 +48,9 @@ class Training:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         torch.manual_seed(seed)
         model = MixtureGPT(mixture, rank % mixture.expert_parallel, seed)
-        self._engine = _engine(model, BATCH_WINDOWS // ranks)
+        self._engine = _engine(model, mixture.batch_windows // ranks)
         self._seed = seed
-        self._data = Data(mixture.gpt.context, rank, ranks)
+        self._data = Data(mixture, rank, ranks)
         self.adapter = adapt(self._engine)
         operators, counts = self.adapter.expert_operators(), self.adapter.token_counts()
         assert operators is not None  # it has layers of experts
@@ -62,7 +62,7 @@ class Training:
         self.layers: tuple[ExpertLayer, ...] = operators.layers(self.parameter_bytes)
         sums = operators.bytes_of(self.parameter_bytes)
         self.non_expert_bytes = sum(size for operator, size in sums.items() if not isinstance(operator, Expert))
-        self.tokens_per_layer = BATCH_WINDOWS * mixture.gpt.context * mixture.experts_per_token
+        self.tokens_per_layer = mixture.batch_windows * mixture.gpt.context * mixture.experts_per_token
 
     @property
     def iteration(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.recovery.files import read_json, write_json, write_tensors
+from cpsr.benchmarks.files import read_json, write_json, write_tensors
 from cpsr.benchmarks.recovery.grid import HORIZON_SHARE, Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.jobs import Run

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.recovery.files import read_tree, write_tree
+from cpsr.benchmarks.files import read_tree, write_tree
 from cpsr.benchmarks.recovery.methods import PREDICTORS, Method, predictor_source, sees_the_run
 from cpsr.benchmarks.recovery.rehearsals import is_earned, rehearse
 from cpsr.benchmarks.recovery.trajectory import Trajectory

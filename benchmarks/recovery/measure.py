@@ -12,7 +12,7 @@ import numpy
 import xxhash
 
 import cpsr.fitter
-from cpsr.benchmarks.recovery.files import read_json, write_json
+from cpsr.benchmarks.files import read_json, write_json
 from cpsr.benchmarks.recovery.form import MOVES_AS, Formed, form, form_moved, form_truth
 from cpsr.benchmarks.recovery.grid import DEFAULT_REHEARSAL_BUDGET, Point
 from cpsr.benchmarks.recovery.methods import (

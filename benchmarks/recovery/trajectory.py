@@ -10,7 +10,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.recovery.files import open_tensors, read_json, write_json, write_tensors
+from cpsr.benchmarks.files import open_tensors, read_json, write_json, write_tensors
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trainer import State, Trainer
 from cpsr.benchmarks.recovery.workload import Workload

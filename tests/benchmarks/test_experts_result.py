@@ -119,14 +119,17 @@ def test_prediction_is_held_against_half_of_what_stale_experts_cost() -> None:
 
 
 def test_gaps_of_each_gain_are_means_over_seeds() -> None:
-    def job(*gaps: float) -> tuple[str, dict[str, Any]]:
-        return "a model", {"reaches": [{"policy": IN_TURN, "gaps_nats": list(gaps)}]}
+    def job(cosine: float, *gaps: float) -> tuple[str, dict[str, Any]]:
+        return "a model", {"reaches": [{"policy": IN_TURN, "cosine": cosine, "gaps_nats": list(gaps)}]}
 
-    found = reaches([job(0.001, 0.002, 0.003, 0.004, 0.005), job(0.003, 0.002, 0.005, 0.004, 0.007)])
-    assert [one.gain for one in found] == list(GAINS)
-    assert [one.gap_nats.value for one in found] == pytest.approx([0.002, 0.002, 0.004, 0.004, 0.006])
-    assert found[1].gap_nats.high == pytest.approx(found[1].gap_nats.low)
-    assert found[0].gap_nats.high > found[0].gap_nats.value
+    (found,) = reaches([job(0.1, 0.001, 0.002, 0.003, 0.004, 0.005), job(0.3, 0.003, 0.002, 0.005, 0.004, 0.007)])
+    assert (found.label, found.policy) == ("a model", IN_TURN)
+    assert found.cosine is not None
+    assert found.cosine.value == pytest.approx(0.2)
+    assert len(found.gaps_nats) == len(GAINS)
+    assert [gap.value for gap in found.gaps_nats] == pytest.approx([0.002, 0.002, 0.004, 0.004, 0.006])
+    assert found.gaps_nats[1].high == pytest.approx(found.gaps_nats[1].low)
+    assert found.gaps_nats[0].high > found.gaps_nats[0].value
 
 
 def stall_job(seconds_with: float, snapshot_bytes: int) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def test_the_aim_for_stalls_holds_where_the_bytes_leave_room(seconds: float, met
 
 def test_tables_and_plots_show_all_that_was_measured() -> None:
     runs = of_seeds((8.0, 3.0), (10.0, 4.0))
-    job = {"reaches": [{"policy": IN_TURN, "gaps_nats": [0.00123] * len(GAINS)}]}
+    job = {"reaches": [{"policy": IN_TURN, "cosine": 0.09, "gaps_nats": [0.00123] * len(GAINS)}]}
     moved = reaches([("a model", job)] * 2)
     result = Result(None, stalled("a model", stall_job(1.02, 2_000_000)), recovered(runs), compared(runs), moved)
     written = StringIO()

@@ -19,12 +19,16 @@ def test_models_are_told_apart() -> None:
     assert Mixture().label == "top-1, one rank"
     assert Mixture(ranks=2, expert_parallel=2, experts_per_token=2).label == "top-2, ep 2 of 2 ranks"
     assert Mixture(gpt=GPTConfig()).label == "top-1, one rank, width 128, context 128"
+    assert Mixture(batch_windows=32).label == "top-1, one rank, 32 windows a batch"
     for size in (QUICK, FULL):
         for mixtures in (size.failing, size.stalling):
             assert len({mixture.label for mixture in mixtures}) == len(mixtures)
 
 
-@pytest.mark.parametrize("wrong", [{"expert_parallel": 2}, {"ranks": 3}, {"ranks": 6, "expert_parallel": 3}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"expert_parallel": 2}, {"ranks": 3}, {"ranks": 6, "expert_parallel": 3}, {"ranks": 2, "batch_windows": 3}],
+)
 def test_experts_and_batches_are_shared_equally(wrong: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match="equally"):
         Mixture.model_validate(wrong)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from cpsr.benchmarks.files import read_tree
 from cpsr.benchmarks.recovery import methods
-from cpsr.benchmarks.recovery.files import read_tree
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.learning import learned
 from cpsr.benchmarks.recovery.measure import PointMeasurement, needed_until
