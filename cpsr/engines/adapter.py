@@ -97,6 +97,14 @@ class EngineAdapter(Protocol):
         """Whose forward is called for training; on a pipeline, this rank's stage."""
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's own, inside of the engine's wrapper: its hooks around a step see the weights of `shard()` change.
+
+        What a hook writes into them is what training goes on with. An engine may call it several times in a step, each
+        time with some of its parameter groups.
+        """
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
 

@@ -107,6 +107,11 @@ class DeepSpeedAdapter:
         return module
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's own; ZeRO 1 and 2 step it once for each parameter group."""
+        return torch_optimizer(self._engine)
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """The engine's stage in its pipeline."""
         if not self._pipeline or self._engine.num_stages < 2:

@@ -106,6 +106,11 @@ class TorchAdapter:
         return self._module
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one that was given."""
+        return self._optimizer
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """None: a plain torch loop has no pipeline."""
         return None

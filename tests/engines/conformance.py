@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from cpsr.codec import decode, encode
 from cpsr.engines import EngineAdapter
+from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.experts.operators import Expert
 
 VOCABULARY, WIDTH, HIDDEN = 11, 7, 13  # odd, so that partitions straddle tensors and end in padding
@@ -318,6 +319,33 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     assert job.adapter.describe() == description
     job.adapter.detach()
     return {"snapshot": snapshot, "description": description, "evaluations": evaluations}
+
+
+def check_longer_steps(build: Callable[[], Job]) -> None:
+    """What is written around a step of `adapter.optimizer` is what the engine and the model go on with.
+
+    Args:
+        build: as in `check_resume`.
+    """
+    factor, moved = 3.0, []
+    for missed in (0.0, factor - 1):
+        seed(1)
+        job = build()
+        run(job, 0, BEFORE)
+        operators = job.adapter.shard().operators
+        before = {name: one.parameter.values.clone() for name, one in operators.items()}
+        catching_up = CatchingUp(job.adapter.optimizer, factor)
+        catching_up.missed({name: Missed(one.parameter.values, missed) for name, one in operators.items()})
+        job.train_step(BEFORE)
+        assert not catching_up.left
+        moved.append({name: one.parameter.values - before[name] for name, one in operators.items()})
+        model = {name: parameter.detach().clone() for name, parameter in job.module.named_parameters()}
+        job.adapter.push_down()
+        assert_bitwise({name: parameter.detach() for name, parameter in job.module.named_parameters()}, model)
+    plain, longer = moved
+    assert any(move.any() for move in plain.values())
+    for name, move in plain.items():
+        torch.testing.assert_close(longer[name], factor * move, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def check_experts(adapter: EngineAdapter) -> None:

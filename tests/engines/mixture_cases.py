@@ -30,6 +30,7 @@ from tests.engines.conformance import (
     VOCABULARY,
     WIDTH,
     Recorder,
+    check_longer_steps,
     check_resume,
     run,
     seed,
@@ -106,6 +107,12 @@ def resume(expert_parallel: int, stage: int, precision: str = "fp32", skip: int 
     shards: list[Any] = [None, None]
     torch.distributed.all_gather_object(shards, result["description"])
     check_names(shards, expert_parallel, stage)
+
+
+def longer_steps(expert_parallel: int, stage: int, precision: str) -> None:
+    """Experts have parameter groups of their own, which ZeRO steps one by one."""
+    config = configuration(stage, precision)
+    check_longer_steps(lambda: DeepSpeedJob(initialize(TinyMoE(expert_parallel), config)))
 
 
 def check_names(shards: list[Any], expert_parallel: int, stage: int) -> None:
@@ -279,6 +286,11 @@ MIXTURES |= {
     "ep2-zero1-residual": partial(resume, 2, 1, use_residual=True),
     "ep2-zero0-keeping-tokens": partial(resume, 2, 0, drop_tokens=False),
     "ep2-zero1-skip-ahead": partial(resume, 2, 1, skip=3),
+    "longer-steps-ep1-zero0": partial(longer_steps, 1, 0, "fp32"),
+    "longer-steps-ep2-zero0-bf16": partial(longer_steps, 2, 0, "bf16"),
+    "longer-steps-ep2-zero1": partial(longer_steps, 2, 1, "fp32"),
+    "longer-steps-ep1-zero1-fp16": partial(longer_steps, 1, 1, "fp16"),
+    "longer-steps-ep2-zero2-bf16": partial(longer_steps, 2, 2, "bf16"),
     "early-state-ep2-zero1": partial(early_state, 1, "bf16", "adamw", partial(TinyMoE, 2)),
     "evaluation-ep2-zero0": partial(evaluation_leaves_no_trace, 0, partial(TinyMoE, 2)),
     "evaluation-ep1-zero2": partial(evaluation_leaves_no_trace, 2, partial(TinyMoE, 1)),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cpsr.benchmarks.faults.rank_processes import become_rank, start_ranks
-from tests.engines.conformance import check_early_state, check_resume
+from tests.engines.conformance import check_early_state, check_longer_steps, check_resume
 from tests.engines.groups import GROUPS
 from tests.engines.torch_cases import CASES, one_thread
 
@@ -40,6 +40,12 @@ def test_torch_skip_ahead_equals_training(name: str) -> None:
 def test_torch_state_created_early_changes_nothing(name: str) -> None:
     with one_thread():
         check_early_state(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["fp32-adamw-cosine", "fp32-sgd", "channels_last-adamw", "grad_scaler", "experts"])
+def test_torch_goes_on_with_what_is_written_around_its_step(name: str) -> None:
+    with one_thread():
+        check_longer_steps(CASES[name])
 
 
 def run_job(group: str, folder: Path) -> list[dict[str, Any]]:
