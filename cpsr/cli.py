@@ -417,14 +417,16 @@ def bench_service(
 
 @bench.command("experts")
 def bench_experts(
-    quick: Annotated[bool, typer.Option("--quick", help="About 5 minutes on two cores; the default.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="About 12 minutes on two cores; the default.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="More models, policies and seeds: about an hour; interrupt it at will.")
+        bool, typer.Option("--full", help="More models and policies: about two hours; interrupt it at will.")
     ] = False,
     parts: Annotated[
         str, typer.Option(help="arithmetic, stall, failures: some of them, comma-separated.")
     ] = "arithmetic,stall,failures",
     workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
+    seeds: Annotated[int | None, typer.Option(min=2, help="Of each model that fails.")] = None,
+    batch_windows: Annotated[int | None, typer.Option(min=1, help="Of an iteration of each model that fails.")] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Keeps finished runs with failures; by default runs/bench-experts.")
     ] = None,
@@ -438,7 +440,8 @@ def bench_experts(
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
     names = [part.strip() for part in parts.split(",") if part.strip()]
-    run_experts(json_path, FULL if full else QUICK, names, workers, workdir, CACHE if cache is None else cache)
+    size = (FULL if full else QUICK).with_failing(seeds, batch_windows)
+    run_experts(json_path, size, names, workers, workdir, CACHE if cache is None else cache)
 
 
 @bench.command("simulate")

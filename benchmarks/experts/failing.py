@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from cpsr.benchmarks.experts.followed import Followed, rank_budget
-from cpsr.benchmarks.experts.names import MADE_UP, PREDICT, PREDICT_PLAINLY, STALE
+from cpsr.benchmarks.experts.names import CATCH_UP, CATCH_UP_NOTHING, MADE_UP, PREDICT, PREDICT_PLAINLY, STALE
 from cpsr.benchmarks.experts.predicting import predicted
 from cpsr.benchmarks.experts.reaches import measure_reaches
 from cpsr.benchmarks.experts.saved import Saved
@@ -22,17 +22,31 @@ from cpsr.predictor.protocol import StatePredictor
 __all__ = ["Curve", "follow"]
 
 
+STEP_FACTOR = 2.0  # as experts.catch_up_step_factor by default
+
+
 @dataclass(frozen=True)
 class _Mode:
-    """What becomes of stale experts: predicted, or not; and by how much their layers' capacity is raised meanwhile."""
+    """What becomes of stale experts.
+
+    Attributes:
+        predictor: they are predicted.
+        more_capacity: by which that of their layers is raised meanwhile.
+        step_factor: of their steps meanwhile.
+        whole: none is stale after all, and the rest is as if they were.
+    """
 
     predictor: Callable[[], StatePredictor] | None = None
     more_capacity: float = 0.0
+    step_factor: float = 1.0
+    whole: bool = False
 
 
 MODES = {
     STALE: _Mode(),
     MADE_UP: _Mode(more_capacity=0.1),  # moetion, section 6
+    CATCH_UP: _Mode(step_factor=STEP_FACTOR),
+    CATCH_UP_NOTHING: _Mode(step_factor=STEP_FACTOR, whole=True),
     PREDICT: _Mode(LinePredictor),
     PREDICT_PLAINLY: _Mode(partial(LinePredictor, gain=1.0)),
 }
@@ -93,7 +107,9 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
     exact_nats = fault_free.curve.mean_at(failures.checkpoint_before(failures.at[0]))
     assert fault_free.checkpoint is not None
     reaches = [measure_reaches(training, policy, fault_free.checkpoint, exact_nats) for policy in policies]
-    runs = [_with_failures(training, failures, policy, mode) for policy in policies for mode in MODES]
+    runs = [
+        _with_failures(training, failures, policy, mode, fault_free.checkpoint) for policy in policies for mode in MODES
+    ]
     return {
         "fault_free": asdict(fault_free.curve),
         "tokens": fault_free.tokens,
@@ -123,18 +139,27 @@ def _without_failures(training: Training, failures: Failures, policies: Sequence
     return found
 
 
-def _with_failures(training: Training, failures: Failures, policy: Followed, mode: str) -> dict[str, Any]:
+def _with_failures(
+    training: Training, failures: Failures, policy: Followed, mode: str, checkpoint: Saved
+) -> dict[str, Any]:
     """From the first failure to the end.
+
+    Args:
+        training: anywhere.
+        failures: when.
+        policy: what it had saved at the first failure.
+        mode: one of `MODES`.
+        checkpoint: everything as it was at the first failure's checkpoint.
 
     Returns:
         `policy` and `mode`; `account` of lost tokens at the end; `failures`, for each: `curve` from its checkpoint
         to the next failure, `ages` of this rank's experts in iterations, and how many operators were `predicted` and
         `held`, for want of snapshots of their own.
     """
-    make, found = MODES[mode].predictor, []
-    policy = policy.fork(MODES[mode].more_capacity)
+    how, found = MODES[mode], list[dict[str, Any]]()
+    policy = policy.fork(how.more_capacity, how.step_factor, checkpoint if how.whole else None)
     for failure, until in zip(failures.at, (*failures.at[1:], failures.end), strict=True):
-        weights, told = ({}, {}) if make is None else predicted(make(), policy.saved)
+        weights, told = ({}, {}) if how.predictor is None else predicted(how.predictor(), policy.saved)
         ages = policy.ages()
         policy.put_back(weights)
         assert training.iteration == failures.checkpoint_before(failure)
@@ -147,6 +172,7 @@ def _with_failures(training: Training, failures: Failures, policy: Followed, mod
             if training.iteration % VALIDATION_ITERATIONS == 0:
                 curve.add(training)
         found.append({"curve": asdict(curve), "ages": ages, **told})
+    policy.close()
     return {"policy": policy.name, "mode": mode, "account": policy.account(), "failures": found}
 
 

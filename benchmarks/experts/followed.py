@@ -10,6 +10,7 @@ from cpsr.benchmarks.experts.policies import POLICIES
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.training import Training
 from cpsr.experts.budget import Budget
+from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.experts.lost_tokens import LostTokens
 from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import Popularity
@@ -50,21 +51,36 @@ class Followed:
         self._step = 0
         self._more_capacity = 0.0
         self._recovering = Recovering(training.layers, 0.0)
+        self._catching_up: CatchingUp | None = None
+        self._left_at_save: dict[str, float] = {}  # what operators had still to make up for
+        self._whole: Saved | None = None  # what is gone back to in place of `saved`
         self.lost = LostTokens(training.layers)
         self.saved = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
 
-    def fork(self, more_capacity: float) -> "Followed":
+    def fork(self, more_capacity: float, step_factor: float = 1.0, whole: Saved | None = None) -> "Followed":
         """The same, which goes its own way from here.
 
         Args:
             more_capacity: fraction by which the capacity of layers is raised until what experts lost is made up.
+            step_factor: of the steps of older experts, until they have made up for what they missed.
+            whole: everything at the last checkpoint, where failures are to bring back every expert as it was there; it
+                goes its own way, too.
         """
         # The policy remembers nothing, and accounts replace what they hold: a shallow copy of each is one of its own.
         other = copy.copy(self)
         other._ledger, other.lost, other.saved = copy.copy(self._ledger), copy.copy(self.lost), self.saved.fork()
         other._more_capacity = more_capacity
         other._recovering = Recovering(self._training.layers, more_capacity)
+        if step_factor > 1:
+            other._catching_up = CatchingUp(self._training.adapter.optimizer, step_factor)
+        other._left_at_save = dict(self._left_at_save)
+        other._whole = None if whole is None else whole.fork()
         return other
+
+    def close(self) -> None:
+        """The run is over: nothing is left on the training."""
+        if self._catching_up is not None:
+            self._catching_up.forget()
 
     def save(self, routed: Sequence[Counted]) -> None:
         """Take a checkpoint now.
@@ -88,6 +104,10 @@ class Followed:
             for name in parameters
         ]
         self.saved.save(training.adapter.shard(), names, training.now, training.adapter.scalars())
+        if self._catching_up is not None:
+            self._left_at_save |= {name: self._catching_up.left.get(name, 0.0) for name in names}
+        if self._whole is not None:
+            self._whole.save(training.adapter.shard(), self._whole.operators, training.now, training.adapter.scalars())
         self._ledger.saved(_of_all_ranks(experts))
 
     def put_back(self, weights: dict[str, torch.Tensor]) -> None:
@@ -97,7 +117,7 @@ class Followed:
             weights: in place of the saved ones, by parameter.
         """
         adapter = self._training.adapter
-        self.saved.put_back(adapter.shard(), weights)
+        (self._whole or self.saved).put_back(adapter.shard(), weights)
         adapter.load_scalars(self.saved.scalars)
         adapter.push_down()
         self._training.forget_routed()
@@ -105,6 +125,18 @@ class Followed:
         self._recovering.lost(self._ledger.tokens_at_snapshot)
         self._ledger.restored()
         self._set_capacities()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Older operators make up for what they miss, and for what they still missed when they were saved."""
+        if self._catching_up is not None:
+            self._catching_up.forget()
+            newest = self.saved.entries[-1].iteration
+            missed = {
+                name: Missed(one.parameter.values, newest - self.saved.newest(name) + self._left_at_save.get(name, 0.0))
+                for name, one in self._training.adapter.shard().operators.items()
+            }
+            self._catching_up.missed(missed)
 
     def _set_capacities(self) -> None:
         for layer, recovers in zip(self._training.layers, self._recovering.in_layers, strict=True):

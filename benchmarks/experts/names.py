@@ -1,6 +1,9 @@
 """What is compared, by name, and the aim for stalls: known to the jobs and to those who read what they measured."""
 
 __all__ = [
+    "CATCH_UP",
+    "CATCH_UP_NOTHING",
+    "COMPARED",
     "EVERYTHING",
     "MADE_UP",
     "MOETION",
@@ -13,9 +16,14 @@ __all__ = [
 ]
 
 # What becomes of experts that are older than the checkpoint: they stay so; with more capacity until what they lost is
-# made up; they are predicted, as far ahead as the prior expects least lag of; or exactly up to the checkpoint.
-STALE, MADE_UP, PREDICT, PREDICT_PLAINLY = "stale", "stale, 10% capacity", "predict", "predict, gain 1"
+# made up; with steps twice as long for as long; they are predicted, as far ahead as the prior expects least lag of; or
+# exactly up to the checkpoint.
+STALE, MADE_UP, CATCH_UP = "stale", "stale, 10% capacity", "stale, catching up"
+PREDICT, PREDICT_PLAINLY = "predict", "predict, gain 1"
+# Every expert is as it was at the checkpoint, and the same ones take the same longer steps: what these alone do.
+CATCH_UP_NOTHING = "whole, the same steps"
 PREDICTED = (PREDICT, PREDICT_PLAINLY)
+COMPARED = (*PREDICTED, CATCH_UP)  # with experts that stay stale
 # Ways to choose operators for a snapshot after every iteration, beside the policies.
 EVERYTHING, WINDOW = "everything", "window"
 MOETION = "MOETION"

@@ -10,7 +10,15 @@ from matplotlib.figure import Figure
 
 from cpsr.benchmarks.experts.costs import Cost
 from cpsr.benchmarks.experts.exposure import Exposure
-from cpsr.benchmarks.experts.names import MADE_UP, PREDICT, PREDICT_PLAINLY, STALE, STALL_AIM
+from cpsr.benchmarks.experts.names import (
+    CATCH_UP,
+    CATCH_UP_NOTHING,
+    MADE_UP,
+    PREDICT,
+    PREDICT_PLAINLY,
+    STALE,
+    STALL_AIM,
+)
 from cpsr.benchmarks.experts.result import Arithmetic, Result, Stalled
 from cpsr.benchmarks.experts.sizes import SAVED_TOKENS, SnapshotSize, SweepPoint
 
@@ -18,7 +26,14 @@ __all__ = ["draw"]
 
 COLOURS = ("#1f6f8b", "#d08c2f", "#7a9e3f", "#8a4b08", "#777777")
 AIM_COLOUR = "#c0392b"
-MODE_COLOURS = {STALE: "#d08c2f", PREDICT: "#1f6f8b", PREDICT_PLAINLY: "#7a9e3f", MADE_UP: "#777777"}
+MODE_COLOURS = {
+    STALE: "#d08c2f",
+    PREDICT: "#1f6f8b",
+    PREDICT_PLAINLY: "#7a9e3f",
+    MADE_UP: "#777777",
+    CATCH_UP: "#a03070",
+    CATCH_UP_NOTHING: "#c9b3d9",
+}
 MODE_SHIFT = 0.12  # of the markers of different modes
 PERCENT = 100.0
 SHOWN_ITERATIONS = 100  # of tokens at risk, as in the paper's figure

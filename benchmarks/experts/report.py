@@ -163,7 +163,7 @@ def _compared(found: Iterable[Compared]) -> Table:
         "lag less half of stale's",
         "gap less half, nats",
     )
-    table = _columns("Predicted against stale, the same bytes (below 0: better than the aim)", *headings)
+    table = _columns("Predicted or catching up against stale, the same bytes (below 0: better than the aim)", *headings)
     for one in found:
         share = "-" if one.lag_share is None else f"{one.lag_share:.2f}"
         table.add_row(

@@ -8,7 +8,7 @@ import numpy
 
 from cpsr.benchmarks.experts.costs import Cost, mean_interval
 from cpsr.benchmarks.experts.exposure import SNAPSHOT_SHARE, Exposure
-from cpsr.benchmarks.experts.names import MOETION, PREDICTED, STALE, STALL_AIM, WINDOW
+from cpsr.benchmarks.experts.names import COMPARED, MOETION, STALE, STALL_AIM, WINDOW
 from cpsr.benchmarks.experts.policies import IN_TURN
 from cpsr.benchmarks.experts.reaches import Reach
 from cpsr.benchmarks.experts.scheduling import OPERATORS, Scheduling
@@ -142,14 +142,14 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Compared:
-    """Prediction against stale experts of the same bytes, paired by seed.
+    """Experts that are predicted, or that catch up, against stale ones of the same bytes, paired by seed.
 
     Attributes:
         label: of the model.
         policy: which experts were saved.
-        mode: how they were predicted.
+        mode: what became of them.
         lag_share: mean lag of the one over that of the other; None where stale experts cost nothing.
-        lag_beyond_aim: predicted less half of stale, in iterations: below 0 is better than the aim; None where fewer
+        lag_beyond_aim: theirs less half of stale, in iterations: below 0 is better than the aim; None where fewer
             than two seeds have both.
         gap_beyond_aim: the same of the mean gap, in nats.
     """
@@ -185,10 +185,10 @@ def recovered(costs: Sequence[Cost]) -> list[Recovered]:
 
 
 def compared(costs: Sequence[Cost]) -> list[Compared]:
-    """For each model, policy, and way to predict."""
+    """For each model, policy, and what became of older experts."""
     by_mode = {key: {run.seed: run for run in runs} for key, runs in _grouped(costs)}
     results = []
-    for label, policy, mode in (key for key in by_mode if key[2] in PREDICTED):
+    for label, policy, mode in (key for key in by_mode if key[2] in COMPARED):
         pairs = [(run, by_mode[label, policy, STALE][seed]) for seed, run in by_mode[label, policy, mode].items()]
         lags = [
             (one.final_lag_iterations, other.final_lag_iterations)

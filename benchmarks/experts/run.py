@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,24 @@ class Size:
     failures: Failures
     stalling: tuple[Mixture, ...]
     pairs: int
+
+    def with_failing(self, seeds: int | None, batch_windows: int | None) -> "Size":
+        """The same with other runs that fail.
+
+        Args:
+            seeds: of each model; None: as they are.
+            batch_windows: of each of their iterations; None: as they are.
+
+        Raises:
+            ConfigError: the ranks of a model cannot share so many windows equally.
+        """
+        failing = self.failing
+        if batch_windows is not None:
+            uneven = [mixture.ranks for mixture in failing if batch_windows % mixture.ranks]
+            if uneven:
+                raise ConfigError(f"--batch-windows {batch_windows}: {uneven[0]} ranks must share them equally")
+            failing = tuple(mixture.model_copy(update={"batch_windows": batch_windows}) for mixture in failing)
+        return replace(self, seeds=self.seeds if seeds is None else seeds, failing=failing)
 
 
 # Steps long enough that beginning a snapshot, which takes the same time whatever its size, is not all there is.

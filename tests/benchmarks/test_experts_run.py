@@ -9,6 +9,8 @@ import pytest
 
 from cpsr.benchmarks.experts.costs import costs
 from cpsr.benchmarks.experts.names import (
+    CATCH_UP,
+    CATCH_UP_NOTHING,
     EVERYTHING,
     MADE_UP,
     MOETION,
@@ -29,7 +31,7 @@ GPT = GPTConfig(layers=2, heads=2, width=16, context=16)
 TINY = Mixture(experts=4, gpt=GPT)
 SHARED = Mixture(experts=4, gpt=GPT, ranks=2, expert_parallel=2)
 FAILURES = Failures(interval_iterations=2, at=(31, 41), end=60, fault_free_end=64, policies=(IN_TURN, MOETION))
-MODES = (STALE, MADE_UP, PREDICT, PREDICT_PLAINLY)
+MODES = (STALE, MADE_UP, CATCH_UP, CATCH_UP_NOTHING, PREDICT, PREDICT_PLAINLY)
 PNG = b"\x89PNG"
 
 
@@ -44,7 +46,9 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
     for (policy, mode), run in runs.items():
         first, second = run["failures"]
         assert (first["curve"]["iterations"], second["curve"]["iterations"]) == ([30, 40], [40, 50, 60])
-        assert first["curve"]["losses"][0] != fault_free[30]  # stale or predicted experts are not the true ones
+        # Stale or predicted experts are not the true ones.
+        assert (first["curve"]["losses"][0] == fault_free[30]) == (mode == CATCH_UP_NOTHING)
+        assert first["curve"]["losses"][-1] != fault_free[40]
         if policy == IN_TURN:
             # One of four experts every two iterations, then in turn again.
             assert sorted(first["ages"]) == sorted(second["ages"]) == [0, 2, 4, 6]
@@ -67,6 +71,9 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
     # Capacity is no matter of the weights that were put back, but of what is trained from there.
     assert made_up["failures"][0]["curve"]["losses"][0] == stale["failures"][0]["curve"]["losses"][0]
     assert made_up["failures"][0]["curve"]["losses"][1] != stale["failures"][0]["curve"]["losses"][1]
+    caught_up = runs[IN_TURN, CATCH_UP]
+    assert caught_up["failures"][0]["curve"]["losses"][0] == stale["failures"][0]["curve"]["losses"][0]
+    assert caught_up["failures"][0]["curve"]["losses"][1] != stale["failures"][0]["curve"]["losses"][1]
     for cost in costs(task, found):  # too short for a lag
         assert cost.final_lag_iterations is None
         assert cost.iterations == (30, 40, 50, 60)

@@ -58,3 +58,14 @@ def test_quick_and_full_exclude_each_other() -> None:
     result = CliRunner().invoke(app, ["bench", "experts", "--quick", "--full"])
     assert result.exit_code == 2
     assert "exclude each other" in result.output
+
+
+def test_runs_that_fail_are_made_more_and_larger() -> None:
+    assert QUICK.with_failing(None, None) == QUICK
+    size = FULL.with_failing(7, 4)
+    assert size.seeds == 7
+    assert {mixture.batch_windows for mixture in size.failing} == {4}
+    assert size.stalling == FULL.stalling
+    result = CliRunner().invoke(app, ["bench", "experts", "--full", "--batch-windows", "3"])
+    assert result.exit_code == 2
+    assert "2 ranks must share them equally" in " ".join(result.output.split())
