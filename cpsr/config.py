@@ -265,11 +265,18 @@ class ExpertsConfig(_Section):
         default="hard",
         description="What window orders experts by: tokens, gating probability, tokens of late, tokens over capacity.",
     )
-    stale: Literal["predict", "stale"] = Field(
+    stale: Literal["predict", "stale", "catch_up"] = Field(
         default="stale",
         description="Experts older than the checkpoint that the run goes on from do so as they are, with more capacity "
-        "until the lost tokens are made up; or they are predicted up to it from their own history, which was measured "
-        "to be no better (docs/measured.md).",
+        "until the lost tokens are made up; or also with longer steps, until the iterations are made up; or they are "
+        "predicted up to it from their own history, which was measured to be no better (docs/experts.md).",
+    )
+    catch_up_step_factor: float = Field(
+        default=2.0,
+        gt=1,
+        le=4,
+        description="How many times as far as the optimizer's own the steps of experts go that catch up; each makes up "
+        "for the factor less one of the iterations that they missed. It is as if their learning rate was higher.",
     )
     memory: Literal["all", "saved"] = Field(
         default="all",

@@ -16,10 +16,12 @@ from cpsr.config import ExpertsConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
+from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.lost_tokens import LostTokens
 from cpsr.experts.measures import Measure
+from cpsr.experts.missed_iterations import MissedIterations
 from cpsr.experts.named import measure_named, policy_named
 from cpsr.experts.naming import Naming
 from cpsr.experts.operators import Expert, ModelOperators
@@ -95,6 +97,8 @@ class ExpertSaving:
         self._lost = LostTokens(self._layers)
         self._recovering = Recovering(self._layers, config.recovering_capacity_fraction)
         self._raised = [False] * len(self._layers)  # capacity, by layer
+        self._missed = MissedIterations(config.catch_up_step_factor) if config.stale == "catch_up" else None
+        self._catching_up = None if self._missed is None else CatchingUp(adapter.optimizer)
         self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
         self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
         self._step = 0
@@ -188,6 +192,8 @@ class ExpertSaving:
     def forget(self) -> None:
         """The weights went back, or others came: what was not taken is dropped, and nothing is under way any more."""
         self._counts.forget()
+        if self._catching_up is not None:
+            self._catching_up.forget()
         self._iteration = self._adapter.iteration
         self._saved.history.reach(self._iteration)
         self._saved.undone()
@@ -217,11 +223,17 @@ class ExpertSaving:
             self._lost.add(lost)
             if not predicted:
                 self._recovering.lost(lost)
+        if self._missed is not None:
+            self._missed.restarted(self._units_taken_at(ages, iteration), iteration)
+            if predicted:
+                self._missed.forget()
+        self._catch_up()
         if isinstance(self._policy, DynamicK):
             self._policy.recovered(portion)
         self._set_capacities()
         report = self._report(ages, iteration, lost, assigned, portion)
-        return {**report, "predicted": predicted}
+        until = None if self._missed is None else self._missed.made_up_at(iteration)
+        return {**report, "predicted": predicted, "caught_up_at_iteration": until}
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, accounts, and what recovers, for the checkpoint that was chosen for: plain data for `cpsr.codec`."""
@@ -231,6 +243,7 @@ class ExpertSaving:
             "lost": self._lost.state_dict(),
             "recovering": self._recovering.state_dict(),
             "dynamic_k": dynamic,
+            "missed": {} if self._missed is None else self._missed.state_dict(),
             "step": self._step,
         }
 
@@ -253,10 +266,20 @@ class ExpertSaving:
             self._step = state["step"]
         self._saved, self._lost, self._recovering = saved, lost, recovering
         self._set_capacities()
+        if self._missed is not None:
+            self._missed.load_state_dict(state.get("missed", {}), self._iteration)
+        self._catch_up()
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether an expert of some rank makes up for iterations that it missed; the same on all ranks."""
+        return self._missed is not None and bool(self._missed.at(self._iteration))
 
     def close(self) -> None:
         """Take the hooks off, and put the capacities back."""
         self._counts.remove()
+        if self._catching_up is not None:
+            self._catching_up.close()
         for layer, raised in zip(self._layers, self._raised, strict=True):
             if raised:
                 self._adapter.scale_expert_capacity(layer.name, 1.0)
@@ -326,6 +349,23 @@ class ExpertSaving:
                     "raised: they make up for lost tokens as training goes on (said once)",
                     layer.name,
                 )
+
+    def _catch_up(self) -> None:
+        """From now on steps are longer for what is missing now."""
+        if self._missed is None or self._catching_up is None:
+            return
+        missed = self._missed.at(self._iteration)
+        operators = self._adapter.shard().operators if missed else {}
+        late = {
+            name: Missed(operators[name].parameter.values, missed[unit])
+            for name, unit in self.units.items()
+            if unit in missed
+        }
+        self._catching_up.begin(late, self._missed.step_factor)
+
+    def _units_taken_at(self, ages: NDArray[numpy.int64], iteration: int) -> dict[str, int]:
+        units = map(unit_name, self._saved.experts)
+        return {unit: taken for unit, taken in zip(units, ages.tolist(), strict=True) if taken < iteration}
 
     def _report(
         self,

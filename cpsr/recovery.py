@@ -741,7 +741,7 @@ class CPSRRecovery:
         leave, interval, rehearsed = self._votes.exchange(
             self._stop,
             0 if proposal is None else proposal.interval_iterations,
-            self._rehearsals.propose(iteration) if self._watch is None else 0,
+            self._rehearsals.propose(iteration) if self._may_rehearse() else 0,
         )
         if interval:
             self._saver.adopt(self._agreed_plan(interval), iteration)
@@ -755,6 +755,10 @@ class CPSRRecovery:
             told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
             self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
             raise _Leave
+
+    def _may_rehearse(self) -> bool:
+        """Not beside a state that is watched, nor with steps that are longer for another one's sake."""
+        return self._watch is None and not (self._experts is not None and self._experts.catching_up)
 
     def _agreed_plan(self, interval_iterations: int) -> Plan:
         """What rank 0 has proposed, as far as this rank must know it; a collective where ranks have their own."""

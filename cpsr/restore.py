@@ -265,13 +265,14 @@ class Restorer:
         assert exact.scalars is not None
         c = snapshot.iteration
         told = f"{stale[0]} parameters of experts were saved up to {c - stale[1]} iterations before the checkpoint"
+        how = ", with longer steps until they have caught up" if self._config.experts.stale == "catch_up" else ""
         as_saved = replace(
             exact,
             method="stale",
-            reason=f"{exact.reason}; {told} and go on as they were",
+            reason=f"{exact.reason}; {told} and go on as they were{how}",
             taken_at=_older(snapshot),
         )
-        if self._config.experts.stale == "stale" or not predict:
+        if self._config.experts.stale != "predict" or not predict:
             return as_saved
         failed, why = self._failures.of(c)
         if failed >= (1 if self._group.size == 1 else TRIES):

@@ -353,6 +353,71 @@ class TestRecovery:
             Job((2, 2)).saving.load_state_dict(self.trained().saving.state_dict())
 
 
+class TestCatchingUp:
+    """Two jobs from the same weights, of which one catches up: moved so many times as far, by parameter."""
+
+    OLD = "layers.0.experts.0.weight"
+
+    def jobs(self) -> list[Job]:
+        found, late = [], {"stale": "catch_up", "catch_up_step_factor": 3.0}
+        for settings in (dict[str, Any](), late):
+            torch.manual_seed(0)
+            job = Job((2,), **settings)
+            for _ in range(8):
+                job.train([2, 2])
+            found.append(job)
+        return found
+
+    def moves(self, job: Job) -> dict[str, torch.Tensor]:
+        before = {name: values.detach().clone() for name, values in job.model.named_parameters()}
+        job.train([2, 2])
+        return {name: values.detach() - before[name] for name, values in job.model.named_parameters()}
+
+    def test_older_experts_take_longer_steps_until_they_have_caught_up(self) -> None:
+        plain, job = self.jobs()
+        assert not job.saving.catching_up
+        for one in (plain, job):
+            report = one.saving.restored({"00000-00000": 5}, 8)
+        assert report["caught_up_at_iteration"] == 10  # 3 iterations, by steps that each make up for 2
+        first, longer = self.moves(plain), self.moves(job)
+        for name, move in first.items():
+            factor = 3.0 if ".experts.0." in name else 1.0
+            torch.testing.assert_close(longer[name], factor * move, msg=name)
+        assert job.saving.catching_up
+        self.moves(job)
+        assert not job.saving.catching_up
+        for one in (plain, job):  # the weights differ by now, and so do gradients; steps of Adam hardly do
+            moved = self.moves(one)
+            assert 0.3 < (moved[self.OLD] / first[self.OLD]).abs().mean() < 1.2
+
+    def test_the_next_life_goes_on_with_it(self) -> None:
+        _, job = self.jobs()
+        job.saving.restored({"00000-00000": 4, "00000-00001": 7}, 8)
+        job.train([2, 2])
+        state = through_a_checkpoint(job.saving.state_dict())
+        job.saving.load_state_dict({})
+        assert not job.saving.catching_up
+        job.saving.load_state_dict(state)
+        assert job.saving.catching_up
+        # The checkpoint has what was made up for; the other one was not saved again since it had missed 1.
+        assert job.saving.restored({"00000-00001": 7}, 9)["caught_up_at_iteration"] == 9 + 1
+        assert job.saving._missed is not None
+        assert job.saving._missed.at(9) == {"00000-00000": 2.0, "00000-00001": 2.0}
+
+    def test_predicted_experts_have_nothing_to_make_up_for(self) -> None:
+        _, job = self.jobs()
+        assert job.saving.restored({"00000-00000": 5}, 8, predicted=True)["caught_up_at_iteration"] is None
+        assert not job.saving.catching_up
+
+    def test_other_weights_end_it(self) -> None:
+        for end in (ExpertSaving.forget, ExpertSaving.close):
+            plain, job = self.jobs()
+            job.saving.restored({"00000-00000": 5}, 8)
+            end(job.saving)
+            first, same = self.moves(plain), self.moves(job)
+            assert all(torch.equal(same[name], move) for name, move in first.items())
+
+
 def test_nothing_is_left_on_the_model() -> None:
     job = Job()
     job.saving.close()

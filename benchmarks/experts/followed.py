@@ -52,6 +52,7 @@ class Followed:
         self._more_capacity = 0.0
         self._recovering = Recovering(training.layers, 0.0)
         self._catching_up: CatchingUp | None = None
+        self._step_factor = 1.0
         self._left_at_save: dict[str, float] = {}  # what operators had still to make up for
         self._whole: Saved | None = None  # what is gone back to in place of `saved`
         self.lost = LostTokens(training.layers)
@@ -72,7 +73,7 @@ class Followed:
         other._more_capacity = more_capacity
         other._recovering = Recovering(self._training.layers, more_capacity)
         if step_factor > 1:
-            other._catching_up = CatchingUp(self._training.adapter.optimizer, step_factor)
+            other._catching_up, other._step_factor = CatchingUp(self._training.adapter.optimizer), step_factor
         other._left_at_save = dict(self._left_at_save)
         other._whole = None if whole is None else whole.fork()
         return other
@@ -80,7 +81,7 @@ class Followed:
     def close(self) -> None:
         """The run is over: nothing is left on the training."""
         if self._catching_up is not None:
-            self._catching_up.forget()
+            self._catching_up.close()
 
     def save(self, routed: Sequence[Counted]) -> None:
         """Take a checkpoint now.
@@ -130,13 +131,12 @@ class Followed:
     def _catch_up(self) -> None:
         """Older operators make up for what they miss, and for what they still missed when they were saved."""
         if self._catching_up is not None:
-            self._catching_up.forget()
             newest = self.saved.entries[-1].iteration
             missed = {
                 name: Missed(one.parameter.values, newest - self.saved.newest(name) + self._left_at_save.get(name, 0.0))
                 for name, one in self._training.adapter.shard().operators.items()
             }
-            self._catching_up.missed(missed)
+            self._catching_up.begin(missed, self._step_factor)
 
     def _set_capacities(self) -> None:
         for layer, recovers in zip(self._training.layers, self._recovering.in_layers, strict=True):

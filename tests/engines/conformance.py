@@ -334,8 +334,9 @@ def check_longer_steps(build: Callable[[], Job]) -> None:
         run(job, 0, BEFORE)
         operators = job.adapter.shard().operators
         before = {name: one.parameter.values.clone() for name, one in operators.items()}
-        catching_up = CatchingUp(job.adapter.optimizer, factor)
-        catching_up.missed({name: Missed(one.parameter.values, missed) for name, one in operators.items()})
+        catching_up = CatchingUp(job.adapter.optimizer)
+        late = {name: Missed(one.parameter.values, missed) for name, one in operators.items()}
+        catching_up.begin(late, factor)
         job.train_step(BEFORE)
         assert not catching_up.left
         moved.append({name: one.parameter.values - before[name] for name, one in operators.items()})

@@ -26,8 +26,8 @@ def descent(size: int = 3) -> tuple[torch.nn.Parameter, torch.optim.SGD, Callabl
 
 def test_steps_are_longer_until_what_was_missed_is_made_up() -> None:
     weight, optimizer, step = descent()
-    catching_up = CatchingUp(optimizer, step_factor=2.0)
-    catching_up.missed({"late": Missed(weight.detach()[:2], 2.5)})  # the third element missed nothing
+    catching_up = CatchingUp(optimizer)
+    catching_up.begin({"late": Missed(weight.detach()[:2], 2.5)}, 2.0)  # the third element missed nothing
     taken = []
     for _ in range(4):
         before = weight.detach().clone()
@@ -40,8 +40,8 @@ def test_steps_are_longer_until_what_was_missed_is_made_up() -> None:
 @given(st.floats(1.01, 8.0), st.floats(0.0, 50.0))
 def test_on_a_straight_way_it_arrives_where_it_would_have_been(factor: float, missed: float) -> None:
     weight, optimizer, step = descent(1)
-    catching_up = CatchingUp(optimizer, factor)
-    catching_up.missed({"late": Missed(weight.detach(), missed)})
+    catching_up = CatchingUp(optimizer)
+    catching_up.begin({"late": Missed(weight.detach(), missed)}, factor)
     steps = 0
     while catching_up.left:
         step()
@@ -50,11 +50,11 @@ def test_on_a_straight_way_it_arrives_where_it_would_have_been(factor: float, mi
     assert -weight.item() / RATE == pytest.approx(steps + missed, rel=1e-4, abs=1e-4)
 
 
-def test_what_is_missed_once_more_is_added_and_can_be_forgotten() -> None:
+def test_what_is_begun_anew_replaces_what_there_was_and_can_be_forgotten() -> None:
     weight, optimizer, step = descent()
-    catching_up = CatchingUp(optimizer, 2.0)
-    for missed in (3.0, 2.0, 0.0):
-        catching_up.missed({"late": Missed(weight.detach(), missed)})
+    catching_up = CatchingUp(optimizer)
+    catching_up.begin({"early": Missed(weight.detach(), 7.0)}, 3.0)
+    catching_up.begin({"late": Missed(weight.detach(), 5.0), "in time": Missed(weight.detach(), 0.0)}, 2.0)
     assert catching_up.left == {"late": 5.0}
     step()
     assert catching_up.left == {"late": 4.0}
@@ -64,24 +64,33 @@ def test_what_is_missed_once_more_is_added_and_can_be_forgotten() -> None:
     assert not catching_up.left
 
 
-def test_nothing_is_hooked_while_nothing_is_to_be_made_up() -> None:
+def test_a_step_is_as_long_as_it_will_be_when_later_hooks_hear_of_it() -> None:
+    """Also where catching up begins after they came: a snapshot may be begun there."""
     weight, optimizer, step = descent()
-    catching_up = CatchingUp(optimizer, 2.0)
-    catching_up.missed({"late": Missed(weight.detach(), 0.0)})
-    assert not optimizer._optimizer_step_pre_hooks
-    catching_up.missed({"late": Missed(weight.detach(), 1.0)})
-    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+    catching_up, seen = CatchingUp(optimizer), list[list[float]]()
+    optimizer.register_step_post_hook(lambda *_: seen.append(weight.tolist()))
+    catching_up.begin({"late": Missed(weight.detach(), 1.0)}, 2.0)
     step()
+    assert seen == [weight.tolist()] == [[-2 * RATE] * 3]
+
+
+def test_the_hooks_come_off() -> None:
+    weight, optimizer, step = descent()
+    catching_up = CatchingUp(optimizer)
+    catching_up.begin({"late": Missed(weight.detach(), 9.0)}, 2.0)
+    catching_up.close()
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+    step()
+    assert weight.tolist() == [-RATE] * 3
 
 
 def test_a_step_of_other_parameter_groups_makes_up_for_nothing() -> None:
     weight, optimizer, step = descent()
     other = torch.nn.Parameter(torch.zeros(2))
     optimizer.add_param_group({"params": [other]})
-    catching_up = CatchingUp(optimizer, 2.0)
-    catching_up.missed({"late": Missed(weight.detach(), 2.0)})
+    catching_up = CatchingUp(optimizer)
+    catching_up.begin({"late": Missed(weight.detach(), 2.0)}, 2.0)
     every = optimizer.param_groups
     optimizer.param_groups = every[1:]  # as ZeRO does, one group after the other
     step()
@@ -96,14 +105,14 @@ def test_a_step_of_other_parameter_groups_makes_up_for_nothing() -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("inf"), float("nan")])
 def test_a_factor_that_lengthens_nothing_is_refused(factor: float) -> None:
     with pytest.raises(ValueError, match="above 1"):
-        CatchingUp(descent()[1], factor)
+        CatchingUp(descent()[1]).begin({}, factor)
 
 
 @pytest.mark.parametrize("missed", [-1.0, float("inf"), float("nan")])
 def test_what_cannot_be_made_up_is_refused_and_changes_nothing(missed: float) -> None:
     weight, optimizer, _ = descent()
-    catching_up = CatchingUp(optimizer, 2.0)
+    catching_up = CatchingUp(optimizer)
     good = Missed(weight.detach(), 1.0)
     with pytest.raises(ValueError, match="late missed"):
-        catching_up.missed({"good": good, "late": Missed(weight.detach(), missed)})
+        catching_up.begin({"good": good, "late": Missed(weight.detach(), missed)}, 2.0)
     assert not catching_up.left

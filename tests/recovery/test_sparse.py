@@ -117,6 +117,16 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
     assert set(taken_at(failed, 0, END).values()) == {END}  # the last one holds all
 
 
+def test_experts_on_two_ranks_catch_up(failed: Job) -> None:
+    sections = {**settings(stale="catch_up"), "checkpoint": SHORT}
+    back = restarted(failed, sections)
+    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["stale"] * RANKS
+    with JournalReader(failed.run_dir / "journal.db") as journal:
+        lost = journal.recoveries()[-1].guard["lost_tokens"]
+    assert lost["caught_up_at_iteration"] == CHECKPOINT + CHECKPOINT - min(AGES.values())
+    assert verify_run(failed.run_dir) == []
+
+
 def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
     killed_at(job, FAILURE, settings())
     back = restarted(job, settings(), mode="predict")
@@ -236,6 +246,28 @@ def test_experts_are_predicted_up_to_the_checkpoint(tmp_path: Path) -> None:
         assert recovery.method == "experts"
         assert recovery.guard["lost_tokens"]["predicted"]
         assert recovery.guard["lost_tokens"]["layers"][0]["stale_experts"] == 2
+
+
+def test_older_experts_catch_up(tmp_path: Path) -> None:
+    """The third life finds what the second one had made up for until its checkpoint."""
+    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False, **SHORT}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept}
+    config["experts"] = {"policy": "sequential", "stale": "catch_up", "catch_up_step_factor": 1.25}
+    for fail_after in (40, 45):
+        with pytest.raises(RuntimeError, match="the end of this life"):
+            plain_life(config, fail_after)
+    restored, _ = plain_life(config, 45)
+    with JournalReader(tmp_path / "journal.db") as journal:
+        second, third = journal.recoveries()
+    # Experts of 30 and 35 at 40. The first checkpoint of a life, 45, saves all of them.
+    assert second.guard["lost_tokens"]["layers"][0]["oldest_iteration"] == 30
+    assert second.guard["lost_tokens"]["caught_up_at_iteration"] == 40 + 10 / 0.25
+    assert "with longer steps until they have caught up" in second.reason
+    assert "lost_tokens" not in third.guard
+    assert restored.method == "exact"
+    assert restored.scalars is not None
+    missed = restored.scalars.experts["missed"]
+    assert missed == {"since": 40, "missed": {"00000-00000": 5.0, "00000-00002": 10.0}, "step_factor": 1.25}
 
 
 def test_experts_that_are_saved_too_rarely_to_be_predicted_are_told_of(tmp_path: Path) -> None:
