@@ -24,7 +24,7 @@ from cpsr.experts.measures import Measure
 from cpsr.experts.missed_iterations import MissedIterations
 from cpsr.experts.named import measure_named, policy_named
 from cpsr.experts.naming import Naming
-from cpsr.experts.operators import Expert, ModelOperators
+from cpsr.experts.operators import Expert, ModelOperators, check_shared
 from cpsr.experts.popularity import PerExpert, Popularity, zeros
 from cpsr.experts.recovering import Recovering
 from cpsr.experts.saved import SavedExperts
@@ -112,12 +112,13 @@ class ExpertSaving:
         """What a configuration asks for; None for the policy `none`. A collective.
 
         Raises:
-            ConfigError: the model has no layers of experts.
-            UnsupportedEngineError: see `EngineAdapter.expert_operators` and `token_counts`.
+            ConfigError: the model has no layers of experts, or one that the ranks cannot share; see `check_shared`.
+            UnsupportedEngineError: see `check_shared`, `EngineAdapter.expert_operators` and `token_counts`.
         """
         if config.policy == "none":
             return None
         naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), None
+        check_shared(operators, group.gather)
         if operators is not None and operators.layer_names:
             counts = adapter.token_counts(probabilities=config.popularity == "soft")
         if naming is None or operators is None or counts is None:
@@ -229,7 +230,7 @@ class ExpertSaving:
                 self._missed.forget()
         self._catch_up()
         if isinstance(self._policy, DynamicK):
-            self._policy.recovered(portion)
+            self._policy.recovered(missed, sum(assigned))
         self._set_capacities()
         report = self._report(ages, iteration, lost, assigned, portion)
         until = None if self._missed is None else self._missed.made_up_at(iteration)
@@ -402,9 +403,10 @@ class ExpertSaving:
 
     @property
     def checkpoints_of_a_round(self) -> int | None:
-        """Within which each expert is saved once, as K is now; None where bytes decide."""
-        count = self._experts_per_layer
-        return None if count is None else max(-(-layer.experts // count) for layer in self._layers)
+        """Within which each expert is saved once; None where popularity or bytes decide how often each is."""
+        if self._config.policy != "sequential":
+            return None
+        return max(-(-layer.experts // self._config.experts_per_layer) for layer in self._layers)
 
     @property
     def _experts_per_layer(self) -> int | None:
@@ -419,14 +421,11 @@ def unit_name(expert: Expert) -> str:
     return f"{expert.layer:05d}-{expert.index:05d}"
 
 
-def trained_experts(naming: Naming, shard: Shard, group: Group) -> dict[str, tuple[int, ...]]:
-    """Layer -> experts of which some rank trains parameters, what `missing_experts` has to find; a collective."""
-    places = [place for place in map(naming.place, shard.operators) if place is not None and place.expert is not None]
-    told = group.gather(sorted({(place.layer, place.expert) for place in places}))
-    found: dict[str, set[int]] = {}
-    for layer, expert in (pair for pairs in told for pair in pairs):
-        found.setdefault(layer, set()).add(expert)
-    return {layer: tuple(sorted(experts)) for layer, experts in found.items()}
+def trained_experts(naming: Naming, shard: Shard, group: Group) -> frozenset[str]:
+    """Names of the experts' parameters that some rank trains, what `missing_experts` has to find; a collective."""
+    places = {name: naming.place(name) for name in shard.operators}
+    told = group.gather([name for name, place in places.items() if place is not None and place.expert is not None])
+    return frozenset(name for names in told for name in names)
 
 
 def _layers(operators: ModelOperators) -> tuple[ExpertLayer, ...]:

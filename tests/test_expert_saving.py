@@ -132,7 +132,7 @@ class TestUnits:
     def test_frozen_experts_have_nothing_to_save(self) -> None:
         job = Job((3, 2), frozen="layers.0.experts.1.")
         assert "00000-00001" not in job.saving.units.values()
-        assert job.saving.trained == {"layers.0": (0, 2), "layers.1": (0, 1)}
+        assert job.saving.trained == job.saving.units.keys()
         assert Job((2, 2), frozen=".experts.").saving.units == {}
 
     def test_a_rank_has_the_numbers_that_its_experts_have_over_all_ranks(self) -> None:
@@ -144,7 +144,7 @@ class TestUnits:
         saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="sequential"), Group())
         assert saving is not None
         assert set(saving.units.values()) == {"00000-00002", "00000-00003"}
-        assert saving.trained == {"": (2, 3)}
+        assert saving.trained == {"experts.2.bias", "experts.2.weight", "experts.3.bias", "experts.3.weight"}
         assert saving.choose(None, whole=False) == frozenset({"00000-00000"})  # one of the other rank's
 
     def test_no_policy_asks_for_nothing(self) -> None:
@@ -351,6 +351,11 @@ class TestRecovery:
     def test_a_state_of_other_experts_is_refused(self) -> None:
         with pytest.raises(ValueError, match="tokens of 5 experts were saved, and the model has 4"):
             Job((2, 2)).saving.load_state_dict(self.trained().saving.state_dict())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_in_turn_is_every_expert_saved_within_a_round(policy: str) -> None:
+    assert Job((3, 2), policy=policy).saving.checkpoints_of_a_round == (3 if policy == "sequential" else None)
 
 
 class TestCatchingUp:

@@ -43,9 +43,9 @@ def _show_arithmetic(console: Console, arithmetic: Arithmetic) -> None:
     console.print(_ranks(arithmetic.rank_bytes))
     console.print(_sweep(arithmetic.sweep))
     console.print(_exposures(arithmetic.exposures))
-    table = _columns(f"Choosing among {OPERATORS:,} operators", "policy", "ms", "chosen")
+    table = _columns(f"Choosing among {OPERATORS:,} operators", "policy", "ranks", "ms", "chosen")
     for one in arithmetic.scheduling:
-        table.add_row(one.policy, f"{MILLISECONDS * one.seconds:.1f}", f"{one.chosen:,}")
+        table.add_row(one.policy, str(one.ranks), f"{MILLISECONDS * one.seconds:.1f}", f"{one.chosen:,}")
     console.print(table)
 
 

@@ -156,7 +156,7 @@ class EngineAdapter(Protocol):
         """Layers of experts and who owns them, from all parameters of the model; None for a model without experts.
 
         Raises:
-            UnsupportedEngineError: layers that are shared out in different ways, or numbers with gaps.
+            UnsupportedEngineError: layers that are shared out in different ways.
         """
 
     def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:

@@ -19,16 +19,16 @@ __all__ = ["MixtureOfExperts"]
 class MixtureOfExperts:
     """How to read a module's layers of experts; all ranks train it on a batch of their own.
 
-    A layer is the module that `naming` takes for one. What is called after each of its forwards must not wait for the
-    device, and tells of all experts, those on other ranks included.
+    A layer is the module that `naming` takes for one, whether or not it knows the gate. What is called after each of
+    its forwards must not wait for the device, and tells of all experts, those on other ranks included.
 
     Attributes:
         counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
         probabilities_of: given a layer and the arguments of its last forward: each expert's gating probability, summed
             over this rank's tokens, `(experts,)`; only `experts.popularity: soft` needs it.
         naming: how parameter names tell experts and gates.
-        expert_parallel: the group of ranks that share the experts, whose names then have their numbers over all ranks;
-            a group of one where each rank has all of them.
+        expert_parallel: the group of ranks that share the experts, equally many each, whose names then have their
+            numbers over all ranks; a group of one where each rank has all of them.
     """
 
     counts_of: Callable[[torch.nn.Module], torch.Tensor]

@@ -1,5 +1,6 @@
 """K that grows with what failures have cost."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,21 +18,21 @@ __all__ = ["DynamicK"]
 class DynamicK:
     """Another policy under a K that doubles after recoveries that were too expensive.
 
-    After each recovery the portion of lost tokens is charged to the current K; when the sum charged to it passes the
-    limit, K doubles, up to all experts. Each K has the whole limit to itself, as the paper describes it: with E experts
-    the run may lose up to `log2(E)` times the limit, and what the last recovery under each K took beyond it. To keep
-    the whole run below 5%, which is the paper's aim, give 5% divided by `log2(E)`.
+    Tokens that recoveries lose are charged to the current K; when what was charged to it passes the limit as a portion
+    of all tokens up to then, K doubles, up to all experts. Each K has the whole limit to itself, as the paper describes
+    it: with E experts the run may lose up to `log2(E)` times the limit, and what the last recovery under each K took
+    beyond it. To keep the whole run below 5%, which is the paper's aim, give 5% divided by `log2(E)`.
 
     Args:
         layers: of the model.
         policy: that selects K experts of each layer.
         experts_per_layer: K of the start.
-        limit: portion of lost tokens, the paper's 5% by default.
+        limit: portion of lost tokens (`LostTokens.portion`), the paper's 5% by default.
 
     Raises:
         ConfigError: K or the limit is not usable.
 
-    Source: pec, section 3.1, "Dynamic-K".
+    Source: pec, section 3.1, "Dynamic-K", and Eq. 4.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class DynamicK:
         self._limit = limit
         self._most = max((layer.experts for layer in layers), default=1)
         self._count = min(experts_per_layer, self._most)
-        self._charged = 0.0
+        self._lost = 0.0  # since K is what it is
+        self._assigned = 0.0  # in the whole run, up to the last recovery
 
     @property
     def experts_per_layer(self) -> int:
@@ -55,33 +57,39 @@ class DynamicK:
 
     @property
     def charged(self) -> float:
-        """Portion of lost tokens charged to K."""
-        return self._charged
+        """Tokens charged to K, as a portion of those assigned up to the last recovery."""
+        return self._lost / self._assigned if self._assigned else 0.0
 
-    def recovered(self, portion: float) -> None:
+    def recovered(self, lost: float, assigned: float) -> None:
         """Charge one recovery.
 
         Args:
-            portion: of lost tokens, that this recovery added to `LostTokens.portion`.
+            lost: tokens, of all experts, by this recovery.
+            assigned: in the whole run up to now, in all layers: what `LostTokens.portion` compares with.
 
         Raises:
-            ValueError: no portion.
+            ValueError: more was lost than assigned, or a number is negative or not finite; nothing was charged.
         """
-        if not 0 <= portion <= 1:
-            raise ValueError(f"a portion of lost tokens is between 0 and 1, not {portion}")
-        self._charged += portion
-        if self._charged > self._limit and self._count < self._most:
+        if not 0 <= lost <= assigned < math.inf:
+            raise ValueError(f"lost tokens are part of those assigned, and {lost} of {assigned} cannot be")
+        self._lost += lost
+        self._assigned = assigned
+        if self.charged > self._limit and self._count < self._most:
             self._count = min(2 * self._count, self._most)
-            self._charged = 0.0
+            self._lost = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """K, and what is charged to it."""
-        return {"experts_per_layer": self._count, "charged": self._charged}
+        return {"experts_per_layer": self._count, "lost": self._lost, "assigned": self._assigned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the K of `state_dict()`, or that of the start where it is larger."""
+        """Go on with the K of `state_dict()`, or that of the start where it is larger.
+
+        A state without tokens, which earlier versions saved, brings K alone: nothing is charged to it yet.
+        """
         if state["experts_per_layer"] >= self._count:
-            self._count, self._charged = min(state["experts_per_layer"], self._most), state["charged"]
+            self._count = min(state["experts_per_layer"], self._most)
+            self._lost, self._assigned = state.get("lost", 0.0), state.get("assigned", 0.0)
 
     def select(self, step: int, popularity: Popularity, budget: Budget) -> Sequence[Operator]:
         """What the other policy selects with K, whatever the budget's own."""

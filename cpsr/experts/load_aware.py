@@ -1,7 +1,7 @@
 """Experts with the most unsaved tokens, equally many on every rank."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
 from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity
+from cpsr.experts.popularity import Popularity, overdue
 
 __all__ = ["LoadAware"]
 
@@ -25,6 +25,9 @@ class LoadAware:
     rank's room is its equal part of all that are saved, rounded up. Taking greedily may leave a layer short whose other
     experts are all on full ranks: then layers with experts elsewhere give up their least loaded ones there, along
     the shortest chain. So every layer always saves K and no rank more than its part.
+
+    Before all of them, the oldest expert of each layer that is `overdue` is taken, older ones first: the paper's rule
+    alone never saves an expert again to which nothing is routed, though the optimizer moves it all the same.
 
     Args:
         layers: of the model; all over the same expert-parallel ranks.
@@ -50,49 +53,59 @@ class LoadAware:
         count = budget.experts_in_each(self._layers)
         wanted = [min(count, layer.experts) for layer in self._layers]
         limit = -(-sum(wanted) // self._ranks)
-        numbers = self._greedy(popularity, wanted, limit)
+        late, others = self._in_order(popularity, wanted)
+        numbers = numpy.zeros((len(self._layers), self._ranks), dtype=numpy.int64)
+        self._take(late, numbers, wanted, limit)
+        kept = numbers.copy()
+        self._take(others, numbers, wanted, limit)
         owned = numpy.array([layer.experts_per_rank for layer in self._layers])
         for layer, want in enumerate(wanted):
             while numbers[layer].sum() < want:
-                _make_room(numbers, layer, owned, limit)
-        return tuple(self._experts(popularity, numbers))
+                _make_room(numbers, kept, layer, owned, limit)
+        return tuple(self._first([*late, *others], numbers))
 
-    def _greedy(self, popularity: Popularity, wanted: Sequence[int], limit: int) -> Numbers:
-        numbers = numpy.zeros((len(self._layers), self._ranks), dtype=numpy.int64)
-        of_layer, of_rank = list(wanted), [limit] * self._ranks
-        for layer, rank in self._by_risk(popularity):
-            if of_layer[layer] and of_rank[rank]:
-                of_layer[layer] -= 1
-                of_rank[rank] -= 1
-                numbers[layer, rank] += 1
-        return numbers
-
-    def _by_risk(self, popularity: Popularity) -> list[tuple[int, int]]:
-        """Layer and rank of each expert, in the order in which experts are taken."""
-        places = [
-            (place, layer.owner(index)) for place, layer in enumerate(self._layers) for index in range(layer.experts)
+    def _in_order(self, popularity: Popularity, wanted: Sequence[int]) -> tuple[list[Expert], list[Expert]]:
+        """All experts in the order in which they are taken: those that are overdue, and the others."""
+        tokens, ages = popularity.at_risk(self._layers)
+        marks = [
+            overdue(old, -(-layer.experts // want))
+            for layer, want, old in zip(self._layers, wanted, popularity.ages, strict=True)
         ]
-        # The empty array is for a model without layers.
-        tokens = numpy.concatenate([*popularity.unsaved_tokens, []])
-        ages = numpy.concatenate([*popularity.ages, []])
-        return [places[expert] for expert in numpy.lexsort((-ages, -tokens))]
+        late = numpy.concatenate([*marks, numpy.zeros(0, dtype=bool)])
+        experts = [Expert(place, index) for place, layer in enumerate(self._layers) for index in range(layer.experts)]
+        order = numpy.lexsort((-ages, numpy.where(late, 0.0, -tokens), ~late))
+        ordered = [experts[place] for place in order]
+        return ordered[: late.sum()], ordered[late.sum() :]
 
-    def _experts(self, popularity: Popularity, numbers: Numbers) -> Iterator[Expert]:
-        """So many of each layer and rank, those at most risk."""
-        for place, layer in enumerate(self._layers):
-            left = numbers[place].copy()
-            for index in popularity.most_at_risk_first(place):
-                rank = layer.owner(index)
-                if left[rank]:
-                    left[rank] -= 1
-                    yield Expert(place, index)
+    def _take(self, experts: Iterable[Expert], numbers: Numbers, wanted: Sequence[int], limit: int) -> None:
+        """Take experts, in place, while their layer lacks some and their rank has room."""
+        of_layer = [want - int(has) for want, has in zip(wanted, numbers.sum(axis=1), strict=True)]
+        of_rank = [limit - int(has) for has in numbers.sum(axis=0)]
+        for expert in experts:
+            rank = self._layers[expert.layer].owner(expert.index)
+            if of_layer[expert.layer] and of_rank[rank]:
+                of_layer[expert.layer] -= 1
+                of_rank[rank] -= 1
+                numbers[expert.layer, rank] += 1
+
+    def _first(self, ordered: Iterable[Expert], numbers: Numbers) -> list[Expert]:
+        """So many of each layer and rank, the first of them, layer by layer."""
+        left = numbers.tolist()
+        found: list[Expert] = []
+        for expert in ordered:
+            rank = self._layers[expert.layer].owner(expert.index)
+            if left[expert.layer][rank]:
+                left[expert.layer][rank] -= 1
+                found.append(expert)
+        return sorted(found, key=lambda expert: expert.layer)
 
 
-def _make_room(numbers: Numbers, short: int, owned: Numbers, limit: int) -> None:
+def _make_room(numbers: Numbers, kept: Numbers, short: int, owned: Numbers, limit: int) -> None:
     """One more expert for the layer `short`, in place: breadth first from it to a rank that has room.
 
     Args:
         numbers: `(layers, ranks)`.
+        kept: of them, which no layer gives up.
         short: a layer that lacks an expert.
         owned: experts that each rank has of each layer, `(layers,)`.
         limit: of each rank.
@@ -107,7 +120,7 @@ def _make_room(numbers: Numbers, short: int, owned: Numbers, limit: int) -> None
             if load[rank] < limit:
                 _shift(numbers, gives, layer, rank)
                 return
-            for other in map(int, numpy.flatnonzero(numbers[:, rank])):
+            for other in map(int, numpy.flatnonzero(numbers[:, rank] > kept[:, rank])):
                 if other not in gives:
                     gives[other] = (layer, rank)
                     queue.append(other)

@@ -77,7 +77,7 @@ class LostTokens:
         """Fraction of each layer's tokens that was lost, `(layers,)`.
 
         Raises:
-            ValueError: more was lost than assigned, or `assigned` does not fit the layers.
+            ValueError: more was lost than assigned, or `assigned` is not finite or does not fit the layers.
         """
         lost, whole = self._compared(assigned)
         return numpy.divide(lost, whole, out=numpy.zeros_like(lost), where=whole > 0)
@@ -121,6 +121,8 @@ class LostTokens:
         lost = numpy.array([layer.sum() for layer in self._lost])
         if whole.shape != lost.shape:
             raise ValueError(f"assigned tokens of {whole.size} layers were given, and the model has {lost.size}")
+        if not numpy.isfinite(whole).all():
+            raise ValueError(f"assigned tokens of layers must be finite: {whole}")
         if not (lost <= whole).all():
             raise ValueError(f"layers lost {lost} of {whole} tokens: `assigned` is of the whole run, T x TopK a layer")
         return lost, whole

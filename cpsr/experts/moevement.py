@@ -1,12 +1,15 @@
 """Every operator once in a window, the least popular first."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
 
 from cpsr.experts.budget import Budget
 from cpsr.experts.operators import Expert, Operator
-from cpsr.experts.popularity import PerExpert, Popularity, shares
+from cpsr.experts.popularity import PerExpert, Popularity
 from cpsr.experts.window import SparseWindow, sparse_window
 
 __all__ = ["MoEvement", "OperatorBytes"]
@@ -50,7 +53,7 @@ class MoEvement:
     def __init__(self, operators: Mapping[Operator, OperatorBytes]) -> None:
         self._bytes = dict(operators)
         self._order: tuple[Operator, ...] = ()
-        self._ordered_by: PerExpert | None = None
+        self._ordered_by: NDArray[numpy.float64] | None = None
         self._window: SparseWindow | None = None
         self._position = 0
         self._step: int | None = None
@@ -89,10 +92,9 @@ class MoEvement:
         self._position += 1
         if self._window is not None and self._position < self._window.window:
             return
-        now = shares(popularity.scores)
+        now = popularity.shares
         if self._ordered_by is None or _changed(self._ordered_by, now):
-            scores = [layer.tolist() for layer in popularity.scores]
-            self._order = tuple(sorted(self._bytes, key=lambda operator: _score(operator, scores)))
+            self._order = tuple(sorted(self._bytes, key=lambda operator: _score(operator, popularity.scores)))
             self._ordered_by = now
         sizes = [self._bytes[operator] for operator in self._order]
         # The budget is what one iteration moves: with the iteration as the unit of time, it is the bandwidth.
@@ -102,12 +104,15 @@ class MoEvement:
         self._position = 0
 
 
-def _score(operator: Operator, scores: Sequence[Sequence[float]]) -> float:
-    return scores[operator.layer][operator.index] if isinstance(operator, Expert) else math.inf
+def _score(operator: Operator, scores: PerExpert) -> float:
+    if not isinstance(operator, Expert):
+        return math.inf
+    if operator.layer >= len(scores) or operator.index >= len(scores[operator.layer]):
+        raise ValueError(f"scores were given, and none of {operator}")
+    return float(scores[operator.layer][operator.index])
 
 
-def _changed(before: PerExpert, now: PerExpert) -> bool:
+def _changed(before: NDArray[numpy.float64], now: NDArray[numpy.float64]) -> bool:
     """Whether enough experts have a share that is off; one that had none before has if it has some now."""
-    experts = sum(layer.size for layer in now)
-    off = sum(int((abs(new - old) > CHANGED_RELATIVE * old).sum()) for old, new in zip(before, now, strict=True))
-    return experts > 0 and off >= CHANGED_EXPERTS * experts
+    off = int((abs(now - before) > CHANGED_RELATIVE * before).sum())
+    return now.size > 0 and off >= CHANGED_EXPERTS * now.size

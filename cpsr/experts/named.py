@@ -36,11 +36,10 @@ def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: in
         return LoadAware(layers)
     if name == "dynamic_k":
         return DynamicK(layers, LoadAware(layers), experts_per_layer, lost_portion_limit)
-    ranks = as_on_each_rank(layers)
     if name == "moetion":
-        return EachRank([Moetion(own) for own in ranks])
+        return Moetion(layers, every_rank=True)
     if name == "window":
-        return EachRank([MoEvement(_owned(own)) for own in ranks])
+        return EachRank([MoEvement(_owned(own)) for own in as_on_each_rank(layers)])
     raise ValueError(f"there is no policy {name!r}")
 
 

@@ -54,9 +54,11 @@ DEEPSPEED = PatternNaming(
     re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.gate\."),
 )
 
-# A `torch.nn.ModuleList` called `experts` beside a `gate` or `router`, as most MoE models in plain torch have it.
-# Experts that are stacked in one tensor have no names of their own and count as a part that every token passes.
+# A `torch.nn.ModuleList` called `experts`, as most MoE models in plain torch have it, but for those in a module whose
+# name ends in `shared`. A `gate` or `router` beside it is its gate; there may be none, as gates have other names too,
+# or no parameters. What is not known as a gate is a part that every token passes, and so are experts that are stacked
+# in one tensor, which have no names of their own.
 MODULE_LIST = PatternNaming(
-    re.compile(r"(?:(?P<layer>.+?)\.)?experts\.(?P<index>\d+)\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\."),
     re.compile(r"(?:(?P<layer>.+?)\.)?(?:gate|router)(?:\.|$)"),
 )

@@ -176,7 +176,15 @@ class HookedTokenCounts:
         # Inside a backward there is a graph task: this forward only repeats one that was counted.
         if not (self._counting and module.training) or torch._C._current_graph_task_id() != -1:
             return
-        counts, layer = self._counts_of(module), self._layers[place]
+        layer = self._layers[place]
+        try:
+            counts = self._counts_of(module)
+        except Exception as error:
+            error.add_note(
+                f"counts_of was asked for the tokens of the experts of {layer.name!r}: if every token passes them, "
+                "give MixtureOfExperts a naming that leaves them out"
+            )
+            raise
         if counts.shape != (layer.experts,):
             raise ValueError(
                 f"layer {layer.name!r} told the tokens of {tuple(counts.shape)} experts and has {layer.experts}; one "

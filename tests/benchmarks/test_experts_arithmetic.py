@@ -12,7 +12,7 @@ from cpsr.benchmarks.experts.exposure import exposure, tokens_at_risk
 from cpsr.benchmarks.experts.policies import IN_TURN, POLICIES
 from cpsr.benchmarks.experts.routing import SKEWS, Trace, drawn_shares, synthetic_trace
 from cpsr.benchmarks.experts.run import main
-from cpsr.benchmarks.experts.scheduling import OPERATORS, scheduling
+from cpsr.benchmarks.experts.scheduling import OPERATORS, RANKS, Scheduling, scheduling
 from cpsr.benchmarks.experts.shapes import SPREAD_OF_64, moetion_shape, pec_shape
 from cpsr.benchmarks.experts.sizes import EXPERTS, expert_sweep, holding, rank_bytes, sizes
 from cpsr.errors import ConfigError
@@ -103,12 +103,24 @@ def test_by_popularity_at_most_half_is_at_risk_with_the_papers_spread() -> None:
     assert found.against_turn["MOETION"] <= 0.5
 
 
-def test_every_policy_chooses_among_ten_thousand_operators() -> None:
-    found = {one.policy: one for one in scheduling()}
+@pytest.fixture(scope="module")
+def scheduled() -> dict[tuple[str, int], Scheduling]:
+    return {(one.policy, one.ranks): one for one in scheduling()}
+
+
+def test_every_policy_chooses_among_ten_thousand_operators(scheduled: dict[tuple[str, int], Scheduling]) -> None:
+    found = scheduled
     assert OPERATORS == 10_000
-    assert [found[policy].chosen for policy in POLICIES] == [1000] * len(POLICIES)
-    assert found["MoEvement's window"].chosen == 1200  # a tenth, and what their frozen weights leave
+    assert [found[policy, 1].chosen for policy in POLICIES] == [1000] * len(POLICIES)
+    assert found["MoEvement's window", 1].chosen == 1200  # a tenth, and what their frozen weights leave
     assert all(one.seconds > 0 for one in found.values())
+
+
+def test_choosing_is_timed_with_many_expert_parallel_ranks_too(scheduled: dict[tuple[str, int], Scheduling]) -> None:
+    """Each rank works out what all of them save; one of 100 has a hundred times fewer experts of its own."""
+    found = {key: one.chosen for key, one in scheduled.items()}
+    assert {ranks for _, ranks in found} == {1, *RANKS}
+    assert found == found | {(policy, ranks): 1000 for policy in (*POLICIES, "window") for ranks in RANKS}
 
 
 def test_the_part_without_training_leaves_figures_a_plot_and_its_aim(

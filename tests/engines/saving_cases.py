@@ -12,7 +12,7 @@ from cpsr.config import ExpertsConfig
 from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.expert_saving import ExpertSaving, unit_name
-from cpsr.experts.completeness import missing_experts
+from cpsr.experts.completeness import missing_experts, wrong_experts
 from cpsr.experts.naming import DEEPSPEED
 from cpsr.experts.operators import Expert
 from cpsr.group import Group
@@ -63,14 +63,17 @@ def a_run(expert_parallel: int, stage: int, policy: str, popularity: str = "hard
         for name in shard.operators
         if PREFIX in name
     }
-    assert saving.trained == dict.fromkeys(LAYERS, tuple(range(EXPERTS)))
+    trained = ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert saving.trained == {
+        f"{layer}.{PREFIX}.{index}.{name}" for layer in LAYERS for index in range(EXPERTS) for name in trained
+    }
     gathered: list[Any] = [None, None]
     pieces = {
         name: (one.parameter.global_shape, one.parameter.offset, one.parameter.numel)
         for name, one in shard.operators.items()
     }
     torch.distributed.all_gather_object(gathered, pieces)
-    assert missing_experts(dict(enumerate(gathered)), DEEPSPEED, saving.trained) is None
+    assert wrong_experts(dict(enumerate(gathered)), {}, DEEPSPEED, saving.trained) is None
     if expert_parallel == 2:
         assert missing_experts({rank: gathered[rank]}, DEEPSPEED, saving.trained) is not None
 

@@ -1,12 +1,17 @@
 """Layers of experts, their load, and the strategies that draw them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy
 from hypothesis import strategies as st
 
+from cpsr.experts.budget import Budget
 from cpsr.experts.layers import ExpertLayer, ExpertParallel
+from cpsr.experts.operators import Expert
+from cpsr.experts.policy import Policy
 from cpsr.experts.popularity import PerExpert, Popularity, zeros
+from cpsr.experts.unsaved import UnsavedTokens
 
 
 def mixture(*experts: int, ranks: int = 1, rank: int = 0, expert_bytes: int = 10) -> tuple[ExpertLayer, ...]:
@@ -37,7 +42,7 @@ def mixtures(draw: st.DrawFn, layers: int = 5, experts_per_rank: int = 4) -> tup
 
 @st.composite
 def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Popularity:
-    """Tokens with ties and zeros among them, and ages."""
+    """Tokens with ties and zeros among them, and ages at which no expert is overdue."""
 
     def of(largest: int) -> PerExpert:
         return tuple(
@@ -50,3 +55,31 @@ def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Popularity:
 
     tokens = of(draw(st.sampled_from([0, 3, 1000])))
     return Popularity(tokens, tokens, of(5))
+
+
+def selections(
+    policy: Policy, layers: Sequence[ExpertLayer], tokens: Sequence[Sequence[float]], budget: Budget, steps: int
+) -> list[set[Expert]]:
+    """What a policy saves, snapshot by snapshot, where every iteration routes the same tokens."""
+    ledger, found = UnsavedTokens(layers), []
+    for step in range(steps):
+        ledger.observe(tokens)
+        popularity = Popularity(ledger.tokens, ledger.tokens, ledger.ages)
+        chosen = {one for one in policy.select(step, popularity, budget) if isinstance(one, Expert)}
+        ledger.saved(chosen)
+        found.append(chosen)
+    return found
+
+
+def longest_wait(saved: Sequence[set[Expert]], layers: Sequence[ExpertLayer]) -> int:
+    """The most snapshots of any expert from one that holds it to the next, the beginning and the end counted as such.
+
+    Args:
+        saved: of each snapshot.
+        layers: of the model.
+    """
+    waits = []
+    for expert in (Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)):
+        held = [-1, *(step for step, chosen in enumerate(saved) if expert in chosen), len(saved)]
+        waits += [later - earlier for earlier, later in pairwise(held)]
+    return max(waits)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.completeness import Held, missing_experts
+from cpsr.experts.completeness import Held, misfit_experts, missing_experts, wrong_experts
 from cpsr.experts.naming import DEEPSPEED, MODULE_LIST
 
 SHAPE = (4, 3)
@@ -46,13 +46,63 @@ def test_the_experts_of_a_rank_that_holds_none() -> None:
     parts = {0: whole(*weights("a", 0, 1)), 1: whole(*weights("a", 4, 5))}
     assert missing_experts(parts, MODULE_LIST) == "no rank has expert 2 of layer 'a', and 1 more"
     parts = {0: whole(*weights("a", 0, 1)), 1: whole("norm.weight")}
-    assert missing_experts(parts, MODULE_LIST, {"a": range(4)}) == "no rank has expert 2 of layer 'a', and 1 more"
-    assert missing_experts({0: {}, 1: {}}, MODULE_LIST, {"a": [0]}) == "no rank has expert 0 of layer 'a'"
+    told = missing_experts(parts, MODULE_LIST, weights("a", *range(4)))
+    assert told == "no rank has expert 2 of layer 'a', and 1 more"
+    assert missing_experts({0: {}, 1: {}}, MODULE_LIST, weights("a", 0)) == "no rank has expert 0 of layer 'a'"
 
 
 def test_experts_that_nobody_trains_are_not_missed() -> None:
     parts = {0: whole(*weights("a", 1)), 1: whole(*weights("a", 3))}
-    assert missing_experts(parts, MODULE_LIST, {"a": (1, 3)}) is None
+    assert missing_experts(parts, MODULE_LIST, weights("a", 1, 3)) is None
+
+
+def test_a_parameter_that_no_rank_has_of_an_expert_that_some_have() -> None:
+    trained = [*weights("a", 0, 1), "a.experts.0.bias", "a.experts.1.bias"]
+    parts = {0: whole(*weights("a", 0), "a.experts.0.bias"), 1: whole(*weights("a", 1)), 2: whole(*weights("a", 1))}
+    told = missing_experts(parts, MODULE_LIST, trained)
+    assert told is not None
+    assert told.startswith("no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2")
+    assert told.endswith("(keep in the optimizers all that they trained when this life of the run began)")
+    assert missing_experts({**parts, 2: whole("a.experts.1.bias")}, MODULE_LIST, trained) is None
+    told = missing_experts({0: parts[0]}, MODULE_LIST, trained)
+    assert told == "no rank has expert 1 of layer 'a'", "its parameters are not counted one by one"
+
+
+def test_experts_may_have_different_parameters_and_frozen_ones_lie_beside_them() -> None:
+    """What is frozen comes with the parts, and is not among the trained."""
+    trained = [*weights("a", 0), "a.experts.1.up.weight", "a.experts.1.down.weight"]
+    parts = {0: whole(*weights("a", 0), "a.experts.0.frozen"), 1: whole(*trained[1:], "a.experts.1.scale")}
+    assert wrong_experts(parts, {}, MODULE_LIST, trained) is None
+
+
+def test_replicas_of_different_shapes() -> None:
+    name = "a.experts.3.weight"
+    parts: dict[int, dict[str, Held]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
+    told = misfit_experts(parts, MODULE_LIST)
+    assert told is not None
+    assert told.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
+    assert "number over all ranks" in told
+    assert wrong_experts(parts, {}, MODULE_LIST, [name]) == told
+    assert misfit_experts(parts, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
+    assert misfit_experts({1: {"norm.weight": (SHAPE, 0, 12)}, 2: {"norm.weight": ((2,), 0, 2)}}, MODULE_LIST) is None
+
+
+@pytest.mark.parametrize(("first", "count"), [(8, 5), (12, 1), (0, 13), (-1, 5)])
+def test_slices_beyond_the_parameter(first: int, count: int) -> None:
+    name = "a.experts.0.weight"
+    parts: dict[int, dict[str, Held]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, first, count)}}
+    told = wrong_experts(parts, {}, MODULE_LIST, [name])
+    assert told is not None
+    assert told.startswith(
+        f"rank 1 has elements {first} to {first + count - 1} of '{name}' (expert 0 of layer 'a'), "
+        "whose shape (4, 3) has 12: "
+    )
+
+
+def test_a_slice_without_elements_may_lie_anywhere() -> None:
+    name = "a.experts.0.weight"
+    parts: dict[int, dict[str, Held]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, 16, 0)}}
+    assert wrong_experts(parts, {}, MODULE_LIST, [name]) is None
 
 
 def test_scalars_and_parameters_without_elements() -> None:
@@ -82,7 +132,7 @@ def test_any_element_that_is_left_out_is_missed(data: st.DataObject) -> None:
     assert missing_experts(parts, MODULE_LIST) is None
     gone = data.draw(st.integers(0, len(order) - 1))
     first, end = order[gone]
-    told = missing_experts({rank: part for rank, part in parts.items() if rank != gone}, MODULE_LIST, {"a": [0]})
+    told = missing_experts({rank: part for rank, part in parts.items() if rank != gone}, MODULE_LIST, [name])
     if len(order) == 1:
         assert told == "no rank has expert 0 of layer 'a'"
     else:

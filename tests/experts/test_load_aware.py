@@ -12,8 +12,8 @@ from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
 from cpsr.experts.layers import ExpertLayer, ExpertParallel
 from cpsr.experts.load_aware import LoadAware
-from cpsr.experts.popularity import Popularity
-from tests.experts.mixtures import load, loads, mixture, mixtures, no_load
+from cpsr.experts.popularity import OVERDUE_ROUNDS, Popularity
+from tests.experts.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
 
 
 def chosen(layers: tuple[ExpertLayer, ...], popularity: Popularity, count: int) -> list[tuple[int, int]]:
@@ -87,3 +87,54 @@ def test_against_the_best_that_there_is(data: st.DataObject) -> None:
     allowed = [indices for indices in product(range(2), repeat=3) if len(set(indices)) == 2]  # 3 on a rank are too many
     best = max(tokens(enumerate(indices)) for indices in allowed)
     assert tokens(chosen(layers, popularity, 1)) >= best / 2
+
+
+def test_experts_to_which_nothing_is_routed_are_saved_again() -> None:
+    layers = mixture(4)
+    saved = selections(LoadAware(layers), layers, [[100, 50, 0, 0]], Budget(experts_per_layer=1), steps=200)
+    assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * 4 + 4
+    assert [len(chosen) for chosen in saved] == [1] * 200
+    # Popularity still decides in most snapshots.
+    assert sum(expert.index < 2 for chosen in saved for expert in chosen) > 160
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_in_unequal_layers_on_any_ranks_every_expert_has_its_turn(count: int, ranks: int) -> None:
+    """With few places on a rank, the overdue experts of several layers wait for one another."""
+    layers = mixture(8, 4, 12, ranks=ranks)
+    tokens = [[100.0, 90.0] + [0.0] * (layer.experts - 2) for layer in layers]
+    saved = selections(LoadAware(layers), layers, tokens, Budget(experts_per_layer=count), steps=400)
+    assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * -(-12 // count) + 24
+
+
+def test_only_the_oldest_of_those_that_are_overdue_goes_before_popular_ones() -> None:
+    ages = [[0, OVERDUE_ROUNDS * 2, OVERDUE_ROUNDS * 2 + 1, OVERDUE_ROUNDS * 2 + 1]]
+    assert chosen(mixture(4), load([9, 0, 0, 0], ages=ages), 2) == [(0, 2), (0, 0)]
+    ages = [[0, OVERDUE_ROUNDS * 2 - 1, OVERDUE_ROUNDS * 2 - 1, 0]]
+    assert chosen(mixture(4), load([9, 0, 0, 1], ages=ages), 2) == [(0, 0), (0, 3)]
+
+
+@given(st.data(), st.integers(1, 6))
+def test_what_is_overdue_goes_first_where_its_rank_has_room_and_all_limits_hold(
+    data: st.DataObject, count: int
+) -> None:
+    layers = data.draw(mixtures())
+    young = data.draw(loads(layers))
+    popularity = Popularity(young.scores, young.unsaved_tokens, tuple(60 * ages for ages in young.ages))
+    found = chosen(layers, popularity, count)
+    by_layer = Counter(layer for layer, _ in found)
+    assert [by_layer[place] for place in range(len(layers))] == [min(count, layer.experts) for layer in layers]
+    by_rank = Counter(layers[layer].owner(index) for layer, index in found)
+    limit = -(-len(found) // layers[0].expert_parallel.size)
+    assert max(by_rank.values()) <= limit
+    overdue = []
+    for place, layer in enumerate(layers):
+        ages = popularity.ages[place].tolist()
+        if max(ages) >= OVERDUE_ROUNDS * -(-layer.experts // min(count, layer.experts)):
+            overdue.append((-max(ages), place, ages.index(max(ages))))
+    room = [limit] * layers[0].expert_parallel.size
+    for _, place, index in sorted(overdue):
+        if room[rank := layers[place].owner(index)]:
+            room[rank] -= 1
+            assert (place, index) in found

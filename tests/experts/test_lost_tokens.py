@@ -74,7 +74,7 @@ def test_a_model_without_layers_of_experts_loses_nothing() -> None:
     assert account.momentary([]) == MomentaryLoss(0, 0)
 
 
-@pytest.mark.parametrize("assigned", [[100], [1, 100], [math.nan, 100]])
+@pytest.mark.parametrize("assigned", [[100], [1, 100], [math.nan, 100], [math.inf, 100], [math.inf, math.inf]])
 def test_tokens_that_cannot_be_of_the_whole_run_are_refused(assigned: list[float]) -> None:
     account = LostTokens(LAYERS)
     account.add([[5, 0], [1, 1, 1]])

@@ -1,16 +1,21 @@
 """MOETION's selection: exact sums, proportional shares, and nothing that a layer does not have."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.experts.budget import Budget
+from cpsr.experts.each_rank import as_on_each_rank
 from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.moetion import Moetion, allocation
 from cpsr.experts.operators import Expert
-from tests.experts.mixtures import load, loads, mixture, mixtures, no_load
+from cpsr.experts.popularity import OVERDUE_ROUNDS, Popularity
+from tests.experts.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
 
 SIZE = 10
 RISKS_AND_EXPERTS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 64)), min_size=1, max_size=12)
@@ -110,3 +115,78 @@ def test_a_model_without_experts() -> None:
 def test_a_large_model_with_the_same_load_everywhere() -> None:
     found = counts([1] * 100, [100] * 100, 5000 * SIZE)
     assert numpy.unique(found).tolist() == [50]
+
+
+def expert_by_expert(layers: Sequence[ExpertLayer], popularity: Popularity, budget: Budget) -> list[Expert]:
+    """One rank's selection where nothing is overdue: each place to the layer with the highest average."""
+    first = [popularity.most_at_risk_first(i) for i in range(len(layers))]
+    own = [[index for index in first[i] if index in layer.owned] for i, layer in enumerate(layers)]
+    risks = [sum(popularity.unsaved_tokens[i][index] for index in indices) for i, indices in enumerate(own)]
+    oldest = [max(popularity.ages[i][index] for index in indices) for i, indices in enumerate(own)]
+    counts, taken = [0] * len(layers), 0
+    while left := [i for i in range(len(layers)) if counts[i] < len(own[i])]:
+        best = min(left, key=lambda i: (-risks[i] / (counts[i] + 1), counts[i], -oldest[i], i))
+        taken += layers[best].expert_bytes
+        if any(counts) and taken > budget.expert_bytes:
+            break
+        counts[best] += 1
+    return [Expert(i, index) for i, indices in enumerate(own) for index in indices[: counts[i]]]
+
+
+@given(st.data(), st.integers(1, 200))
+def test_all_ranks_at_once_select_what_each_selects_by_itself(data: st.DataObject, snapshot_bytes: int) -> None:
+    sizes = st.integers(1, 40)
+    layers = [replace(layer, expert_bytes=data.draw(sizes)) for layer in data.draw(mixtures())]
+    popularity, budget = data.draw(loads(layers)), Budget(snapshot_bytes=snapshot_bytes)
+    ranks = as_on_each_rank(layers)
+    expected = [expert_by_expert(own, popularity, budget) for own in ranks]
+    assert [list(Moetion(own).select(0, popularity, budget)) for own in ranks] == expected
+    found = Moetion(layers, every_rank=True).select(0, popularity, budget)
+    assert list(found) == [expert for own in expected for expert in own]
+
+
+def test_of_layers_with_equal_risk_the_one_with_the_oldest_expert_goes_first() -> None:
+    budget = Budget(snapshot_bytes=SIZE)
+    popularity = load([0, 0], [0, 0], [0, 0], ages=[[1, 0], [1, 3], [2, 2]])
+    assert Moetion(mixture(2, 2, 2)).select(0, popularity, budget) == (Expert(1, 1),)
+    assert allocation([0, 0, 0], [2, 2, 2], [SIZE] * 3, budget, [1, 3, 2]).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_without_any_tokens_no_layer_starves_where_there_are_fewer_places_than_layers(ranks: int) -> None:
+    layers = mixture(8, 4, 4, ranks=ranks)
+    nothing = [[0.0] * layer.experts for layer in layers]
+    saved = selections(Moetion(layers, every_rank=True), layers, nothing, Budget(snapshot_bytes=SIZE), steps=60)
+    assert len(set().union(*saved)) == 16
+    assert longest_wait(saved, layers) <= 16 // ranks
+    assert [len(chosen) for chosen in saved] == [ranks] * 60
+
+
+@pytest.mark.parametrize("places", [1, 2, 3, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_experts_to_which_nothing_is_routed_are_saved_again(ranks: int, places: int) -> None:
+    """Of a layer, of a rank's part of one, and of a layer that gets no place at all."""
+    layers = mixture(8, 4, 4, ranks=ranks)
+    tokens = [[100.0, 50.0] + [0.0] * 6, [1.0] * 4, [0.0] * 4]
+    budget = Budget(snapshot_bytes=places * SIZE)
+    saved = selections(Moetion(layers, every_rank=True), layers, tokens, budget, steps=600)
+    assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * (8 // ranks) * -(-3 // places) + 16 // ranks
+    assert all(len(chosen) == min(16, ranks * places) for chosen in saved)
+
+
+def test_one_expert_of_a_layer_goes_first_when_it_is_overdue_and_the_layer_takes_no_more_for_it() -> None:
+    budget, tokens = Budget(snapshot_bytes=3 * SIZE), ([9, 8, 7, 0, 0], [1, 0])
+    late = OVERDUE_ROUNDS * 2  # of the first layer's five experts three are taken at a time
+    young = load(*tokens, ages=[[0, 0, 0, late - 1, late - 1], [0, 0]])
+    assert Moetion(mixture(5, 2)).select(0, young, budget) == (Expert(0, 0), Expert(0, 1), Expert(0, 2))
+    old = load(*tokens, ages=[[0, 0, 0, late, late + 1], [0, 0]])
+    assert Moetion(mixture(5, 2)).select(0, old, budget) == (Expert(0, 4), Expert(0, 0), Expert(0, 1))
+
+
+def test_what_is_overdue_takes_no_more_bytes_than_there_are() -> None:
+    """The second layer's experts are three times as large: the first gives up as many as it takes."""
+    layers = [*mixture(4), replace(mixture(1)[0], expert_bytes=3 * SIZE)]
+    popularity = load([9, 8, 7, 6], [0], ages=[[0] * 4, [100]])
+    assert len(Moetion(layers).select(0, load([9, 8, 7, 6], [0]), Budget(snapshot_bytes=4 * SIZE))) == 4
+    found = Moetion(layers).select(0, popularity, Budget(snapshot_bytes=4 * SIZE))
+    assert found == (Expert(0, 0), Expert(1, 0))

@@ -3,6 +3,8 @@
 import itertools
 from collections import Counter
 
+import numpy
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +63,12 @@ def test_the_order_stays_until_a_quarter_of_the_experts_is_a_tenth_off() -> None
     assert order_after([101, 100, 300, 500]) == [1, 0, 2, 3]
 
 
+def test_little_more_than_a_tenth_is_a_change_and_little_less_is_none() -> None:
+    before = [200.0, 202.0, 298.0, 300.0]
+    assert order_after(before, [222, 202, 287, 289]) == [1, 0, 2, 3]  # a share of 20% becomes 22.2%
+    assert order_after(before, [218, 202, 289, 291]) == [0, 1, 2, 3]  # 21.8%
+
+
 def test_a_slow_drift_is_measured_from_the_last_ordering() -> None:
     """Each window is less than a tenth off the one before; the fourth is off the first."""
     drift = [[100.0 * 1.05**window, 110.0, 200.0, 300.0] for window in range(5)]
@@ -116,3 +124,9 @@ def test_every_window_saves_every_operator_once(data: st.DataObject, snapshot_by
         while not saved or policy.frozen:
             saved.update(policy.select(next(steps), data.draw(loads(layers)), Budget(snapshot_bytes)))
         assert saved == dict.fromkeys([*operators, Gate(0), NonExpert("norm")], 1)
+
+
+@pytest.mark.parametrize("tokens", [[3, 1], [3, 1, 4, numpy.nan], [3, 1, 4, -2]])
+def test_scores_that_do_not_fit_are_refused(tokens: list[float]) -> None:
+    with pytest.raises(ValueError, match="scores"):
+        MoEvement(LAYER).select(0, load(tokens), TWO)

@@ -8,7 +8,8 @@ from cpsr.experts.each_rank import as_on_each_rank
 from cpsr.experts.measures import Routed
 from cpsr.experts.named import measure_named, policy_named
 from cpsr.experts.operators import Expert, Operator
-from tests.experts.mixtures import load, mixture, no_load
+from cpsr.experts.popularity import OVERDUE_ROUNDS
+from tests.experts.mixtures import load, longest_wait, mixture, no_load, selections
 
 POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion", "window")
 
@@ -31,6 +32,14 @@ def test_each_rank_saves_what_its_own_link_takes() -> None:
     layers = mixture(4, 2, ranks=2)
     chosen = policy_named("moetion", layers, 1, 0.05).select(0, load([9, 8, 1, 0], [0, 0]), Budget(snapshot_bytes=20))
     assert set(chosen) == {Expert(0, 0), Expert(0, 1), Expert(0, 2), Expert(0, 3)}
+
+
+@pytest.mark.parametrize("name", ["load_aware", "dynamic_k", "moetion"])
+def test_by_popularity_experts_without_tokens_have_their_turn_too(name: str) -> None:
+    layers = mixture(4)
+    budget = Budget(snapshot_bytes=10) if name == "moetion" else Budget(experts_per_layer=1)
+    saved = selections(policy_named(name, layers, 1, 0.05), layers, [[100, 50, 0, 0]], budget, steps=200)
+    assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * 4 + 4
 
 
 def test_a_window_ends_when_every_expert_of_every_rank_was_saved() -> None:

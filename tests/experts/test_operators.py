@@ -1,5 +1,10 @@
 """Operators as they are read from the names of real models."""
 
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
@@ -8,7 +13,7 @@ from torch import nn
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.experts.layers import ExpertParallel
 from cpsr.experts.naming import DEEPSPEED, MODULE_LIST, Place
-from cpsr.experts.operators import Expert, Gate, NonExpert, operators_of
+from cpsr.experts.operators import Expert, Gate, ModelOperators, NonExpert, check_shared, operators_of
 
 WIDTH = 4
 
@@ -52,8 +57,15 @@ def deepspeed_model(ranks: int, use_residual: bool = False) -> nn.Module:
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 3)])
-def test_deepspeed_names_give_the_experts_of_a_rank_their_numbers_over_all_ranks(ranks: int, rank: int) -> None:
-    found = operators_of(names(deepspeed_model(ranks)), DEEPSPEED, ExpertParallel(ranks, rank))
+def test_deepspeed_names_with_the_numbers_over_all_ranks(ranks: int, rank: int) -> None:
+    """As its adapter gives them: DeepSpeed itself numbers the experts of each rank from 0."""
+
+    def over_all_ranks(name: str) -> str:
+        experts = {"1.": 8, "3.": 4}.get(name[:2], 0) // ranks
+        return re.sub(r"(?<=deepspeed_experts\.)\d+", lambda own: str(int(own[0]) + rank * experts), name)
+
+    own = list(map(over_all_ranks, names(deepspeed_model(ranks))))
+    found = operators_of(own, DEEPSPEED, ExpertParallel(ranks, rank))
     assert found.layer_names == ("1.ffn", "3.ffn")
     experts = [operator for operator in found.parameters if isinstance(operator, Expert)]
     assert experts == [
@@ -61,7 +73,9 @@ def test_deepspeed_names_give_the_experts_of_a_rank_their_numbers_over_all_ranks
         for layer, total in ((0, 8), (1, 4))
         for index in range(rank * total // ranks, (rank + 1) * total // ranks)
     ]
-    assert found.parameters[experts[0]][0] == "1.ffn.deepspeed_moe.experts.deepspeed_experts.0.0.weight"
+    first = rank * 8 // ranks
+    assert found.parameters[experts[0]][0] == f"1.ffn.deepspeed_moe.experts.deepspeed_experts.{first}.0.weight"
+    assert [layer.experts for layer in found.layers(dict.fromkeys(own, 1))] == [8, 4]
     assert found.parameters[Gate(1)] == ("3.ffn.deepspeed_moe.gate.wg.weight",)
     assert found.parameters[NonExpert("0.attention")] == ("0.attention.weight", "0.attention.bias")
 
@@ -92,6 +106,22 @@ def test_plain_torch_layers_with_shared_experts() -> None:
     assert found.parameters[Gate(0)] == ("0.ffn.gate.weight",)
     assert NonExpert("0.ffn.shared_experts.1.0") in found.parameters
     assert NonExpert("1.ffn.0") in found.parameters
+
+
+@pytest.mark.parametrize("path", ["moe.shared", "shared", "moe.mlp_shared"])
+def test_a_list_of_shared_experts_is_a_part_that_every_token_passes(path: str) -> None:
+    found = operators_of([f"{path}.experts.0.weight", "moe.experts.0.weight", "moe.gate.weight"], MODULE_LIST)
+    assert list(found.parameters) == [NonExpert(f"{path}.experts.0"), Expert(0, 0), Gate(0)]
+    assert found.layer_names == ("moe",)
+
+
+@pytest.mark.parametrize("gate", [[], ["moe.w_gate"], ["moe.wg.weight"], ["gate.weight"]])
+def test_gates_need_no_parameters_and_no_such_name(gate: list[str]) -> None:
+    """Some route by hashing; what is not known as a gate is saved with every checkpoint all the same."""
+    found = operators_of([*gate, "moe.experts.0.weight", "moe.experts.1.weight"], MODULE_LIST)
+    assert found.layer_names == ("moe",)
+    assert [one for one in found.parameters if isinstance(one, Expert)] == [Expert(0, 0), Expert(0, 1)]
+    assert not any(isinstance(one, Gate) for one in found.parameters)
 
 
 def test_a_model_that_is_the_layer() -> None:
@@ -140,14 +170,30 @@ def test_a_model_with_names_of_its_own() -> None:
     assert list(found.parameters) == [Expert(0, 0), Expert(0, 1), NonExpert("norm"), Expert(1, 0)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_names_with_the_numbers_over_all_ranks_give_the_same_experts(ranks: int) -> None:
-    last = ExpertParallel(ranks, ranks - 1)
-    own = operators_of([f"moe.experts.{index}.weight" for index in range(3)], MODULE_LIST, last)
-    first = 3 * last.rank
-    named = operators_of([f"moe.experts.{first + index}.weight" for index in range(3)], MODULE_LIST, last)
-    assert list(named.parameters) == list(own.parameters) == [Expert(0, first + index) for index in range(3)]
-    assert named.parameters[Expert(0, first)] == (f"moe.experts.{first}.weight",)
+def on_rank(experts: Iterable[int], size: int = 1, rank: int = 0, layer: str = "moe") -> ModelOperators:
+    own = [f"{layer}.experts.{number}.weight" for number in experts]
+    return operators_of([*own, f"{layer}.gate.weight"], MODULE_LIST, ExpertParallel(size, rank))
+
+
+def refusals(ranks: list[ModelOperators | None]) -> list[str]:
+    """What each rank is told, in rank order; empty where it is not refused."""
+    told: list[Any] = []
+
+    def collect(value: Any) -> list[Any]:
+        told.append(json.loads(json.dumps(value)))
+        raise InterruptedError
+
+    for one in ranks:
+        with pytest.raises(InterruptedError):
+            check_shared(one, collect)
+    found = []
+    for one in ranks:
+        try:
+            check_shared(one, lambda _: told)
+            found.append("")
+        except (ConfigError, UnsupportedEngineError) as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -161,8 +207,59 @@ def test_names_with_the_numbers_over_all_ranks_give_the_same_experts(ranks: int)
 def test_experts_that_are_not_a_ranks_own_are_refused(
     numbers: tuple[int, ...], group: ExpertParallel, expected: str
 ) -> None:
+    sizes = {f"moe.experts.{number}.weight": 1 for number in numbers}
+    found = operators_of(sizes, MODULE_LIST, group)
     with pytest.raises(UnsupportedEngineError, match=rf"layer 'moe' has .* and so many .* would be {expected};"):
-        operators_of([f"moe.experts.{number}.weight" for number in numbers], MODULE_LIST, group)
+        found.layers(sizes)
+
+
+def test_numbers_that_begin_anew_on_each_rank_are_refused() -> None:
+    """A name would stand for another expert on each rank, and pass for a replica of it."""
+    told = r"experts 0, 1 on rank 1 of 2 expert-parallel ranks.* numbers over all ranks.* begin at 2.* leave expert_par"
+    with pytest.raises(UnsupportedEngineError, match=told):
+        on_rank((0, 1), 2, 1).layers({"moe.experts.0.weight": 1, "moe.experts.1.weight": 1, "moe.gate.weight": 1})
+    for ranks in ([(0, 1), (0, 1)], [(0, 1, 2), (0, 1, 2)], [range(8), range(8)]):
+        found = refusals([on_rank(own, 2, rank) for rank, own in enumerate(ranks)])
+        assert found[0] == found[1]
+        assert f"experts {', '.join(map(str, ranks[1]))} on rank 1 of 2" in found[0]
+
+
+def test_a_size_that_does_not_divide_is_refused_on_all_ranks() -> None:
+    found = refusals([on_rank(own, 3, rank) for rank, own in enumerate([(0, 1, 2), (3, 4, 5), (6, 7)])])
+    told = "layer 'moe' has 8 experts, which 3 expert-parallel ranks cannot share equally; sizes that can: 1, 2, 4, 8"
+    assert found == [told] * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([on_rank(range(4), 2), on_rank((4, 5), 2, 1)], "0, 1, 2, 3 on rank 0 of 2 .* would be 0, 1, 2;"),
+        ([on_rank((0, 2)), on_rank((0, 2))], "0, 2 on rank 0 of 1 .* would be 0, 1; .* frozen ones too"),
+        ([on_rank((0, 1)), on_rank((2, 3))], "0, 1 on rank 0 of 1 .* would be 0, 1, 2, 3;"),
+        ([on_rank((0, 1), 2), on_rank((0, 1), 2)], r"no rank is 1 of its 2: .* ExpertParallel\(2, "),
+        ([on_rank((0, 1)), on_rank((2, 3), 2, 1)], "rank 1 shares experts with groups of 2, and rank 0 of 1"),
+        ([on_rank((0,)), on_rank((0,), layer="other")], r"rank 1 has .* \['other'\], and rank 0 \['moe'\]"),
+        ([on_rank((0,)), None], r"rank 1 has the layers of experts \[\], and rank 0 \['moe'\]"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused_alike(ranks: list[ModelOperators | None], told: str) -> None:
+    found = refusals(ranks)
+    assert found[0] == found[1]
+    assert re.search(told, found[0]), found[0]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [None, None],
+        [on_rank((0, 1, 2))] * 3,
+        [on_rank((0, 1), 2), on_rank((2, 3), 2, 1), on_rank((0, 1), 2), on_rank((2, 3), 2, 1)],
+        [on_rank((0,), 2), on_rank((0,), 2), on_rank((1,), 2, 1), on_rank((1,), 2, 1)],
+        [on_rank((2, 3), 2, 1)],  # of a group of which this job has not all ranks nothing more is known
+    ],
+)
+def test_ranks_that_fit_together(ranks: list[ModelOperators | None]) -> None:
+    assert refusals(ranks) == [""] * len(ranks)
 
 
 def test_a_name_that_comes_twice_is_refused() -> None:

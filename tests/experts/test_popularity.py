@@ -1,14 +1,19 @@
 """Popularity: what is refused, who is at most risk, shares."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsr.experts.budget import Budget
 from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.popularity import per_expert, shares
+from cpsr.experts.load_aware import LoadAware
+from cpsr.experts.moetion import Moetion
+from cpsr.experts.policy import Policy
+from cpsr.experts.popularity import OVERDUE_ROUNDS, Popularity, overdue, per_expert, shares
 from tests.experts.mixtures import load, loads, mixture, mixtures
 
 
@@ -50,3 +55,27 @@ def test_shares_of_a_layer_are_a_whole(data: st.DataObject) -> None:
     for part in shares(data.draw(loads(layers)).scores):
         assert part.sum() == pytest.approx(1)
         assert (part >= 0).all()
+
+
+@pytest.mark.parametrize("make", [LoadAware, Moetion, partial(Moetion, every_rank=True)])
+@pytest.mark.parametrize(
+    ("popularity", "said"),
+    [
+        (load([1, 2, 3]), "unsaved tokens of 1 layers were given"),
+        (load([1, 2, 3], [1]), "unsaved tokens of layer 'blocks.1' have shape"),
+        (load([1, numpy.nan, 3], [1, 2]), "unsaved tokens of layer 'blocks.0' must be finite"),
+        (load([1, 2, 3], [1, 2], ages=[[0, 0, 0], [0, 0, 0]]), "ages of layer 'blocks.1' have shape"),
+        (load([1, 2, 3], [1, 2], ages=[[0, numpy.nan, 0], [0, 0]]), "ages of layer 'blocks.0' must be finite"),
+    ],
+)
+def test_policies_refuse_what_does_not_fit_their_layers(
+    make: Callable[[Sequence[ExpertLayer]], Policy], popularity: Popularity, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(mixture(3, 2)).select(0, popularity, Budget(experts_per_layer=1))
+
+
+def test_the_oldest_is_overdue_from_so_many_rounds_on() -> None:
+    ages = numpy.array([[OVERDUE_ROUNDS * 3 - 1, 0, 1], [5, OVERDUE_ROUNDS * 3, OVERDUE_ROUNDS * 3]])
+    assert overdue(ages, [3, 3]).tolist() == [[False] * 3, [False, True, False]]
+    assert overdue(ages[1], 4).tolist() == [False] * 3

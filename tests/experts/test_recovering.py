@@ -46,3 +46,10 @@ def test_a_checkpoint_brings_it_back() -> None:
     with pytest.raises(ValueError, match="tokens to make up"):
         back.load_state_dict([[1.0], [1.0]])
     assert back.in_layers == (True, True)
+
+
+def test_capacity_is_raised_by_the_papers_tenth_unless_it_is_said_otherwise() -> None:
+    recovering = Recovering(LAYERS)
+    recovering.lost([[0, 10], [3]])
+    recovering.observe([[0, 50], [10]])
+    assert [layer.tolist() for layer in recovering.missing] == [[0, 5], [2]]
