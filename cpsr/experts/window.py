@@ -66,7 +66,7 @@ def sparse_window(
         raise ValueError(f"{active.size} operators have active_bytes and {frozen.size} have frozen_bytes")
     if not (0 < iteration_seconds < numpy.inf and bandwidth_bytes_per_second > 0):
         raise ValueError(
-            "the iteration's seconds and the bandwidth must be positive, "
+            "the iteration's seconds and the bandwidth must be positive, and the seconds finite, "
             f"not {iteration_seconds} and {bandwidth_bytes_per_second}"
         )
     all_frozen = float(frozen.sum())
