@@ -15,6 +15,7 @@ from cpsr.benchmarks.experts.reaches import measure_reaches
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.tasks import Failures
 from cpsr.benchmarks.experts.training import Training
+from cpsr.config import ExpertsConfig
 from cpsr.errors import CPSRError
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import StatePredictor
@@ -22,7 +23,7 @@ from cpsr.predictor.protocol import StatePredictor
 __all__ = ["Curve", "follow"]
 
 
-STEP_FACTOR = 2.0  # as experts.catch_up_step_factor by default
+STEP_FACTOR = ExpertsConfig().catch_up_step_factor
 
 
 @dataclass(frozen=True)

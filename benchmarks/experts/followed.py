@@ -12,6 +12,7 @@ from cpsr.benchmarks.experts.training import Training
 from cpsr.experts.budget import Budget
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.experts.lost_tokens import LostTokens
+from cpsr.experts.missed_iterations import MissedIterations
 from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import Popularity
 from cpsr.experts.recovering import Recovering
@@ -52,8 +53,7 @@ class Followed:
         self._more_capacity = 0.0
         self._recovering = Recovering(training.layers, 0.0)
         self._catching_up: CatchingUp | None = None
-        self._step_factor = 1.0
-        self._left_at_save: dict[str, float] = {}  # what operators had still to make up for
+        self._missed = MissedIterations(step_factor=1.0)
         self._whole: Saved | None = None  # what is gone back to in place of `saved`
         self.lost = LostTokens(training.layers)
         self.saved = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
@@ -73,8 +73,8 @@ class Followed:
         other._more_capacity = more_capacity
         other._recovering = Recovering(self._training.layers, more_capacity)
         if step_factor > 1:
-            other._catching_up, other._step_factor = CatchingUp(self._training.adapter.optimizer), step_factor
-        other._left_at_save = dict(self._left_at_save)
+            other._catching_up = CatchingUp(self._training.adapter.optimizer)
+        other._missed = MissedIterations(step_factor)
         other._whole = None if whole is None else whole.fork()
         return other
 
@@ -105,8 +105,6 @@ class Followed:
             for name in parameters
         ]
         self.saved.save(training.adapter.shard(), names, training.now, training.adapter.scalars())
-        if self._catching_up is not None:
-            self._left_at_save |= {name: self._catching_up.left.get(name, 0.0) for name in names}
         if self._whole is not None:
             self._whole.save(training.adapter.shard(), self._whole.operators, training.now, training.adapter.scalars())
         self._ledger.saved(_of_all_ranks(experts))
@@ -132,11 +130,11 @@ class Followed:
         """Older operators make up for what they miss, and for what they still missed when they were saved."""
         if self._catching_up is not None:
             newest = self.saved.entries[-1].iteration
-            missed = {
-                name: Missed(one.parameter.values, newest - self.saved.newest(name) + self._left_at_save.get(name, 0.0))
-                for name, one in self._training.adapter.shard().operators.items()
-            }
-            self._catching_up.begin(missed, self._step_factor)
+            operators = self._training.adapter.shard().operators
+            self._missed.restarted({name: self.saved.newest(name) for name in operators}, newest)
+            missed = self._missed.at(newest)
+            late = {name: Missed(operators[name].parameter.values, left) for name, left in missed.items()}
+            self._catching_up.begin(late, self._missed.step_factor)
 
     def _set_capacities(self) -> None:
         for layer, recovers in zip(self._training.layers, self._recovering.in_layers, strict=True):

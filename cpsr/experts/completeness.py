@@ -30,7 +30,10 @@ def missing_experts(
     Returns:
         None where nothing is missing; else one sentence that names the first thing that is, and how much more.
     """
-    pieces = _pieces(parts, naming)
+    return _missing(_pieces(parts, naming), naming, trained)
+
+
+def _missing(pieces: _Pieces, naming: Naming, trained: Collection[str] | None) -> str | None:
     holders: dict[_Expert, set[int]] = {}
     for owner, held in pieces.values():
         holders.setdefault(owner, set()).update(held)
@@ -65,7 +68,11 @@ def misfit_experts(
     Returns:
         None where all fit; else one sentence that names the first that does not.
     """
-    for name, ((layer, number), held) in _pieces(parts, naming).items():
+    return _misfit(_pieces(parts, naming), trained)
+
+
+def _misfit(pieces: _Pieces, trained: Collection[str] | None) -> str | None:
+    for name, ((layer, number), held) in pieces.items():
         if trained is not None and name not in trained:
             continue
         first, (shape, _, _) = next(iter(held.items()))
@@ -117,11 +124,8 @@ def wrong_experts(
     trained: Collection[str] | None = None,
 ) -> str | None:
     """What does not fit, is missing, or else unlike: see `misfit_experts`, `missing_experts` and `unlike_experts`."""
-    return (
-        misfit_experts(parts, naming, trained)
-        or missing_experts(parts, naming, trained)
-        or unlike_experts(ages, naming)
-    )
+    pieces = _pieces(parts, naming)
+    return _misfit(pieces, trained) or _missing(pieces, naming, trained) or unlike_experts(ages, naming)
 
 
 def _expert_of(name: str, naming: Naming) -> _Expert | None:
