@@ -72,6 +72,11 @@ class CheckpointConfig(_Section):
     full_checkpoints: int = Field(
         default=2, ge=2, description="Newest checkpoints that keep the moments: training can restart there."
     )
+    replicated: Literal["shared", "each"] = Field(
+        default="shared",
+        description="What ranks hold alike (ZeRO-0, DDP). shared: each writes a share of it, by what experts it has to "
+        "write, and rank 0 commits nothing where the ranks' hashes differ; each: every rank writes all of it.",
+    )
     disk_limit_bytes: int | None = Field(
         default=None, ge=1, description="Cap on all checkpoints of the run together; null is what the disk holds."
     )

@@ -90,7 +90,7 @@ class ExpertSaving:
             replace(layer, expert_bytes=max(1, *size.tolist()))
             for layer, size in zip(_layers(operators), sizes, strict=True)
         )
-        self._non_expert_bytes = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
+        self._non_expert_bytes: float = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
         self._measure: Measure | None = None
         self._saved = SavedExperts(self._layers, adapter.iteration)
@@ -127,6 +127,10 @@ class ExpertSaving:
                 "to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
             )
         return ExpertSaving(adapter, naming, operators, counts, shard, config, group)
+
+    def shares_rest(self, non_expert_bytes: float) -> None:
+        """Other ranks write some of what this one holds: on average it writes so many bytes beside experts."""
+        self._non_expert_bytes = non_expert_bytes
 
     # On every step; nothing here waits for the device
 

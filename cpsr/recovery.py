@@ -62,6 +62,7 @@ from cpsr.sharing import Sharing
 from cpsr.state import Shard
 from cpsr.target.target import CheckpointTarget
 from cpsr.terminal import log_to_terminal
+from cpsr.write_sharing import WriteSharing, experts_of
 
 __all__ = ["CPSRRecovery"]
 
@@ -433,6 +434,8 @@ class CPSRRecovery:
         self._experts = None if config.mode == "exact" else ExpertSaving.of(adapter, shard, config.experts, group)
         if self._experts is not None:
             opened.callback(self._experts.close)
+        self._writes = self._write_sharing(shard)
+        share = 1.0 if self._writes is None else self._writes.share_bytes / shard.state_bytes
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
@@ -440,7 +443,7 @@ class CPSRRecovery:
         held = held_bytes(run.run_id, run.local_ranks)
         free_bytes = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)
         free_bytes = max(0, free_bytes - config.predictor.memory_limit_bytes)
-        check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config))) - run.checkpoint_bytes(), 0))
+        check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config, share))) - run.checkpoint_bytes(), 0))
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
         opened.callback(self._close_record)
@@ -449,6 +452,20 @@ class CPSRRecovery:
             opened.callback(service.close)
             service.start()
         return free_bytes, (last_life, last_branch)
+
+    def _write_sharing(self, shard: Shard) -> WriteSharing | None:
+        """Who writes what ranks hold alike; None: each. A collective."""
+        adapter, config = self._adapter, self.config
+        if config.checkpoint.replicated == "each":
+            return None
+        experts, naming = self._experts, adapter.expert_naming()
+        units = experts_of(naming, shard.operators) if experts is None else experts.units
+        # Where host memory holds what goes to the disk alone, snapshots of different parts could not be compared.
+        fixed = experts is not None and config.experts.memory == "saved"
+        writes = WriteSharing.of(shard, units, adapter.data_parallel_ranks, self._group, fixed=fixed)
+        if writes is not None and experts is not None:
+            experts.shares_rest(writes.non_expert_share_bytes)
+        return writes
 
     def _open_store(self, shard: Shard) -> None:
         group = self._group
@@ -567,6 +584,7 @@ class CPSRRecovery:
             config,
             restored,
             self._experts,
+            self._writes,
         )
         self._bubble_log = BubbleLog(self._bubbles, lambda: self._pool.copy_account, self._recorder, group.rank)
         self._learner.start(self._store, group.rank, learns=self._learns)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+from cpsr.checkpoint.shared import Shared
 from cpsr.checkpoint.snapshot import Part, Snapshot, SnapshotPool
 from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
@@ -23,6 +24,7 @@ from cpsr.record import Recorder
 from cpsr.restore import Restored
 from cpsr.scalars import Scalars
 from cpsr.state import Shard
+from cpsr.write_sharing import WriteSharing
 
 __all__ = ["Origin", "Saver", "disk_bytes"]
 
@@ -47,6 +49,7 @@ class Saver:
         config: the run's configuration.
         restored: where this life begins.
         experts: says which experts a checkpoint saves; None: all of them.
+        writes: says which rank writes what several hold alike; None: each.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Saver:
         config: CPSRConfig,
         restored: Restored,
         experts: ExpertSaving | None = None,
+        writes: WriteSharing | None = None,
     ) -> None:
         self._adapter = adapter
         self._pool = pool
@@ -77,6 +81,7 @@ class Saver:
         self._partial_iteration: int | None = None  # newest partial one; it stands on the disk where it was committed
         self._carried: Snapshot | None = None  # handed over when the other ranks' copies are
         self._experts = experts
+        self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt holds them, there is nothing to carry along
         self._sparse_iterations: set[int] = set()  # since the last that holds all experts of its own iteration
         self._begun_at = time.perf_counter()
@@ -103,7 +108,7 @@ class Saver:
         """
         part = _PARTS[self._cadence.take(self.plan, iteration)]
         if part == "whole":
-            self._begin(iteration, lambda: self._with_plan(scalars()), sparse=self._sparse(iteration, whole=False))
+            self._begin_for_all(iteration, scalars, whole=False)
             return
         self._partial.add(iteration)
         if part == "carried":
@@ -115,11 +120,21 @@ class Saver:
         experts = {} if self._experts is None else self._experts.state_dict()
         return replace(scalars, planning=self._planner.state_dict(self.plan), experts=experts).to_tree()
 
-    def _sparse(self, iteration: int, *, whole: bool) -> Sparse | None:
-        """Which experts the next checkpoint saves, agreed by all ranks; None where checkpoints save all there is."""
+    def _begin_for_all(self, iteration: int, scalars: Callable[[], Scalars], *, whole: bool) -> None:
+        """Start the snapshot for a checkpoint of all ranks, which agree on who writes what of it."""
+        chosen = self._chosen(iteration, whole=whole)
+        sparse = None
+        if self._experts is not None:
+            units = self._experts.units
+            saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
+            sparse = Sparse(frozenset(units), saved)
+        part: Part = "sparse" if chosen is not None and self._config.experts.memory == "saved" else "whole"
+        self._begin(iteration, lambda: self._with_plan(scalars()), part, sparse, self._shared(chosen))
+
+    def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
+        """Experts that the next checkpoint saves, agreed by all ranks; None for all there are."""
         if self._experts is None:
             return None
-        units = self._experts.units
         chosen = self._experts.choose(self.saved_iteration, whole=whole or self._all_experts)
         self._experts.began(iteration)
         self._all_experts = False
@@ -127,8 +142,24 @@ class Saver:
             self._sparse_iterations.clear()
         else:
             self._sparse_iterations.add(iteration)
-        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
-        return Sparse(frozenset(units), saved)
+        return chosen
+
+    def _shared(self, chosen: frozenset[str] | None) -> Shared | None:
+        """What of this rank's operators others write, agreed by all ranks; None where each writes its own."""
+        if self._writes is None:
+            return None
+        if not self._group.all(self._store.drifted is None):
+            self._writes = None
+            if self._store.drifted is not None:
+                self._recorder.event(
+                    "ranks differ",
+                    f"{self._store.drifted}. What one of them wrote for both is not committed, and from now on each "
+                    "writes all that it holds, as with checkpoint.replicated 'each'. Where the ranks are to train one "
+                    "model, look for gradients that are not averaged, or for a faulty machine",
+                    level=logging.ERROR,
+                )
+            return None
+        return self._writes.shared(chosen)
 
     def _begin(
         self,
@@ -136,9 +167,8 @@ class Saver:
         scalars: Callable[[], dict[str, Any]],
         part: Part = "whole",
         sparse: Sparse | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        if sparse is not None and sparse.carried and self._config.experts.memory == "saved":
-            part = "sparse"
         started = time.perf_counter()
         self._last_due = iteration
         if part in ("whole", "sparse"):
@@ -147,7 +177,7 @@ class Saver:
         try:
             captured = scalars()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
-            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part, sparse)
+            snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part, sparse, shared)
         except (SaveError, UnsupportedEngineError) as error:
             self._writer.skip(iteration, str(error))
             return
@@ -194,7 +224,7 @@ class Saver:
             self._store.abandon_after(iteration - 1, "a whole checkpoint takes its place")
             self._group.barrier()
         self._cadence.restart(iteration)
-        self._begin(iteration, lambda: self._with_plan(scalars()), sparse=self._sparse(iteration, whole=True))
+        self._begin_for_all(iteration, scalars, whole=True)
         self.finish()
         return self._committed_at(iteration) == "whole"
 
@@ -276,8 +306,14 @@ class Saver:
             )
 
 
-def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
-    """What this rank's checkpoints will take: full ones, the one being written, and the weights of the history."""
+def disk_bytes(shard: Shard, config: CPSRConfig, share: float = 1.0) -> int:
+    """What this rank's checkpoints will take: full ones, the one being written, and the weights of the history.
+
+    Args:
+        shard: what it holds.
+        config: the run's.
+        share: of it that this rank writes.
+    """
     checkpoint = config.checkpoint
     rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
     copied = int(checkpoint.target is not None)  # stays whole while it is read
@@ -289,4 +325,4 @@ def disk_bytes(shard: Shard, config: CPSRConfig) -> int:
     history = entries * weights
     if checkpoint.disk_limit_bytes is not None:
         history = min(history, max(checkpoint.disk_limit_bytes - full, 0))  # retention drops history first
-    return full + history
+    return round(share * (full + history))

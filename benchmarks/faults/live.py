@@ -122,6 +122,7 @@ class _Stage:
                 "exit_grace_seconds": 2.0,
                 "fsync": False,  # processes end here, not machines
                 "shared_memory": scenario.shared_memory,
+                "replicated": scenario.replicated,
             },
             "predictor": {"window_iterations": 100},
             "journal": {"flush_iterations": 4},

@@ -24,6 +24,7 @@ from cpsr.checkpoint.manifest import (
     commit_record,
     rank_manifest_name,
 )
+from cpsr.checkpoint.shared import DriftedError, drifted, missing_among
 from cpsr.errors import SaveError
 
 __all__ = [
@@ -149,7 +150,9 @@ def seal(
         Bytes of all ranks' files together.
 
     Raises:
-        SaveError: a file that a rank's manifest lists is not there in its full size, or something is on no rank.
+        SaveError: a file that a rank's manifest lists is not there in its full size, something is on no rank, or ranks
+            leave to one another what is not written.
+        DriftedError: ranks that leave something to one another do not hold the same of it.
         OSError: the file system refused.
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
@@ -158,6 +161,10 @@ def seal(
             path = directory / name
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
+    for rank, what in missing_among(records):
+        raise SaveError(f"rank {rank} {what}")
+    if (found := drifted(records)) is not None:
+        raise DriftedError(found)
     held = {rank: _held(record) for rank, record in records.items()}
     ages = {
         rank: {name: operator.iteration for name, operator in record.operators.items()}

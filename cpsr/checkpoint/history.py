@@ -1,7 +1,7 @@
 """The committed checkpoints of one rank as the series that a predictor reads: memory-mapped, piece by piece."""
 
 import math
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,15 @@ from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
 from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, file_name, holds_weights
-from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, open_tensors, read_manifest, read_rank_manifest
+from cpsr.checkpoint.shared import files_with
+from cpsr.checkpoint.verify import (
+    DamagedFileError,
+    check_in_pieces,
+    open_tensors,
+    read_manifest,
+    read_rank_manifest,
+    read_writer,
+)
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 
@@ -36,8 +44,8 @@ class ReadManifest:
         entry: the checkpoint.
         slices: operator -> its slice.
         taken_at: operators that were not taken with the entry -> when.
-        places: operators that are in a file of their own -> its name.
-        expert_files: hashes of these files.
+        places: operators that are not in the rank's common file -> the name of theirs.
+        expert_files: hashes of these files, which later checkpoints may carry along.
     """
 
     sha256: str
@@ -46,6 +54,13 @@ class ReadManifest:
     taken_at: Mapping[str, int]
     places: Mapping[str, str]
     expert_files: frozenset[str]
+
+
+class _Left(NamedTuple):
+    """Operators that another rank wrote, and its files of weights that hold them."""
+
+    files: Mapping[str, FileRecord]
+    operators: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -225,10 +240,15 @@ class DiskHistory:
         if path.name not in record.files:
             raise DamagedFileError(path, "is not listed in its manifest")
         checked = {word for one in self._known.values() for word in one.expert_files}
-        for name in filter(holds_weights, record.files):
-            if record.files[name].xxh3_128 not in checked:  # or else it is carried along from one that was checked
-                yield from self._check(directory / name, record.files[name])
+        files = {name: file for name, file in record.files.items() if holds_weights(name)}
+        left = yield from _left_to_others(directory, manifest, record)
+        files |= {name: file for other in left for name, file in other.files.items()}
+        for name, file in files.items():
+            if file.xxh3_128 not in checked:  # or else it is carried along from one that was checked
+                yield from self._check(directory / name, file)
         places = yield from _places(directory, record)
+        for other in left:
+            places |= yield from _held_in(directory, other.files, other.operators)
         absent = {f"param/{name}" for name in record.operators.keys() - places.keys()} - _names(path)
         if absent:
             raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
@@ -238,7 +258,7 @@ class DiskHistory:
             return entry
         slices = yield from self._slices(record)
         taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
-        words = frozenset(record.files[name].xxh3_128 for name in places.values())
+        words = frozenset(files[name].xxh3_128 for name in places.values())
         return ReadManifest(manifest.ranks[self._rank].sha256, entry, slices, taken_at, places, words)
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
@@ -278,15 +298,34 @@ class DiskHistory:
         return common
 
 
+def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> Generator[None, None, list["_Left"]]:
+    """What lies in other ranks' files; yields after each of their manifests."""
+    found: list[_Left] = []
+    for writer, operators in record.by_writer().items():
+        other = read_writer(directory, manifest, record, writer)
+        names = filter(holds_weights, files_with(other, operators.values()))
+        found.append(_Left({name: other.files[name] for name in names}, operators.keys()))
+        yield
+    return found
+
+
+def _held_in(directory: Path, files: Iterable[str], operators: Iterable[str]) -> Generator[None, None, dict[str, str]]:
+    """Operators -> the one of these files that holds it; yields after every file."""
+    found: dict[str, str] = {}
+    for name in files:
+        held = _names(directory / name)
+        found |= {operator: name for operator in operators if f"param/{operator}" in held}
+        yield
+    return found
+
+
 def _places(directory: Path, record: RankManifest) -> Generator[None, None, dict[str, str]]:
     """Operators that are in a file of their own -> its name; yields after every file."""
     found: dict[str, str] = {}
     for taken_at, operators in record.by_iteration().items() if record.sparse else ():
         name = file_name(record.rank, "params", taken_at)
         if name in record.files:
-            held = _names(directory / name)
-            found |= {operator: name for operator in operators if f"param/{operator}" in held}
-            yield
+            found |= yield from _held_in(directory, [name], operators)
     return found
 
 

@@ -1,6 +1,6 @@
 """One rank's part of a committed checkpoint, back into memory: everything is checked before anything is written."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,9 @@ from cpsr.checkpoint.manifest import (
     file_name,
     rank_manifest_name,
 )
+from cpsr.checkpoint.shared import files_with
 from cpsr.checkpoint.sparse import expert_files
-from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest
+from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest, read_writer
 from cpsr.codec import decode
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state import OperatorState, Shard
@@ -48,6 +49,7 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
         for name in names:
             saved.update(_open(stack, directory / name))
         saved.update(_experts(stack, directory, record))
+        saved.update(_left_to_others(stack, directory, manifest, record))
         scalars = _scalars(directory / rank_manifest_name(rank), record, saved)
         pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
         with torch.no_grad():
@@ -85,8 +87,8 @@ def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[s
     return _decoded(directory / rank_manifest_name(rank), branch, tensors)
 
 
-def operator_record(operator: OperatorState) -> OperatorRecord:
-    """The description of an operator that its manifest holds."""
+def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> OperatorRecord:
+    """The description of an operator that its manifest holds, with its hash where other ranks hold it, too."""
     return OperatorRecord(
         global_shape=operator.parameter.global_shape,
         offset=operator.parameter.offset,
@@ -94,6 +96,7 @@ def operator_record(operator: OperatorState) -> OperatorRecord:
         dtype=dtype_name(operator.parameter.values.dtype),
         iteration=operator.iteration,
         moments={moment: dtype_name(values.dtype) for moment, values in operator.moments.items()},
+        xxh3_128=xxh3_128,
     )
 
 
@@ -109,13 +112,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> None:
     wanted: dict[str, object] = {
-        f"param/{name}": operator_record(operator).model_copy(update={"iteration": 0})
-        for name, operator in into.operators.items()
+        f"param/{name}": operator_record(operator).described for name, operator in into.operators.items()
     }
     wanted |= {f"other/{name}": tensor_record(tensor) for name, tensor in into.others.items()}
-    saved: dict[str, object] = {
-        f"param/{name}": operator.model_copy(update={"iteration": 0}) for name, operator in record.operators.items()
-    }
+    saved: dict[str, object] = {f"param/{name}": operator.described for name, operator in record.operators.items()}
     saved |= {f"other/{name}": tensor for name, tensor in record.others.items()}
     for key in [*wanted, *saved]:
         if saved.get(key) != wanted.get(key):
@@ -138,10 +138,17 @@ def _say(record: object) -> str:
     return "nothing of that name"
 
 
-def _open(stack: ExitStack, path: Path) -> dict[str, torch.Tensor]:
+def _keys(name: str, operator: OperatorRecord) -> list[str]:
+    """Of its tensors."""
+    return [f"param/{name}", *(f"moment/{moment}/{name}" for moment in operator.moments)]
+
+
+def _open(stack: ExitStack, path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors in a file, or those of them that are wanted."""
     try:
         file = stack.enter_context(open_tensors(path))
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+        keys = file.keys()
+        return {key: file.get_tensor(key) for key in keys if wanted is None or key in wanted}
     except SafetensorError as error:
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
 
@@ -150,12 +157,24 @@ def _experts(stack: ExitStack, directory: Path, record: RankManifest) -> dict[st
     """Experts with files of their own, each from that of the iteration at which it was taken."""
     found: dict[str, torch.Tensor] = {}
     for taken_at, operators in record.by_iteration().items():
-        keys = {f"param/{name}" for name in operators}
-        keys |= {f"moment/{moment}/{name}" for name, one in operators.items() for moment in one.moments}
+        keys = {key for name, one in operators.items() for key in _keys(name, one)}
         for name in expert_files(record.rank, taken_at):
             if name in record.files:
-                tensors = _open(stack, directory / name)
-                found |= {key: tensors[key] for key in keys & tensors.keys()}
+                found |= _open(stack, directory / name, keys)
+    return found
+
+
+def _left_to_others(
+    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest
+) -> dict[str, torch.Tensor]:
+    """What lies in the files of other ranks, which are checked as this one's own are."""
+    found: dict[str, torch.Tensor] = {}
+    for writer, operators in record.by_writer().items():
+        other = read_writer(directory, manifest, record, writer)
+        keys = {key for name, one in operators.items() for key in _keys(name, one)}
+        for name in files_with(other, operators.values()):
+            check_file(directory / name, other.files[name])
+            found |= _open(stack, directory / name, keys)
     return found
 
 

@@ -5,7 +5,14 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+)
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
@@ -60,6 +67,34 @@ class OperatorRecord(_Record):
     dtype: str
     iteration: Count
     moments: dict[str, str] = Field(description="moment -> dtype")
+    saved_by: Count | None = Field(
+        default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.shared`)"
+    )
+    xxh3_128: Xxh3 | None = Field(
+        default=None, description="hash of weights and moments where other ranks hold them, too, and it was taken"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is absent takes no room: manifests of thousands of operators are read at every restart."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if value is not None}
+
+    def is_same_state(self, other: "OperatorRecord") -> bool:
+        """Whether it is the same slice at the same iteration, whoever saved it."""
+        return (self.iteration, self.offset, self.numel, self.dtype, self.global_shape, self.moments) == (
+            other.iteration,
+            other.offset,
+            other.numel,
+            other.dtype,
+            other.global_shape,
+            other.moments,
+        )
+
+    @property
+    def described(self) -> "OperatorRecord":
+        """The slice, whoever saved it and whenever."""
+        return self.model_copy(update={"saved_by": None, "xxh3_128": None, "iteration": 0})
 
 
 class RankManifest(_Record):
@@ -87,6 +122,14 @@ class RankManifest(_Record):
         found: dict[int, dict[str, OperatorRecord]] = {}
         for name, operator in sorted(self.operators.items(), key=lambda item: item[1].iteration):
             found.setdefault(operator.iteration, {})[name] = operator
+        return found
+
+    def by_writer(self) -> dict[int, dict[str, OperatorRecord]]:
+        """Operators that lie in other ranks' files, by rank."""
+        found: dict[int, dict[str, OperatorRecord]] = {}
+        for name, operator in self.operators.items():
+            if operator.saved_by is not None:
+                found.setdefault(operator.saved_by, {})[name] = operator
         return found
 
     @property

@@ -16,6 +16,7 @@ from cpsr.checkpoint.buffers import HostBuffer, Span, cut, layout_bytes, plan_sp
 from cpsr.checkpoint.memory import Kind, MemoryFile, SharedMemory
 from cpsr.checkpoint.paced import CopyAccount, CopyPace, PacedCopy, Piece, Split, Waits, copy_on_host
 from cpsr.checkpoint.partial import weights_of
+from cpsr.checkpoint.shared import Shared
 from cpsr.checkpoint.sparse import Sparse
 from cpsr.codec import decode, encode
 from cpsr.errors import SaveError
@@ -23,8 +24,8 @@ from cpsr.state import Shard
 
 __all__ = ["Part", "Snapshot", "SnapshotPool"]
 
-# What a rank contributes to a checkpoint: everything; all but the experts that are carried; to a partial one its
-# weights, or those that it wrote before.
+# What a rank contributes to a checkpoint: everything; only what it writes of it, without the experts that are carried;
+# to a partial one its weights, or those that it wrote before.
 Part = Literal["whole", "sparse", "weights", "carried"]
 
 _Source = tuple[int, int, torch.dtype]
@@ -49,6 +50,7 @@ class Snapshot:
         part: what it holds; nothing was copied, and no buffer is held, where weights are carried.
         split: when its bytes were copied, where the pool copies in waits.
         sparse: which experts are written, where the run's checkpoints are sparse.
+        shared: what other ranks write, where ranks share out what they hold alike.
     """
 
     iteration: int
@@ -59,6 +61,7 @@ class Snapshot:
     part: Part = "whole"
     split: Split | None = None
     sparse: Sparse | None = None
+    shared: Shared | None = None
 
     @property
     def partial(self) -> bool:
@@ -66,14 +69,26 @@ class Snapshot:
         return self.part in ("weights", "carried")
 
     @property
+    def left_out(self) -> frozenset[str]:
+        """Operators that are not copied: experts that are carried along, and what other ranks write."""
+        if self.part != "sparse":
+            return frozenset()
+        carried = frozenset[str]() if self.sparse is None else self.sparse.carried
+        return carried if self.shared is None else carried | self.shared.writers.keys()
+
+    @property
     def written(self) -> Shard:
         """What of the shard goes into the checkpoint."""
-        return self.shard if self.sparse is None else self.sparse.written(self.shard)
+        own = self.shard if self.shared is None else self.shared.own(self.shard)
+        return own if self.sparse is None else self.sparse.written(own)
 
     @property
     def compared(self) -> Shard:
-        """What of the shard is in every checkpoint of all ranks anew, so that checkpoints can be compared by it."""
-        return self.shard if self.sparse is None else self.sparse.without_experts(self.shard)
+        """What of the shard this rank holds anew at every checkpoint, so that checkpoints can be compared by it."""
+        held = self.shard
+        if self.shared is not None and self.shared.fixed:  # else only some of these snapshots hold what others write
+            held = self.shared.own(held)
+        return held if self.sparse is None else self.sparse.without_experts(held)
 
 
 class SnapshotPool:
@@ -142,7 +157,13 @@ class SnapshotPool:
         self._pace = CopyPace(waits)
 
     def begin(
-        self, shard: Shard, iteration: int, scalars: Any, part: Part = "whole", sparse: Sparse | None = None
+        self,
+        shard: Shard,
+        iteration: int,
+        scalars: Any,
+        part: Part = "whole",
+        sparse: Sparse | None = None,
+        shared: Shared | None = None,
     ) -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
 
@@ -150,8 +171,10 @@ class SnapshotPool:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
             scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
-            part: `weights` leaves moments and buffers out, `sparse` the experts that are carried.
+            part: `weights` leaves moments and buffers out, `sparse` the experts that are carried and what other ranks
+                write.
             sparse: which experts are written.
+            shared: what other ranks write.
 
         Returns:
             The snapshot, not complete yet; None when every buffer is in use: this checkpoint is to be skipped.
@@ -169,7 +192,7 @@ class SnapshotPool:
             return None
         buffer, snapshot = held
         try:
-            snapshot.scalars, snapshot.part, snapshot.sparse = copied, part, sparse
+            snapshot.scalars, snapshot.part, snapshot.sparse, snapshot.shared = copied, part, sparse, shared
             if not snapshot.partial:
                 buffer.copy_others(shard)
             self._running = (snapshot, self._start(buffer, snapshot, shard))
@@ -458,8 +481,7 @@ class SnapshotPool:
     def _spans(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> list[Span]:
         part = snapshot.part
         if part == "sparse":  # other experts each time
-            assert snapshot.sparse is not None
-            return plan_spans(buffer, shard, left_out=snapshot.sparse.carried)
+            return plan_spans(buffer, shard, left_out=snapshot.left_out)
         sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
         if part not in self._planned or sources != self._planned[part][0]:
             self._planned[part] = (sources, plan_spans(buffer, shard, weights_only=part == "weights"))
@@ -468,8 +490,8 @@ class SnapshotPool:
 
 def _held(buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> Shard:
     """The buffer's views of what the snapshot holds."""
-    carried = snapshot.sparse.carried if snapshot.sparse is not None and snapshot.part == "sparse" else ()
-    held = buffer.shard({name: one.iteration for name, one in shard.operators.items() if name not in carried})
+    left_out = snapshot.left_out
+    held = buffer.shard({name: one.iteration for name, one in shard.operators.items() if name not in left_out})
     return weights_of(held) if snapshot.partial else held
 
 

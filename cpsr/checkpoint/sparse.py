@@ -79,6 +79,12 @@ class CarriedExperts:
         """This rank's part of a checkpoint is durable there."""
         self._places.append((directory, manifest))
 
+    def newest(self, attempt: tuple[int, int]) -> dict[str, OperatorRecord]:
+        """What this rank's manifest said when it last wrote a part in this attempt; nothing before."""
+        if not self._places or (self._places[-1][1].life, self._places[-1][1].attempt) != attempt:
+            return {}
+        return self._places[-1][1].operators
+
     def put_into(
         self, directory: Path, attempt: tuple[int, int], operators: Collection[str], *, fsync: bool
     ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
@@ -102,7 +108,8 @@ class CarriedExperts:
         for source, written in reversed(self._places):
             if (written.life, written.attempt) != attempt:
                 break
-            records = {name: written.operators[name] for name in operators if name in written.operators}
+            known = {name: written.operators[name] for name in operators if name in written.operators}
+            records = {name: one for name, one in known.items() if one.saved_by is None}  # else it is not here
             if len(records) < len(operators):
                 break
             ages = sorted({one.iteration for one in records.values()})

@@ -49,6 +49,7 @@ from cpsr.checkpoint.manifest import (
     step_name,
 )
 from cpsr.checkpoint.partial import CarriedWeights
+from cpsr.checkpoint.shared import Drifted, DriftedError, records_of_others, state_hash
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.sparse import CarriedExperts
 from cpsr.checkpoint.verify import (
@@ -95,6 +96,8 @@ class CheckpointStore:
         directory: `<run_dir>/checkpoints`.
         held_iteration: a checkpoint that `retain` leaves whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
+        drifted: ranks that hold different state where they were to hold the same, as a commit found (rank 0); None: not
+            so far.
         attempt: to be increased on every rank when the job rolls back within its life and will pass the same
             iterations again (with the writers drained), so that shards of the two passes never form one checkpoint.
     """
@@ -115,6 +118,7 @@ class CheckpointStore:
         self._largest_sequence = 0  # that was seen or given in this life
         self.held_iteration: int | None = None
         self.copied_iteration: int | None = None
+        self.drifted: Drifted | None = None
         self._rank = rank
         self._world_size = world_size
         self._run_id = run_id
@@ -224,6 +228,8 @@ class CheckpointStore:
             total = seal(directory, iteration, attempt, shards, sequence, fsync=self._fsync, missing=self._missing)
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
+            if isinstance(error, DriftedError):
+                self.drifted = error.drifted
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", time.perf_counter() - started, total)
@@ -337,8 +343,8 @@ class CheckpointStore:
         shard = snapshot.written
         data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
         self._refuse_abandoned(directory, attempt)
-        files, carried = self._carry(directory, snapshot, attempt)
-        operators = {name: operator_record(operator) for name, operator in shard.operators.items()} | carried
+        files, others = self._carry(directory, snapshot, attempt)
+        others |= self._left_to_others(snapshot, attempt)
         written = 0
         for name, part in _parts(self._rank, snapshot, scalar_tensors).items():
             self._refuse_abandoned(directory, attempt)
@@ -354,7 +360,7 @@ class CheckpointStore:
             rank=self._rank,
             world_size=self._world_size,
             iteration=snapshot.iteration,
-            operators=operators,
+            operators=_described(snapshot) | others,
             others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
             files=files,
             scalars=data,
@@ -374,7 +380,17 @@ class CheckpointStore:
             return self._carried.put_into(directory, same, fsync=self._fsync)
         if snapshot.sparse is None:
             return {}, {}
-        return self._carried_experts.put_into(directory, same, snapshot.sparse.carried, fsync=self._fsync)
+        carried = snapshot.sparse.carried
+        if snapshot.shared is not None:
+            carried -= snapshot.shared.writers.keys()
+        return self._carried_experts.put_into(directory, same, carried, fsync=self._fsync)
+
+    def _left_to_others(self, snapshot: Snapshot, attempt: Attempt) -> dict[str, OperatorRecord]:
+        """Operators of this rank that other ranks write."""
+        if snapshot.shared is None:
+            return {}
+        before = self._carried_experts.newest((attempt.life, attempt.attempt))
+        return records_of_others(snapshot.shared, snapshot.shard, snapshot.iteration, before)
 
     def _readable(self, after: int = -1) -> Catalogue:
         """What is committed, where the file system gives every commit record of later iterations than `after`."""
@@ -444,6 +460,15 @@ class CheckpointStore:
         return f"full ones at {full}" if full else "none"
 
 
+def _described(snapshot: Snapshot) -> dict[str, OperatorRecord]:
+    """What is written of the operators, with the hashes of those that other ranks hold, too."""
+    alike = snapshot.shared.alike if snapshot.shared is not None else ()
+    return {
+        name: operator_record(one, state_hash(one) if name in alike else None)
+        for name, one in snapshot.written.operators.items()
+    }
+
+
 def _parts(
     rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
@@ -456,8 +481,8 @@ def _parts(
         raise SaveError(
             f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
         )
-    sparse, iteration = snapshot.sparse, snapshot.iteration
-    everywhere = snapshot.shard if sparse is None else sparse.without_experts(snapshot.shard)
+    sparse, iteration, written = snapshot.sparse, snapshot.iteration, snapshot.written
+    everywhere = written if sparse is None else sparse.without_experts(written)
     tensors = dict(everywhere.tensors())
     weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
     if snapshot.partial:
@@ -467,8 +492,8 @@ def _parts(
         file_name(rank, "moments"): _of_kind(tensors, "moment/"),
         file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
     }
-    if sparse is not None and sparse.saved:
-        experts = dict(sparse.saved_experts(snapshot.shard).tensors())
+    experts = {} if sparse is None else dict(sparse.saved_experts(written).tensors())
+    if experts:
         parts[file_name(rank, "params", iteration)] = _of_kind(experts, "param/")
         parts[file_name(rank, "moments", iteration)] = _of_kind(experts, "moment/")
     return parts

@@ -25,11 +25,12 @@ from cpsr.checkpoint.manifest import (
     step_iteration,
     thinned_record,
 )
+from cpsr.checkpoint.shared import missing_among
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
-__all__ += ["is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest", "verify_checkpoint"]
-__all__ += ["verify_run"]
+__all__ += ["is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest", "read_writer"]
+__all__ += ["verify_checkpoint", "verify_run"]
 
 # What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -137,6 +138,22 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
     return record
 
 
+def read_writer(directory: Path, manifest: Manifest, record: RankManifest, writer: int) -> RankManifest:
+    """The manifest of a rank to which another left some of its operators (see `cpsr.checkpoint.shared`).
+
+    Raises:
+        CheckpointCorruptError: as for `read_rank_manifest`; or it has not written one of them.
+        UnreadableFileError: the same.
+    """
+    path = directory / rank_manifest_name(record.rank)
+    if writer not in manifest.ranks:
+        raise DamagedFileError(path, f"leaves operators to rank {writer}, and there are {manifest.world_size} ranks")
+    found = read_rank_manifest(directory, manifest, writer)
+    for _, what in missing_among({record.rank: record, writer: found}):
+        raise DamagedFileError(path, what)
+    return found
+
+
 def is_thinned(directory: Path, manifest: Manifest) -> bool:
     """Whether only the weights are kept; the marker must say exactly what thinning removes.
 
@@ -235,9 +252,10 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
     except (DamagedFileError, UnreadableFileError) as error:
         yield error
         return
+    records: dict[int, RankManifest] = {}
     for rank in range(manifest.world_size):
         try:
-            record = read_rank_manifest(directory, manifest, rank)
+            record = records[rank] = read_rank_manifest(directory, manifest, rank)
         except (DamagedFileError, UnreadableFileError) as error:
             yield error
             continue
@@ -246,6 +264,8 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
                 check_file(directory / name, record.files[name])
             except (DamagedFileError, UnreadableFileError) as error:
                 yield error
+    for rank, what in missing_among(records):
+        yield DamagedFileError(directory / rank_manifest_name(rank), what)
 
 
 def _read(path: Path) -> bytes:

@@ -136,7 +136,7 @@ class WholeState:
         covered: dict[int, int] = {}  # offset -> elements
         for rank, part in enumerate(self._parts):
             record = part.manifest.operators.get(name)
-            if record is None or (record.numel == 0 and total):
+            if record is None or record.saved_by is not None or (record.numel == 0 and total):
                 continue
             piece = self._read(rank, kind, key, (record.numel,), dtype)
             whole = torch.empty(total, dtype=piece.dtype) if whole is None else whole

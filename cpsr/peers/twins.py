@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from cpsr.checkpoint.catalogue import newest_whole
-from cpsr.checkpoint.manifest import file_name
+from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 
@@ -39,8 +39,13 @@ class Twins:
         newest = newest_whole(self._checkpoints)
         if newest is None:
             return None
-        files = [read_rank_manifest(*newest, rank).files for rank in ranks]
-        return [
-            " ".join(file[name].xxh3_128 for name in sorted(file) if name != file_name(rank, "extra"))
-            for rank, file in zip(ranks, files, strict=True)
-        ]
+        return [_word(read_rank_manifest(*newest, rank)) for rank in ranks]
+
+
+def _word(record: RankManifest) -> str:
+    """Hashes of the operators where the rank says them all, as ranks do that share out what they hold alike."""
+    said = [record.operators[name].xxh3_128 for name in sorted(record.operators)]
+    if said and None not in said:
+        return " ".join(map(str, said))
+    extra = file_name(record.rank, "extra")
+    return " ".join(file.xxh3_128 for name, file in sorted(record.files.items()) if name != extra)

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.retention import _thin
+from cpsr.checkpoint.shared import Shared
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
@@ -53,6 +55,23 @@ def test_replicas_count_once(tmp_path: Path) -> None:
     write_identity(tmp_path)
     write_checkpoint(tmp_path, *replicas(torch.arange(4.0)))
     assert torch.equal(open_whole(tmp_path, 50, moments=False).weights("w"), torch.arange(4.0))
+
+
+def test_what_one_rank_wrote_for_both_is_found(tmp_path: Path) -> None:
+    first, second = (
+        shard(operator("v", torch.ones(3), (3,)), operator("w", torch.arange(4.0), (4,))) for _ in range(2)
+    )
+    alike = {name: operator_record(one).described for name, one in first.operators.items()}
+    write_identity(tmp_path)
+    stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1, fsync=False) for rank in range(2)]
+    stores[0].prepare()
+    for store, part, others in zip(stores, (first, second), ({"v": 1}, {"w": 0}), strict=True):
+        store.write(Snapshot(50, part, SCALARS, shared=Shared(alike, others)))
+    assert stores[0].commit(50, 5.0, threading.Event()).committed
+    state = open_whole(tmp_path, 50, moments=True)
+    assert torch.equal(state.weights("v"), torch.ones(3))
+    assert torch.equal(state.weights("w"), torch.arange(4.0))
+    assert torch.equal(state.moment("v", "exp_avg"), torch.full((3,), 2.0))
 
 
 REFUSED = {

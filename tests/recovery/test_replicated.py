@@ -1,0 +1,124 @@
+"""Ranks that hold the same write a share of it each, in jobs that are killed: what comes back, and from whose files."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.manifest import COMMIT, RankManifest, rank_manifest_name, step_name
+from cpsr.checkpoint.store import verify_run
+from cpsr.journal import JournalReader
+from tests.recovery.conftest import Uninterrupted
+from tests.recovery.job import INTERVAL, OF_THE_START, RANKS, Job
+
+CHECKPOINT, FAILURE, END = 20, 22, 30
+SHARED: dict[str, Any] = {"checkpoint": {"replicated": "shared"}}
+ALONE: dict[str, Any] = {"checkpoint": {"replicated": "each"}}
+MIXTURE: dict[str, Any] = {"experts": {"policy": "sequential", "experts_per_layer": 1}}
+# Two checkpoints of history, from which nothing can be predicted: the run goes on from the newest.
+SHORT = {"history_span_iterations": 0, "history_min_checkpoints": 2}
+SIGKILLED = -9
+
+
+def manifests(job: Job, iteration: int) -> list[RankManifest]:
+    directory = job.run_dir / "checkpoints" / step_name(iteration)
+    return [RankManifest.parse((directory / rank_manifest_name(rank)).read_bytes()) for rank in range(RANKS)]
+
+
+def writers(job: Job, iteration: int) -> list[Counter[int]]:
+    """For each rank, how many of its operators lie in the files of each rank."""
+    return [
+        Counter(rank if one.saved_by is None else one.saved_by for one in record.operators.values())
+        for rank, record in enumerate(manifests(job, iteration))
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, precision: str) -> None:
+    options: dict[str, Any] = {"zero": 0, "precision": precision}
+    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, settings=SHARED, **options)
+    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
+    first, second = writers(job, CHECKPOINT)
+    assert first == second
+    assert set(first) == {0, 1}
+    back = job.launch(settings=SHARED, **options)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    for rank in range(RANKS):
+        mine, reference = back.result(rank), uninterrupted(**options).result(rank)
+        assert mine["started"]["iteration"] == CHECKPOINT
+        assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
+    assert verify_run(job.run_dir) == []
+
+
+def test_ranks_predict_alike(job: Job) -> None:
+    """Each reads its history from the files of both."""
+    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, settings=SHARED, zero=0)
+    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
+    back = job.launch(mode="predict", settings=SHARED, zero=0)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["vitp", "vitp"]
+    assert back.result(0)["started"]["iteration"] == FAILURE
+    assert back.result(0)["state_at_start"] == back.result(1)["state_at_start"]
+
+
+def test_nothing_is_shared_where_zero_gives_each_rank_a_slice(job: Job) -> None:
+    ended = job.launch(iterations=INTERVAL, settings=SHARED, zero=1)
+    assert ended.statuses == [0] * RANKS, ended.output[0][-3000:]
+    assert all(record.by_writer() == {} for record in manifests(job, INTERVAL))
+
+
+def came_back(job: Job, sections: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    """How ranks began again after one of them was killed: at the checkpoint, with experts as they were saved."""
+    sections = {**sections, "checkpoint": {**sections.get("checkpoint", {}), **SHORT}}
+    killed = job.launch(mode="auto", fault=f"step:1:{FAILURE}", committed=CHECKPOINT, settings=sections, **options)
+    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
+    assert verify_run(job.run_dir) == []
+    found = manifests(job, CHECKPOINT)
+    back = job.launch(mode="auto", settings=sections, **options)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    began = [back.result(rank) for rank in range(RANKS)]
+    return [
+        {"state": one["state_at_start"], "method": one["started"]["method"], "record": record}
+        for one, record in zip(began, found, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 2])
+def test_a_mixture_shares_what_its_ranks_hold_alike(tmp_path: Path, expert_parallel: int) -> None:
+    """With experts of their own, ranks share the rest; with all experts on each, those as well."""
+    options: dict[str, Any] = {"zero": 0, "expert_parallel": expert_parallel, "iterations": END}
+    alone = came_back(Job(tmp_path / "each"), {**MIXTURE, **ALONE}, **options)
+    for memory in ("all", "saved"):
+        sections = {"experts": {**MIXTURE["experts"], "memory": memory}, **SHARED}
+        together = came_back(Job(tmp_path / memory), sections, **options)
+        written: Counter[str] = Counter()
+        for mine, other in zip(together, alone, strict=True):
+            assert (mine["method"], mine["state"]) == ("stale", other["state"])
+            operators = mine["record"].operators
+            assert operators.keys() == other["record"].operators.keys()
+            for name, one in operators.items():
+                assert one.is_same_state(other["record"].operators[name])
+            written.update(name for name, one in operators.items() if one.saved_by is None)
+        assert set(written.values()) == {1}
+        assert written.keys() == {name for one in alone for name in one["record"].operators}
+
+
+def test_ranks_that_drift_apart_write_all_their_own(job: Job) -> None:
+    """What one wrote for both would be no state that the other ever had."""
+    options: dict[str, Any] = {"zero": 0, "iterations": END}
+    killed = job.launch(fault=f"step:0:{FAILURE}", committed=CHECKPOINT, settings=SHARED, apart=6, **options)
+    assert killed.statuses[0] == SIGKILLED, killed.output[0][-3000:]
+    committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
+    assert step_name(4) in committed
+    assert step_name(8) not in committed
+    assert all(record.by_writer() == {} for record in manifests(job, CHECKPOINT))
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        told = [event.message for event in journal.events() if event.kind == "ranks differ"]
+    assert len(told) == 1
+    assert "ranks 0 and 1" in told[0]
+    assert "iteration 8" in told[0]
+    back = job.launch(settings=SHARED, iterations=CHECKPOINT, zero=0)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    states = [back.result(rank)["state_at_start"] for rank in range(RANKS)]
+    assert states[0] != states[1]  # each its own
