@@ -427,6 +427,21 @@ def bench_experts(
     workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
     seeds: Annotated[int | None, typer.Option(min=2, help="Of each model that fails.")] = None,
     batch_windows: Annotated[int | None, typer.Option(min=1, help="Of an iteration of each model that fails.")] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="By which models that fail are saved: sequential, load_aware, dynamic_k, moetion, window; some of "
+            "them, comma-separated. By default sequential, and moetion with --full."
+        ),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="What becomes of experts that are older than the checkpoint: stale, more_capacity, catch_up, "
+            "catch_up_whole, predict, predict_gain_1; some of them, comma-separated, and stale in any case. By default "
+            "all."
+        ),
+    ] = None,
     cache: Annotated[
         Path | None, typer.Option(help="Keeps finished runs with failures; by default runs/bench-experts.")
     ] = None,
@@ -439,9 +454,13 @@ def bench_experts(
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    names = [part.strip() for part in parts.split(",") if part.strip()]
-    size = (FULL if full else QUICK).with_failing(seeds, batch_windows)
-    run_experts(json_path, size, names, workers, workdir, CACHE if cache is None else cache)
+    size = (FULL if full else QUICK).with_failing(
+        seeds,
+        batch_windows,
+        None if policies is None else _comma_separated(policies),
+        None if modes is None else _comma_separated(modes),
+    )
+    run_experts(json_path, size, _comma_separated(parts), workers, workdir, CACHE if cache is None else cache)
 
 
 @bench.command("simulate")
@@ -503,6 +522,10 @@ def _rehearsals_table(rehearsals: "list[RehearsalRow]") -> Table:
         iterations = str(row.failure_iteration), str(row.checkpoint_iteration)
         table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), row.reason)
     return table
+
+
+def _comma_separated(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _number(seconds: float | None) -> str:

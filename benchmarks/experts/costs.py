@@ -37,6 +37,7 @@ class Cost:
         momentary_total: sum of the layers' fractions (MOETION's MTL); `momentary_mean` is their mean.
         momentary_mean: see above.
         expert_age_iterations: mean age of the experts over the failures, at the checkpoint.
+        saved_experts: of all ranks, in each checkpoint up to each failure since the one before.
         predicted: operators that were predicted, over the failures.
         held: operators that stayed stale for want of snapshots to predict from, over the failures.
     """
@@ -55,6 +56,7 @@ class Cost:
     momentary_total: float
     momentary_mean: float
     expert_age_iterations: float
+    saved_experts: tuple[tuple[int, ...], ...]
     predicted: int
     held: int
 
@@ -73,6 +75,11 @@ class Cost:
         """Right after a recovery, in the mean over the failures; the first one's is free of what others left."""
         at_once = [self.gaps_nats[self.iterations.index(restored)] for restored in self.restored]
         return float(numpy.mean(at_once))
+
+    @property
+    def experts_per_checkpoint(self) -> float:
+        """Of all ranks, over the checkpoints up to the last failure: what is saved later bears on no lag."""
+        return float(numpy.mean([count for counts in self.saved_experts for count in counts]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -134,6 +141,7 @@ def _cost(task: FailingTask, run: Mapping[str, Any], fault_free: LossCurve) -> C
         momentary_total=account["momentary_total"],
         momentary_mean=account["momentary_mean"],
         expert_age_iterations=float(numpy.mean([failure["ages"] for failure in failures])),
+        saved_experts=tuple(tuple(failure["saved_experts"]) for failure in failures),
         predicted=sum(failure.get("predicted", 0) for failure in failures),
         held=sum(failure.get("held", 0) for failure in failures),
     )

@@ -43,7 +43,7 @@ class _Mode:
     whole: bool = False
 
 
-MODES = {
+_MODES = {
     STALE: _Mode(),
     MADE_UP: _Mode(more_capacity=0.1),  # moetion, section 6
     CATCH_UP: _Mode(step_factor=STEP_FACTOR),
@@ -109,7 +109,9 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
     assert fault_free.checkpoint is not None
     reaches = [measure_reaches(training, policy, fault_free.checkpoint, exact_nats) for policy in policies]
     runs = [
-        _with_failures(training, failures, policy, mode, fault_free.checkpoint) for policy in policies for mode in MODES
+        _with_failures(training, failures, policy, mode, fault_free.checkpoint)
+        for policy in policies
+        for mode in failures.modes
     ]
     return {
         "fault_free": asdict(fault_free.curve),
@@ -149,19 +151,20 @@ def _with_failures(
         training: anywhere.
         failures: when.
         policy: what it had saved at the first failure.
-        mode: one of `MODES`.
+        mode: one of the failures'.
         checkpoint: everything as it was at the first failure's checkpoint.
 
     Returns:
         `policy` and `mode`; `account` of lost tokens at the end; `failures`, for each: `curve` from its checkpoint
-        to the next failure, `ages` of this rank's experts in iterations, and how many operators were `predicted` and
-        `held`, for want of snapshots of their own.
+        to the next failure, `ages` of this rank's experts in iterations, `saved_experts` of all ranks in each
+        checkpoint since the failure before, and how many operators were `predicted` and `held`, for want of snapshots
+        of their own.
     """
-    how, found = MODES[mode], list[dict[str, Any]]()
+    how, found = _MODES[mode], list[dict[str, Any]]()
     policy = policy.fork(how.more_capacity, how.step_factor, checkpoint if how.whole else None)
     for failure, until in zip(failures.at, (*failures.at[1:], failures.end), strict=True):
         weights, told = ({}, {}) if how.predictor is None else predicted(how.predictor(), policy.saved)
-        ages = policy.ages()
+        ages, saved_experts = policy.ages(), policy.saved_experts
         policy.put_back(weights)
         assert training.iteration == failures.checkpoint_before(failure)
         curve = Curve()
@@ -172,7 +175,7 @@ def _with_failures(
                 policy.save(training.routed())
             if training.iteration % VALIDATION_ITERATIONS == 0:
                 curve.add(training)
-        found.append({"curve": asdict(curve), "ages": ages, **told})
+        found.append({"curve": asdict(curve), "ages": ages, "saved_experts": saved_experts, **told})
     policy.close()
     return {"policy": policy.name, "mode": mode, "account": policy.account(), "failures": found}
 

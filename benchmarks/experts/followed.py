@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from cpsr.benchmarks.experts.policies import POLICIES
+from cpsr.benchmarks.experts.policies import policy_of_job
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.training import Training
 from cpsr.experts.budget import Budget
 from cpsr.experts.catching_up import CatchingUp, Missed
+from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.lost_tokens import LostTokens
+from cpsr.experts.measures import HardCount
 from cpsr.experts.missed_iterations import MissedIterations
 from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import Popularity
@@ -23,11 +25,13 @@ __all__ = ["Followed", "rank_budget"]
 
 
 def rank_budget(training: Training, experts_per_layer: int) -> Budget:
-    """What one rank saves where all ranks together save so many experts of each layer, to the nearest expert above."""
+    """What one rank saves where all ranks together save so many experts of each layer, to the nearest expert above.
+
+    It is for experts alone, as a job's own: the parts that every snapshot holds whole are no matter of the policies.
+    """
     layers = training.layers
     experts = -(-experts_per_layer * len(layers) // layers[0].expert_parallel.size)
-    size = experts * max(layer.expert_bytes for layer in layers)
-    return Budget(training.non_expert_bytes + size, training.non_expert_bytes)
+    return Budget(snapshot_bytes=experts * max(layer.expert_bytes for layer in layers))
 
 
 class Followed:
@@ -41,13 +45,15 @@ class Followed:
     Attributes:
         saved: what of this rank's operators there is.
         lost: what failures took.
+        saved_experts: in each checkpoint since the last failure, of all ranks.
     """
 
     def __init__(self, name: str, training: Training, budget: Budget) -> None:
         self.name = name
         self._training = training
         self._budget = budget
-        self._policy = POLICIES[name](training.layers)
+        self._policy = policy_of_job(name, training.layers, budget.experts_in_each(training.layers))
+        self._measure = HardCount(training.layers)
         self._ledger = UnsavedTokens(training.layers)
         self._step = 0
         self._more_capacity = 0.0
@@ -56,6 +62,7 @@ class Followed:
         self._missed = MissedIterations(step_factor=1.0)
         self._whole: Saved | None = None  # what is gone back to in place of `saved`
         self.lost = LostTokens(training.layers)
+        self.saved_experts: tuple[int, ...] = ()
         self.saved = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
 
     def fork(self, more_capacity: float, step_factor: float = 1.0, whole: Saved | None = None) -> "Followed":
@@ -67,8 +74,9 @@ class Followed:
             whole: everything at the last checkpoint, where failures are to bring back every expert as it was there; it
                 goes its own way, too.
         """
-        # The policy remembers nothing, and accounts replace what they hold: a shallow copy of each is one of its own.
+        # Accounts replace what they hold: a shallow copy of each is one of its own. A policy may hold others.
         other = copy.copy(self)
+        other._policy, other._measure = copy.deepcopy(self._policy), copy.copy(self._measure)
         other._ledger, other.lost, other.saved = copy.copy(self._ledger), copy.copy(self.lost), self.saved.fork()
         other._more_capacity = more_capacity
         other._recovering = Recovering(self._training.layers, more_capacity)
@@ -90,11 +98,12 @@ class Followed:
             routed: since the last one.
         """
         for one in routed:
+            self._measure.observe(one.routed)
             self._ledger.observe(one.routed.tokens)
             self._recovering.observe(one.routed.tokens)
         self._set_capacities()
         self._step += 1
-        popularity = Popularity(self._ledger.tokens, self._ledger.tokens, self._ledger.ages)
+        popularity = Popularity(self._measure.scores, self._ledger.tokens, self._ledger.ages)
         chosen = self._policy.select(self._step, popularity, self._budget)
         experts = {operator for operator in chosen if isinstance(operator, Expert)}
         training = self._training
@@ -107,7 +116,8 @@ class Followed:
         self.saved.save(training.adapter.shard(), names, training.now, training.adapter.scalars())
         if self._whole is not None:
             self._whole.save(training.adapter.shard(), self._whole.operators, training.now, training.adapter.scalars())
-        self._ledger.saved(_of_all_ranks(experts))
+        self._ledger.saved(experts)
+        self.saved_experts = (*self.saved_experts, len(experts))
 
     def put_back(self, weights: dict[str, torch.Tensor]) -> None:
         """Bring the training back to the last checkpoint, with every operator as it was last saved.
@@ -120,9 +130,13 @@ class Followed:
         adapter.load_scalars(self.saved.scalars)
         adapter.push_down()
         self._training.forget_routed()
-        self.lost.add(self._ledger.tokens_at_snapshot)
-        self._recovering.lost(self._ledger.tokens_at_snapshot)
+        lost = self._ledger.tokens_at_snapshot
+        self.lost.add(lost)
+        self._recovering.lost(lost)
+        if isinstance(self._policy, DynamicK):
+            self._policy.recovered(sum(float(layer.sum()) for layer in lost), sum(self._assigned()))
         self._ledger.restored()
+        self.saved_experts = ()
         self._set_capacities()
         self._catch_up()
 
@@ -151,7 +165,7 @@ class Followed:
 
     def account(self) -> dict[str, Any]:
         """Portion of lost tokens and MOETION's fractions over the training so far."""
-        assigned = [float(self._training.tokens_per_layer * self._training.iteration)] * len(self._training.layers)
+        assigned = self._assigned()
         momentary = self.lost.momentary(assigned)
         return {
             "portion_lost": self.lost.portion(assigned),
@@ -159,9 +173,6 @@ class Followed:
             "momentary_mean": momentary.mean,
         }
 
-
-def _of_all_ranks(experts: set[Expert]) -> set[Expert]:
-    """A policy may choose among its own rank's experts alone."""
-    every: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, sorted((expert.layer, expert.index) for expert in experts))
-    return {Expert(layer, index) for found in every for layer, index in found}
+    def _assigned(self) -> list[float]:
+        """Tokens of each layer up to now."""
+        return [float(self._training.tokens_per_layer * self._training.iteration)] * len(self._training.layers)

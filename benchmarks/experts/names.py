@@ -6,6 +6,7 @@ __all__ = [
     "COMPARED",
     "EVERYTHING",
     "MADE_UP",
+    "MODES",
     "MOETION",
     "PREDICT",
     "PREDICTED",
@@ -22,6 +23,15 @@ STALE, MADE_UP, CATCH_UP = "stale", "stale, 10% capacity", "stale, catching up"
 PREDICT, PREDICT_PLAINLY = "predict", "predict, gain 1"
 # Every expert is as it was at the checkpoint, and the same ones take the same longer steps: what these alone do.
 CATCH_UP_NOTHING = "whole, the same steps"
+# By what the command line calls them, in the order in which they are measured.
+MODES = {
+    "stale": STALE,
+    "more_capacity": MADE_UP,
+    "catch_up": CATCH_UP,
+    "catch_up_whole": CATCH_UP_NOTHING,
+    "predict": PREDICT,
+    "predict_gain_1": PREDICT_PLAINLY,
+}
 PREDICTED = (PREDICT, PREDICT_PLAINLY)
 COMPARED = (*PREDICTED, CATCH_UP)  # with experts that stay stale
 # Ways to choose operators for a snapshot after every iteration, beside the policies.

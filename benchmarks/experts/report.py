@@ -30,7 +30,8 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
         console.print(_stalls(result.stalls))
     if result.recovered:
         console.print(_recovered(result.recovered))
-        console.print(_compared(result.compared))
+        if result.compared:
+            console.print(_compared(result.compared))
         console.print(_reaches(result.reaches))
         console.print("Lost tokens are counted as the papers do, whether experts are predicted or not.")
     for aim, met in result.aims().items():
@@ -138,13 +139,24 @@ def _stalls(stalls: Iterable[Stalled]) -> Table:
 
 
 def _recovered(runs: Iterable[Recovered]) -> Table:
-    headings = ("model", "policy", "experts", "lag, iterations", "gap since then, nats", "at once, nats", "lost, PLT")
-    table = _columns("Four failures in one run: mean over seeds (95%); saved whole, the lag is 0", *headings, "MTL")
+    headings = (
+        "model",
+        "policy",
+        "experts",
+        "saved a checkpoint",
+        "lag, iterations",
+        "gap since then, nats",
+        "at once, nats",
+        "lost, PLT",
+        "MTL",
+    )
+    table = _columns("Four failures in one run: mean over seeds (95%); saved whole, the lag is 0", *headings)
     for one in runs:
         table.add_row(
             one.label,
             one.policy,
             one.mode,
+            f"{one.experts_per_checkpoint:.2f}",
             f"{_text(one.lag_iterations, 1)} [{one.seeds}]",
             _text(one.mean_gap_nats, 4),
             _text(one.injection_gap_nats, 3),
@@ -163,7 +175,9 @@ def _compared(found: Iterable[Compared]) -> Table:
         "lag less half of stale's",
         "gap less half, nats",
     )
-    table = _columns("Predicted or catching up against stale, the same bytes (below 0: better than the aim)", *headings)
+    table = _columns(
+        "Predicted or catching up against stale, by the same policy (below 0: better than the aim)", *headings
+    )
     for one in found:
         share = "-" if one.lag_share is None else f"{one.lag_share:.2f}"
         table.add_row(

@@ -126,6 +126,8 @@ class Recovered:
         portion_lost: mean over seeds, as are the next two.
         momentary_total: MOETION's MTL.
         momentary_mean: of the layers.
+        experts_per_checkpoint: of all ranks, up to the last failure; mean over seeds: policies with as many save the
+            same bytes.
     """
 
     label: str
@@ -138,11 +140,12 @@ class Recovered:
     portion_lost: float
     momentary_total: float
     momentary_mean: float
+    experts_per_checkpoint: float
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Experts that are predicted, or that catch up, against stale ones of the same bytes, paired by seed.
+    """Experts that are predicted, or that catch up, against stale ones by the same policy, paired by seed.
 
     Attributes:
         label: of the model.
@@ -179,6 +182,7 @@ def recovered(costs: Sequence[Cost]) -> list[Recovered]:
                 float(numpy.mean([run.portion_lost for run in runs])),
                 float(numpy.mean([run.momentary_total for run in runs])),
                 float(numpy.mean([run.momentary_mean for run in runs])),
+                float(numpy.mean([run.experts_per_checkpoint for run in runs])),
             )
         )
     return results

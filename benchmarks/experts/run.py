@@ -1,6 +1,6 @@
 """`cpsr bench experts`: sparse snapshots by every policy of the papers, and what failures then cost."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,9 +16,9 @@ from rich.progress import Progress
 from cpsr.benchmarks.experts.costs import Cost, costs
 from cpsr.benchmarks.experts.exposure import SMALL_SNAPSHOT_SHARE, SNAPSHOT_SHARE, Exposure, exposure
 from cpsr.benchmarks.experts.kept import kept
-from cpsr.benchmarks.experts.names import MOETION
+from cpsr.benchmarks.experts.names import MODES, MOETION, STALE
 from cpsr.benchmarks.experts.plot import draw
-from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.policies import CONFIGURED, IN_TURN
 from cpsr.benchmarks.experts.reaches import reaches
 from cpsr.benchmarks.experts.report import show
 from cpsr.benchmarks.experts.result import Arithmetic, Result, Stalled, compared, recovered, stalled
@@ -37,7 +37,8 @@ __all__ = ["CACHE", "FULL", "PARTS", "QUICK", "Size", "main"]
 
 CACHE = Path("runs/bench-experts")
 PARTS = ("arithmetic", "stall", "failures")
-TIMEOUT_SECONDS = 3600.0  # of a job: minutes on a quiet machine
+TIMEOUT_SECONDS = 3600.0  # of a job that times stalls: minutes on a quiet machine
+RUN_TIMEOUT_SECONDS = 600.0  # of each run of the others: one or two minutes there
 TRACE_ITERATIONS, TRACE_LAYERS, TRACE_TOKENS = 200, 3, 4096
 
 
@@ -59,15 +60,24 @@ class Size:
     stalling: tuple[Mixture, ...]
     pairs: int
 
-    def with_failing(self, seeds: int | None, batch_windows: int | None) -> "Size":
+    def with_failing(
+        self,
+        seeds: int | None,
+        batch_windows: int | None,
+        policies: Collection[str] | None = None,
+        modes: Collection[str] | None = None,
+    ) -> "Size":
         """The same with other runs that fail.
 
         Args:
             seeds: of each model; None: as they are.
             batch_windows: of each of their iterations; None: as they are.
+            policies: by which each is saved, as configurations name them; None: as they are.
+            modes: what becomes of older experts, some of `MODES`, beside `STALE`, which is always measured; None: as
+                they are.
 
         Raises:
-            ConfigError: the ranks of a model cannot share so many windows equally.
+            ConfigError: the ranks of a model cannot share so many windows equally; or a name is not known.
         """
         failing = self.failing
         if batch_windows is not None:
@@ -75,7 +85,13 @@ class Size:
             if uneven:
                 raise ConfigError(f"--batch-windows {batch_windows}: {uneven[0]} ranks must share them equally")
             failing = tuple(mixture.model_copy(update={"batch_windows": batch_windows}) for mixture in failing)
-        return replace(self, seeds=self.seeds if seeds is None else seeds, failing=failing)
+        chosen: dict[str, tuple[str, ...]] = {}
+        if policies is not None:
+            chosen["policies"] = _named("--policies", policies, CONFIGURED)
+        if modes is not None:
+            chosen["modes"] = tuple(dict.fromkeys((STALE, *_named("--modes", modes, MODES))))
+        failures = self.failures.model_copy(update=chosen)
+        return replace(self, seeds=self.seeds if seeds is None else seeds, failing=failing, failures=failures)
 
 
 # Steps long enough that beginning a snapshot, which takes the same time whatever its size, is not all there is.
@@ -126,9 +142,7 @@ def main(
         ConfigError: a part is not known.
         CPSRError: a job failed.
     """
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown or not parts:
-        raise ConfigError(f"--parts {', '.join(unknown) or 'is empty'}: there are {', '.join(PARTS)}")
+    _require_known("--parts", parts, PARTS)
     console = Console()
     with work_directory(workdir) as directory, warnings_only(console), progress_bar(console) as progress:
         machine = describe_machine(directory)
@@ -159,7 +173,7 @@ def _measure_stalls(samples: _Samples, directory: Path, size: Size, progress: Pr
     bar = progress.add_task("snapshots after every iteration", total=len(size.stalling))
     for mixture in size.stalling:
         task = StallTask(mixture=mixture, pairs=size.pairs, experts_per_layer=size.failures.experts_per_layer)
-        samples.stalls[mixture.label] = _launched(directory / f"stall-{len(samples.stalls)}", task)
+        samples.stalls[mixture.label] = _launched(directory / f"stall-{len(samples.stalls)}", task, TIMEOUT_SECONDS)
         progress.advance(bar)
 
 
@@ -176,13 +190,14 @@ def _measure_failures(
         for mixture in size.failing
         for seed in range(size.seeds)
     ]
+    runs = 1 + len(size.failures.policies) * len(size.failures.modes)  # the first without failures
     bar = progress.add_task("runs with failures", total=len(tasks))
 
     def follow(place: int) -> Any:
         task = tasks[place]
 
         def measured() -> Any:
-            told = _launched(directory / f"failing-{place}", task)
+            told = _launched(directory / f"failing-{place}", task, runs * RUN_TIMEOUT_SECONDS)
             costs(task, told)  # a training that diverged is named, and not kept
             return told
 
@@ -203,9 +218,9 @@ def _measure_failures(
             samples.traces.append(Trace(f"measured: {task.mixture.label}, seed 0", tokens))
 
 
-def _launched(directory: Path, task: FailingTask | StallTask) -> Any:
+def _launched(directory: Path, task: FailingTask | StallTask, timeout_seconds: float) -> Any:
     directory.mkdir()
-    found = launch(directory, "experts.job", task.mixture.ranks, TIMEOUT_SECONDS, task=task.model_dump_json())
+    found = launch(directory, "experts.job", task.mixture.ranks, timeout_seconds, task=task.model_dump_json())
     return found[0]
 
 
@@ -233,6 +248,18 @@ def _exposures(measured: list[Trace]) -> list[Exposure]:
 
 def _synthetic(source: str, shares: list[NDArray[numpy.float64]]) -> Trace:
     return synthetic_trace(source, shares, TRACE_ITERATIONS, TRACE_TOKENS, seed=0)
+
+
+def _named(option: str, asked: Collection[str], labels: Mapping[str, str]) -> tuple[str, ...]:
+    """What the names stand for, each once and always in the same order: the same choice is the same task."""
+    _require_known(option, asked, labels)
+    return tuple(label for name, label in labels.items() if name in asked)
+
+
+def _require_known(option: str, asked: Collection[str], known: Collection[str]) -> None:
+    unknown = sorted(set(asked) - set(known))
+    if unknown or not asked:
+        raise ConfigError(f"{option} {', '.join(unknown) or 'is empty'}: there are {', '.join(known)}")
 
 
 def _plain(size: Size) -> dict[str, Any]:

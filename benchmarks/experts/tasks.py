@@ -4,7 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.names import MODES, STALE
+from cpsr.benchmarks.experts.policies import BY_AGE, CONFIGURED, IN_TURN
 from cpsr.demo.model import GPTConfig
 
 __all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask"]
@@ -54,7 +55,8 @@ class Failures(_Plain):
     end: int = Field(default=970, description="Last iteration of a run that fails.")
     fault_free_end: int = Field(default=1010, description="Of the other, with which a run that is ahead is compared.")
     experts_per_layer: int = Field(default=1, ge=1, description="K, over all ranks.")
-    policies: tuple[str, ...] = Field(default=(IN_TURN,), description="Which experts those are.")
+    policies: tuple[str, ...] = Field(default=(IN_TURN,), min_length=1, description="Which experts those are.")
+    modes: tuple[str, ...] = Field(default=tuple(MODES.values()), description="What becomes of the others.")
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -63,6 +65,16 @@ class Failures(_Plain):
             raise ValueError(
                 f"first checkpoint, failures and ends must ascend and no failure be at a checkpoint, not {ordered}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if unknown := [name for name in self.policies if name not in (*CONFIGURED.values(), BY_AGE)]:
+            raise ValueError(f"there is no policy {unknown[0]!r}")
+        if unknown := [name for name in self.modes if name not in MODES.values()]:
+            raise ValueError(f"there is no mode {unknown[0]!r}")
+        if STALE not in self.modes:
+            raise ValueError(f"every mode is compared with {STALE!r}, which is not among {self.modes}")
         return self
 
     def checkpoint_before(self, failure: int) -> int:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from cpsr.benchmarks.experts.kept import kept
-from cpsr.benchmarks.experts.tasks import FailingTask
+from cpsr.benchmarks.experts.names import STALE
+from cpsr.benchmarks.experts.policies import IN_WINDOW
+from cpsr.benchmarks.experts.tasks import FailingTask, Failures
 
 COMMIT = "0" * 40
 MACHINE = {"code": COMMIT, "cpu_model": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
@@ -27,6 +29,13 @@ def test_a_finished_job_is_not_run_again(tmp_path: Path) -> None:
     for _ in range(2):
         assert kept(tmp_path / "cache", TASK, MACHINE, job) == {"run": 1}
     assert kept(tmp_path / "cache", FailingTask(seed=4), MACHINE, job) == {"run": 2}
+
+
+@pytest.mark.parametrize("other", [{"policies": (IN_WINDOW,)}, {"modes": (STALE,)}])
+def test_other_policies_and_modes_are_other_jobs(tmp_path: Path, other: dict[str, Any]) -> None:
+    job = Job()
+    kept(tmp_path, TASK, MACHINE, job)
+    assert kept(tmp_path, FailingTask(seed=3, failures=Failures(**other)), MACHINE, job) == {"run": 2}
 
 
 @pytest.mark.parametrize("other", [{"code": "1" * 40}, {"cpu_model": "another"}, {"versions": {"torch": "3"}}])

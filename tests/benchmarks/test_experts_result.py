@@ -36,8 +36,8 @@ def followed(stale: float, predicted: float) -> dict[str, Any]:
     runs = []
     for mode, lag in ((STALE, stale), (PREDICT, predicted)):
         failures = [
-            {"curve": curve(300, 500, lag), "ages": [0, 30]},
-            {"curve": curve(500, 670, 2 * lag), "ages": [10, 20], "predicted": 6, "held": 2},
+            {"curve": curve(300, 500, lag), "ages": [0, 30], "saved_experts": [1, 1, 1]},
+            {"curve": curve(500, 670, 2 * lag), "ages": [10, 20], "saved_experts": [2], "predicted": 6, "held": 2},
         ]
         runs.append({"policy": IN_TURN, "mode": mode, "account": account, "failures": failures})
     return {"fault_free": curve(100, 720, 0.0), "runs": runs}
@@ -59,6 +59,7 @@ def test_a_run_that_is_shifted_lags_by_the_shift() -> None:
     assert stale.obstacles == (None, None)
     assert stale.restored == RESTORED
     assert stale.expert_age_iterations == 15
+    assert stale.experts_per_checkpoint == (3 * 1 + 2) / 4
     assert (predicted.predicted, predicted.held) == (6, 2)
 
 
@@ -108,6 +109,7 @@ def test_prediction_is_held_against_half_of_what_stale_experts_cost() -> None:
     assert stale.lag_iterations is not None
     assert stale.lag_iterations.value == pytest.approx(18.0, abs=0.2)
     assert stale.portion_lost == pytest.approx(0.05)
+    assert stale.experts_per_checkpoint == 1.25
     (found,) = compared(runs)
     assert found.lag_share == pytest.approx(12 / 27, abs=0.01)
     assert found.lag_beyond_aim is not None
@@ -169,6 +171,7 @@ def test_tables_and_plots_show_all_that_was_measured() -> None:
         "2.0 of 10.0",
         Mixture().label,
         "5.0%",
+        "1.25",
         "18.0",
         "0.39",
         "12.3",

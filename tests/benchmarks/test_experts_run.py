@@ -20,7 +20,7 @@ from cpsr.benchmarks.experts.names import (
     STALE,
     WINDOW,
 )
-from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.policies import BY_LOAD, DYNAMIC_K, IN_TURN, IN_WINDOW
 from cpsr.benchmarks.experts.reaches import GAINS
 from cpsr.benchmarks.experts.run import QUICK, main
 from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture
@@ -49,6 +49,7 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
         # Stale or predicted experts are not the true ones.
         assert (first["curve"]["losses"][0] == fault_free[30]) == (mode == CATCH_UP_NOTHING)
         assert first["curve"]["losses"][-1] != fault_free[40]
+        assert (first["saved_experts"], second["saved_experts"]) == ([1] * 15, [1] * 5)
         if policy == IN_TURN:
             # One of four experts every two iterations, then in turn again.
             assert sorted(first["ages"]) == sorted(second["ages"]) == [0, 2, 4, 6]
@@ -79,6 +80,25 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
         assert cost.iterations == (30, 40, 50, 60)
 
 
+def test_policies_that_remember_go_their_own_way_in_every_run(tmp_path: Path) -> None:
+    """The one checkpoint between the failures ends a window, which shows that every run goes on with its own."""
+    policies, modes = (IN_TURN, BY_LOAD, DYNAMIC_K, MOETION, IN_WINDOW), (STALE, CATCH_UP)
+    failures = FAILURES.model_copy(update={"at": (31, 33), "policies": policies, "modes": modes})
+    task = FailingTask(mixture=TINY, failures=failures)
+    (found,) = launch(tmp_path, "experts.job", TINY.ranks, task=task.model_dump_json())
+    runs = {(run["policy"], run["mode"]): run["failures"] for run in found["runs"]}
+    assert set(runs) == {(policy, mode) for policy in policies for mode in modes}
+    assert [one["policy"] for one in found["reaches"]] == list(policies)
+    for (policy, _), (first, second) in runs.items():
+        assert first["saved_experts"] == [1] * 15
+        # What the first failure took is over 5% of 30 iterations' tokens: K doubles, once in every run.
+        assert second["saved_experts"] == [2 if policy == DYNAMIC_K else 1]
+        assert second["ages"].count(0) == second["saved_experts"][0]
+        if policy in (IN_TURN, IN_WINDOW):
+            assert sorted(second["ages"]) == [0, 2, 4, 6]  # a round of four
+    assert runs[DYNAMIC_K, STALE][0] == runs[BY_LOAD, STALE][0]  # the same until K grows
+
+
 @pytest.mark.slow
 def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(tmp_path: Path) -> None:
     path, workdir = tmp_path / "experts.json", tmp_path / "work"
@@ -89,8 +109,8 @@ def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(
     assert set(stalls) == {EVERYTHING, IN_TURN, MOETION, WINDOW}
     assert stalls[EVERYTHING]["snapshot_bytes"] == stalls[EVERYTHING]["state_bytes"]
     assert stalls[IN_TURN]["snapshot_bytes"] < stalls[EVERYTHING]["state_bytes"]
-    assert len(report["samples"]["costs"]) == 2 * 2 * 4  # seeds, policies, modes
-    assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * 8
+    assert len(report["samples"]["costs"]) == 2 * 2 * len(MODES)  # seeds, policies, modes
+    assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * 2 * len(MODES)
     sources = [one["source"] for one in report["result"]["arithmetic"]["exposures"]]
     assert sources[-1] == f"measured: {SHARED.label}, seed 0"
     for suffix in ("", "-stall", "-failures"):

@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from cpsr.benchmarks.experts.names import CATCH_UP, PREDICT, STALE
+from cpsr.benchmarks.experts.policies import DYNAMIC_K, IN_TURN, IN_WINDOW
 from cpsr.benchmarks.experts.run import FULL, QUICK
 from cpsr.benchmarks.experts.tasks import TASK, FailingTask, Failures, Mixture, StallTask
 from cpsr.cli import app
@@ -49,6 +51,20 @@ def test_failures_that_cannot_be_measured_are_refused(wrong: dict[str, object]) 
         Failures.model_validate(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"policies": ("by chance",)}, "no policy 'by chance'"),
+        ({"policies": ()}, "at least 1 item"),
+        ({"modes": (STALE, "as they please")}, "no mode 'as they please'"),
+        ({"modes": (PREDICT,)}, "compared with 'stale'"),
+    ],
+)
+def test_policies_and_modes_that_cannot_be_followed_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Failures.model_validate(wrong)
+
+
 def test_the_checkpoint_before_a_failure() -> None:
     assert Failures().checkpoint_before(305) == 300
     assert Failures().checkpoint_before(299) == 290
@@ -69,3 +85,27 @@ def test_runs_that_fail_are_made_more_and_larger() -> None:
     result = CliRunner().invoke(app, ["bench", "experts", "--full", "--batch-windows", "3"])
     assert result.exit_code == 2
     assert "2 ranks must share them equally" in " ".join(result.output.split())
+
+
+def test_policies_and_modes_of_runs_that_fail_are_chosen() -> None:
+    """In one order and each once, so that the same choice is the same task."""
+    size = FULL.with_failing(None, None, ["window", "dynamic_k", "sequential", "window"], ["catch_up", "predict"])
+    assert size.failures.policies == (IN_TURN, DYNAMIC_K, IN_WINDOW)
+    assert size.failures.modes == (STALE, CATCH_UP, PREDICT)  # all is compared with stale experts
+    assert size.failures.at == FULL.failures.at
+    assert (size.failing, size.stalling) == (FULL.failing, FULL.stalling)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--policies", "window,lru", "--policies lru: there are sequential, load_aware, dynamic_k, moetion, window"),
+        ("--policies", ",", "--policies is empty: there are sequential"),
+        ("--modes", "stale,hope", "--modes hope: there are stale, more_capacity, catch_up"),
+        ("--modes", "", "--modes is empty: there are stale"),
+    ],
+)
+def test_policies_and_modes_that_are_not_known_are_refused(option: str, value: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "experts", option, value])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
