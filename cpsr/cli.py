@@ -422,8 +422,8 @@ def bench_experts(
         bool, typer.Option("--full", help="More models and policies: about two hours; interrupt it at will.")
     ] = False,
     parts: Annotated[
-        str, typer.Option(help="arithmetic, stall, failures: some of them, comma-separated.")
-    ] = "arithmetic,stall,failures",
+        str, typer.Option(help="arithmetic, stall, writes, failures: some of them, comma-separated.")
+    ] = "arithmetic,stall,writes,failures",
     workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
     seeds: Annotated[int | None, typer.Option(min=2, help="Of each model that fails.")] = None,
     batch_windows: Annotated[int | None, typer.Option(min=1, help="Of an iteration of each model that fails.")] = None,

@@ -8,15 +8,16 @@ import torch
 
 from cpsr.benchmarks.experts.every_iteration import measure_every_iteration
 from cpsr.benchmarks.experts.failing import follow
-from cpsr.benchmarks.experts.tasks import TASK, FailingTask
+from cpsr.benchmarks.experts.tasks import TASK, FailingTask, WritesTask
 from cpsr.benchmarks.experts.training import Training
+from cpsr.benchmarks.experts.writes import measure_writes
 from cpsr.benchmarks.overhead.launch import start_gloo
 
 
 def main() -> None:
     """Measure on every rank; rank 0 writes: what it sees all do, since ranks wait for each other in every step."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", help="given to every job; nothing is kept here")
+    parser.add_argument("--run-dir", type=Path, help="given to every job; holds checkpoints while they are measured")
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--task", type=TASK.validate_json, required=True)
     arguments = parser.parse_args()
@@ -24,6 +25,9 @@ def main() -> None:
     start_gloo()
     if isinstance(task, FailingTask):
         found = follow(Training(task.mixture, task.seed), task.failures)
+    elif isinstance(task, WritesTask):
+        training = Training(task.mixture, seed=0)
+        found = measure_writes(training, task.rounds, task.experts_per_layer, arguments.run_dir / "writes")
     else:
         found = measure_every_iteration(Training(task.mixture, seed=0), task.pairs, task.experts_per_layer)
     if torch.distributed.get_rank() == 0:

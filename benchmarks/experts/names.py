@@ -1,9 +1,12 @@
 """What is compared, by name, and the aim for stalls: known to the jobs and to those who read what they measured."""
 
 __all__ = [
+    "ADAPTIVE",
     "CATCH_UP",
     "CATCH_UP_NOTHING",
     "COMPARED",
+    "EACH",
+    "EQUAL",
     "EVERYTHING",
     "MADE_UP",
     "MODES",
@@ -36,5 +39,7 @@ PREDICTED = (PREDICT, PREDICT_PLAINLY)
 COMPARED = (*PREDICTED, CATCH_UP)  # with experts that stay stale
 # Ways to choose operators for a snapshot after every iteration, beside the policies.
 EVERYTHING, WINDOW = "everything", "window"
+# Who writes what ranks hold alike: each of them; or one, always the same, or by the experts of a checkpoint.
+EACH, EQUAL, ADAPTIVE = "each rank", "equal shares", "shares by experts"
 MOETION = "MOETION"
 STALL_AIM = 0.03  # of a step, that these snapshots may add

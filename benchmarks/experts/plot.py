@@ -21,6 +21,7 @@ from cpsr.benchmarks.experts.names import (
 )
 from cpsr.benchmarks.experts.result import Arithmetic, Result, Stalled
 from cpsr.benchmarks.experts.sizes import SAVED_TOKENS, SnapshotSize, SweepPoint
+from cpsr.benchmarks.experts.written import Written
 
 __all__ = ["draw"]
 
@@ -46,6 +47,8 @@ def draw(result: Result, costs: Sequence[Cost], machine: dict[str, Any]) -> dict
         figures["sizes"] = _draw_arithmetic(result.arithmetic)
     if result.stalls:
         figures["stall"] = _draw_stalls(result.stalls, machine)
+    if result.written:
+        figures["writes"] = _draw_writes(result.written, machine)
     if costs:
         figures["failures"] = _draw_failures(costs, machine)
     return figures
@@ -122,6 +125,27 @@ def _draw_stalls(stalls: Sequence[Stalled], machine: dict[str, Any]) -> Figure:
     axes.set_ylabel("added to a step, %")
     axes.legend(fontsize=8)
     _title(figure, "A snapshot after every iteration", machine)
+    return figure
+
+
+def _draw_writes(found: Sequence[Written], machine: dict[str, Any]) -> Figure:
+    """For each model, what each way to share out takes of what ranks write that share nothing."""
+    labels, ways = list(dict.fromkeys(one.label for one in found)), list(dict.fromkeys(one.way for one in found))
+    figure = Figure(figsize=(6.4 * len(labels), 4.2), layout="constrained")
+    for axes, label in zip(figure.subplots(1, len(labels), squeeze=False, sharey=True)[0], labels, strict=True):
+        for place, (way, colour) in enumerate(zip(ways, COLOURS, strict=False)):
+            (one,) = (one for one in found if (one.label, one.way) == (label, way))
+            shares = [one.bytes_share, one.copy_share, one.write_share]
+            values = [PERCENT * share.value for share in shares]
+            below = [PERCENT * (share.value - share.low) for share in shares]
+            above = [PERCENT * (share.high - share.value) for share in shares]
+            places = numpy.arange(len(shares)) + 0.26 * (place - 1)
+            axes.bar(places, values, 0.25, yerr=[below, above], capsize=3, color=colour, label=way)
+        axes.set_xticks(range(3), ["bytes of the busiest rank", "time to copy", "time to write"])
+        axes.set_title(label, loc="left", fontsize=10)
+        axes.set_ylabel("% of what each rank takes that writes all of its own")
+        axes.legend(fontsize=8)
+    _title(figure, "What ranks hold alike, shared out", machine)
     return figure
 
 

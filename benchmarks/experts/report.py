@@ -11,6 +11,7 @@ from cpsr.benchmarks.experts.reaches import GAINS, Reach
 from cpsr.benchmarks.experts.result import Arithmetic, Compared, Recovered, Result, Stalled
 from cpsr.benchmarks.experts.scheduling import OPERATORS
 from cpsr.benchmarks.experts.sizes import EXPERTS, SAVED_TOKENS, RankBytes, SnapshotSize, SweepPoint
+from cpsr.benchmarks.experts.written import Written
 from cpsr.benchmarks.intervals import Estimate
 from cpsr.benchmarks.output import interval_text, verdict
 
@@ -28,6 +29,8 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
         _show_arithmetic(console, result.arithmetic)
     if result.stalls:
         console.print(_stalls(result.stalls))
+    if result.written:
+        console.print(_written(result.written))
     if result.recovered:
         console.print(_recovered(result.recovered))
         if result.compared:
@@ -134,6 +137,29 @@ def _stalls(stalls: Iterable[Stalled]) -> Table:
             f"{PERCENT * one.link_share:.1f}%",
             interval_text(one.stall_seconds, MILLISECONDS),
             interval_text(one.added, PERCENT, digits=1),
+        )
+    return table
+
+
+def _written(found: Iterable[Written]) -> Table:
+    headings = (
+        "model",
+        "what ranks hold alike",
+        "MB of the busiest",
+        "copied, ms",
+        "written, ms",
+        "bytes",
+        "time to copy",
+    )
+    table = _columns("A checkpoint, slowest rank (median, 95%); shares of what each takes", *headings, "time to write")
+    for one in found:
+        table.add_row(
+            one.label,
+            one.way,
+            interval_text(one.busiest_bytes, 1 / MEGABYTE, digits=1),
+            interval_text(one.copy_seconds, MILLISECONDS, digits=1),
+            interval_text(one.write_seconds, MILLISECONDS, digits=0),
+            *(interval_text(share, digits=2) for share in (one.bytes_share, one.copy_share, one.write_share)),
         )
     return table
 

@@ -14,6 +14,7 @@ from cpsr.benchmarks.experts.reaches import Reach
 from cpsr.benchmarks.experts.scheduling import OPERATORS, Scheduling
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, moetion_shape, pec_shape
 from cpsr.benchmarks.experts.sizes import RankBytes, SnapshotSize, SweepPoint
+from cpsr.benchmarks.experts.written import Written
 from cpsr.benchmarks.intervals import Estimate, median_interval
 
 __all__ = [
@@ -229,6 +230,7 @@ class Result:
     recovered: list[Recovered] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
     reaches: list[Reach] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
 
     def aims(self) -> dict[str, bool]:
         """Each aim and whether it is met, by the value and not by its interval."""

@@ -26,7 +26,8 @@ from cpsr.benchmarks.experts.routing import SKEWS, Trace, drawn_shares, syntheti
 from cpsr.benchmarks.experts.scheduling import scheduling
 from cpsr.benchmarks.experts.shapes import SPREAD_OF_64
 from cpsr.benchmarks.experts.sizes import expert_sweep, rank_bytes, sizes
-from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture, StallTask
+from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture, StallTask, Task, WritesTask
+from cpsr.benchmarks.experts.written import written
 from cpsr.benchmarks.machine import busy_warning, describe_machine
 from cpsr.benchmarks.output import progress_bar, save, save_beside, warnings_only, work_directory
 from cpsr.benchmarks.overhead.launch import launch
@@ -36,7 +37,7 @@ from cpsr.errors import ConfigError
 __all__ = ["CACHE", "FULL", "PARTS", "QUICK", "Size", "main"]
 
 CACHE = Path("runs/bench-experts")
-PARTS = ("arithmetic", "stall", "failures")
+PARTS = ("arithmetic", "stall", "writes", "failures")
 TIMEOUT_SECONDS = 3600.0  # of a job that times stalls: minutes on a quiet machine
 RUN_TIMEOUT_SECONDS = 600.0  # of each run of the others: one or two minutes there
 TRACE_ITERATIONS, TRACE_LAYERS, TRACE_TOKENS = 200, 3, 4096
@@ -52,6 +53,8 @@ class Size:
         failures: when, and by which policies they are saved.
         stalling: models with a snapshot after every iteration.
         pairs: blocks with and without these, for each way to choose operators.
+        writing: models whose ranks share out what they hold alike.
+        rounds: checkpoints of these, by each way to share it out.
     """
 
     seeds: int
@@ -59,6 +62,8 @@ class Size:
     failures: Failures
     stalling: tuple[Mixture, ...]
     pairs: int
+    writing: tuple[Mixture, ...]
+    rounds: int
 
     def with_failing(
         self,
@@ -98,7 +103,19 @@ class Size:
 _WIDER = Mixture(expert_parallel=2, ranks=2, gpt=GPTConfig(layers=4, heads=4, width=128, context=128))
 _LONGER = _WIDER.model_copy(update={"batch_windows": 16})
 _SHARED = tuple(Mixture(experts_per_token=k, expert_parallel=ep, ranks=2) for k in (1, 2) for ep in (1, 2))
-QUICK = Size(seeds=4, failing=(Mixture(),), failures=Failures(), stalling=(_SHARED[1],), pairs=10)
+# Three layers of experts, of which two ranks cannot save equally many, and enough bytes that the disk decides.
+_WRITTEN = tuple(
+    Mixture(expert_parallel=ep, ranks=2, gpt=GPTConfig(layers=6, heads=4, width=256, context=64)) for ep in (1, 2)
+)
+QUICK = Size(
+    seeds=4,
+    failing=(Mixture(),),
+    failures=Failures(),
+    stalling=(_SHARED[1],),
+    pairs=10,
+    writing=(_WRITTEN[1],),
+    rounds=10,
+)
 # With four times the tokens an iteration moves experts further and less at random, and what they miss is seen better.
 FULL = Size(
     seeds=3,
@@ -106,6 +123,8 @@ FULL = Size(
     failures=Failures(policies=(IN_TURN, MOETION)),
     stalling=(*_SHARED, _WIDER, _LONGER),
     pairs=20,
+    writing=_WRITTEN,
+    rounds=20,
 )
 
 
@@ -114,6 +133,7 @@ class _Samples:
     """What the jobs measured."""
 
     stalls: dict[str, Any] = field(default_factory=dict)
+    writes: dict[str, Any] = field(default_factory=dict)
     costs: list[Cost] = field(default_factory=list)
     reaches: list[tuple[str, Any]] = field(default_factory=list)  # label of the model, and what its job told
     traces: list[Trace] = field(default_factory=list)
@@ -133,7 +153,7 @@ def main(
         json_path: where the figures go; the plots are put beside it.
         size: how much is measured.
         parts: some of `PARTS`. arithmetic: bytes, tokens at risk and scheduling; stall: a snapshot after every
-            iteration; failures: four in one run.
+            iteration; writes: checkpoints that ranks share out; failures: four in one run.
         workers: jobs of one rank that run beside each other; what is timed runs alone.
         workdir: holds the jobs' directories; by default a temporary one.
         cache: keeps what jobs with failures told.
@@ -151,6 +171,8 @@ def main(
         samples = _Samples()
         if "stall" in parts:
             _measure_stalls(samples, directory, size, progress)
+        if "writes" in parts:
+            _measure_writes(samples, directory, size, progress)
         if "failures" in parts:
             _measure_failures(samples, directory, size, workers, progress, partial(kept, cache, machine=machine))
     result = _result(samples, "arithmetic" in parts)
@@ -162,7 +184,11 @@ def main(
             "size": _plain(size),
             "aims": result.aims(),
             "result": asdict(result),
-            "samples": {"stalls": samples.stalls, "costs": [cost.to_json() for cost in samples.costs]},
+            "samples": {
+                "stalls": samples.stalls,
+                "writes": samples.writes,
+                "costs": [cost.to_json() for cost in samples.costs],
+            },
         }
         (_, first), *others = draw(result, samples.costs, machine).items()
         plots = [save(json_path, report, first), *(save_beside(json_path, name, figure) for name, figure in others)]
@@ -174,6 +200,14 @@ def _measure_stalls(samples: _Samples, directory: Path, size: Size, progress: Pr
     for mixture in size.stalling:
         task = StallTask(mixture=mixture, pairs=size.pairs, experts_per_layer=size.failures.experts_per_layer)
         samples.stalls[mixture.label] = _launched(directory / f"stall-{len(samples.stalls)}", task, TIMEOUT_SECONDS)
+        progress.advance(bar)
+
+
+def _measure_writes(samples: _Samples, directory: Path, size: Size, progress: Progress) -> None:
+    bar = progress.add_task("checkpoints that ranks share out", total=len(size.writing))
+    for mixture in size.writing:
+        task = WritesTask(mixture=mixture, rounds=size.rounds, experts_per_layer=size.failures.experts_per_layer)
+        samples.writes[mixture.label] = _launched(directory / f"writes-{len(samples.writes)}", task, TIMEOUT_SECONDS)
         progress.advance(bar)
 
 
@@ -218,7 +252,7 @@ def _measure_failures(
             samples.traces.append(Trace(f"measured: {task.mixture.label}, seed 0", tokens))
 
 
-def _launched(directory: Path, task: FailingTask | StallTask, timeout_seconds: float) -> Any:
+def _launched(directory: Path, task: Task, timeout_seconds: float) -> Any:
     directory.mkdir()
     found = launch(directory, "experts.job", task.mixture.ranks, timeout_seconds, task=task.model_dump_json())
     return found[0]
@@ -230,7 +264,8 @@ def _result(samples: _Samples, with_arithmetic: bool) -> Result:
         exposures = _exposures(samples.traces)
         arithmetic = Arithmetic(sizes(), expert_sweep(), rank_bytes(), scheduling(), exposures)
     stalls: list[Stalled] = [one for label, found in samples.stalls.items() for one in stalled(label, found)]
-    return Result(arithmetic, stalls, recovered(samples.costs), compared(samples.costs), reaches(samples.reaches))
+    found = recovered(samples.costs), compared(samples.costs), reaches(samples.reaches)
+    return Result(arithmetic, stalls, *found, [one for item in samples.writes.items() for one in written(*item)])
 
 
 def _exposures(measured: list[Trace]) -> list[Exposure]:

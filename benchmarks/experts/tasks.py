@@ -8,7 +8,7 @@ from cpsr.benchmarks.experts.names import MODES, STALE
 from cpsr.benchmarks.experts.policies import BY_AGE, CONFIGURED, IN_TURN
 from cpsr.demo.model import GPTConfig
 
-__all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask"]
+__all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask", "Task", "WritesTask"]
 
 
 _SMALL = GPTConfig(layers=4, heads=4, width=64, context=64)
@@ -42,9 +42,10 @@ class Mixture(_Plain):
     def label(self) -> str:
         """For tables."""
         sharing = f"ep {self.expert_parallel} of {self.ranks} ranks" if self.ranks > 1 else "one rank"
-        wider = "" if self.gpt == _SMALL else f", width {self.gpt.width}, context {self.gpt.context}"
+        deeper = "" if self.gpt.layers == _SMALL.layers else f", {self.gpt.layers} layers"
+        wider = "" if self.gpt.width == _SMALL.width else f", width {self.gpt.width}, context {self.gpt.context}"
         batch = "" if self.batch_windows == _BATCH_WINDOWS else f", {self.batch_windows} windows a batch"
-        return f"top-{self.experts_per_token}, {sharing}{wider}{batch}"
+        return f"top-{self.experts_per_token}, {sharing}{deeper}{wider}{batch}"
 
 
 class Failures(_Plain):
@@ -100,7 +101,15 @@ class StallTask(_Plain):
     experts_per_layer: int = Field(default=1, ge=1, description="K, over all ranks.")
 
 
-TASK: TypeAdapter[FailingTask | StallTask] = TypeAdapter(
-    Annotated[FailingTask | StallTask, Field(discriminator="kind")]
-)
-"""Reads either from JSON."""
+class WritesTask(_Plain):
+    """Checkpoints that ranks share out, and the same that each writes for itself."""
+
+    kind: Literal["writes"] = "writes"
+    mixture: Mixture = Field(default_factory=Mixture)
+    rounds: int = Field(default=10, ge=1, description="Checkpoints by each way.")
+    experts_per_layer: int = Field(default=1, ge=1, description="K, over all ranks.")
+
+
+Task = FailingTask | StallTask | WritesTask
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])
+"""Reads any from JSON."""

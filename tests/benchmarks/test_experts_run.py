@@ -9,8 +9,11 @@ import pytest
 
 from cpsr.benchmarks.experts.costs import costs
 from cpsr.benchmarks.experts.names import (
+    ADAPTIVE,
     CATCH_UP,
     CATCH_UP_NOTHING,
+    EACH,
+    EQUAL,
     EVERYTHING,
     MADE_UP,
     MOETION,
@@ -23,7 +26,7 @@ from cpsr.benchmarks.experts.names import (
 from cpsr.benchmarks.experts.policies import BY_LOAD, DYNAMIC_K, IN_TURN, IN_WINDOW
 from cpsr.benchmarks.experts.reaches import GAINS
 from cpsr.benchmarks.experts.run import QUICK, main
-from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture
+from cpsr.benchmarks.experts.tasks import FailingTask, Failures, Mixture, WritesTask
 from cpsr.benchmarks.overhead.launch import launch
 from cpsr.demo.model import GPTConfig
 
@@ -99,10 +102,28 @@ def test_policies_that_remember_go_their_own_way_in_every_run(tmp_path: Path) ->
     assert runs[DYNAMIC_K, STALE][0] == runs[BY_LOAD, STALE][0]  # the same until K grows
 
 
+def test_ranks_that_share_write_less_each_and_the_same_together(tmp_path: Path) -> None:
+    """Three experts of four layers are never as many on both ranks; what is beside them weighs less."""
+    gpt = GPTConfig(layers=6, heads=2, width=16, context=16)
+    task = WritesTask(mixture=Mixture(experts=4, gpt=gpt, ranks=2, expert_parallel=2), rounds=2)
+    (found,) = launch(tmp_path, "experts.job", 2, task=task.model_dump_json())
+    sizes = {way: [one["written_bytes"] for one in rounds] for way, rounds in found["rounds"].items()}
+    assert set(sizes) == {EACH, EQUAL, ADAPTIVE}
+    for each, equal, adaptive in zip(sizes[EACH], sizes[EQUAL], sizes[ADAPTIVE], strict=True):
+        assert sum(equal) == pytest.approx(sum(adaptive), rel=0.02)  # headers
+        assert sum(each) - sum(equal) == pytest.approx(found["non_expert_bytes"], rel=0.1)
+        assert max(adaptive) < max(equal) < max(each)
+        assert max(adaptive) - min(adaptive) < max(equal) - min(equal)
+    assert all(seconds > 0 for rounds in found["rounds"].values() for one in rounds for seconds in one["write_seconds"])
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
 @pytest.mark.slow
 def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(tmp_path: Path) -> None:
     path, workdir = tmp_path / "experts.json", tmp_path / "work"
-    size = replace(QUICK, seeds=2, failing=(SHARED,), failures=FAILURES, stalling=(SHARED,), pairs=2)
+    size = replace(
+        QUICK, seeds=2, failing=(SHARED,), failures=FAILURES, stalling=(SHARED,), pairs=2, writing=(SHARED,), rounds=2
+    )
     main(path, size, workdir=workdir, cache=tmp_path / "cache")
     report = json.loads(path.read_text())
     stalls = {one["way"]: one for one in report["result"]["stalls"]}
@@ -113,6 +134,7 @@ def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(
     assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * 2 * len(MODES)
     sources = [one["source"] for one in report["result"]["arithmetic"]["exposures"]]
     assert sources[-1] == f"measured: {SHARED.label}, seed 0"
-    for suffix in ("", "-stall", "-failures"):
+    assert {one["way"] for one in report["result"]["written"]} == {EACH, EQUAL, ADAPTIVE}
+    for suffix in ("", "-stall", "-writes", "-failures"):
         assert (tmp_path / f"experts{suffix}.png").read_bytes().startswith(PNG)
     assert not list(workdir.iterdir())

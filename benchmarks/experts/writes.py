@@ -1,0 +1,137 @@
+"""What a checkpoint costs ranks that hold the same: each writes all of it, or a share of it."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from cpsr.benchmarks.experts.followed import rank_budget
+from cpsr.benchmarks.experts.names import ADAPTIVE, EACH, EQUAL
+from cpsr.benchmarks.experts.policies import IN_TURN, POLICIES
+from cpsr.benchmarks.experts.training import Training
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.sparse import Sparse
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CheckpointConfig
+from cpsr.expert_saving import unit_name
+from cpsr.experts.operators import Expert
+from cpsr.experts.popularity import Popularity
+from cpsr.experts.unsaved import UnsavedTokens
+from cpsr.group import Group
+from cpsr.write_sharing import WriteSharing
+
+__all__ = ["measure_writes"]
+
+TIMEOUT_SECONDS = 120.0  # of the other ranks, for a commit
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """One checkpoint: of each rank in turn.
+
+    Attributes:
+        written_bytes: new ones.
+        copy_seconds: from the training's memory to the snapshot's.
+        write_seconds: to durable files that were read back.
+    """
+
+    written_bytes: list[int]
+    copy_seconds: list[float]
+    write_seconds: list[float]
+
+
+class _Writer:
+    """One way: its own run directory, and its own chain of sparse checkpoints there.
+
+    Args:
+        training: whose state is written.
+        pool: of host buffers.
+        group: all ranks.
+        run_dir: on the disk that is measured.
+        writes: who writes what; None: each all of its own.
+    """
+
+    def __init__(
+        self, training: Training, pool: SnapshotPool, group: Group, run_dir: Path, writes: WriteSharing | None
+    ) -> None:
+        self._training = training
+        self._pool = pool
+        self._group = group
+        self._writes = writes
+        self._store = CheckpointStore(run_dir, group.rank, group.size, "writes", 1)
+        if group.rank == 0:
+            self._store.prepare()
+        group.barrier()
+
+    def save(self, iteration: int, units: Mapping[str, str], chosen: frozenset[str] | None) -> _Cost:
+        """One checkpoint of these experts; None: all of them."""
+        shard = self._training.adapter.shard()
+        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
+        shared = None if self._writes is None else self._writes.shared(chosen)
+        self._group.barrier()
+        begun = self._pool.begin(shard, iteration, None, "sparse", Sparse(frozenset(units), saved), shared)
+        snapshot = self._pool.finish()
+        assert begun is snapshot is not None  # the one before was released
+        self._group.barrier()
+        written = self._store.write(snapshot)
+        self._pool.release(snapshot)
+        if self._group.rank == 0:
+            assert self._store.commit(iteration, TIMEOUT_SECONDS, Event()).committed
+            self._store.retain(CheckpointConfig(history_span_iterations=0, history_min_checkpoints=2))
+        told = self._group.gather([written.bytes, snapshot.copy_seconds, written.seconds])
+        return _Cost(*(list(column) for column in zip(*told, strict=True)))
+
+
+def measure_writes(training: Training, rounds: int, experts_per_layer: int, directory: Path) -> dict[str, Any]:
+    """The same checkpoints of the same training by every way, side by side.
+
+    Args:
+        training: anywhere; one iteration is trained between two rounds.
+        rounds: checkpoints by each way that are measured, with K experts of each layer in turn; a first one by each,
+            with all experts, is not.
+        experts_per_layer: K.
+        directory: on the disk that is measured; emptied again.
+
+    Returns:
+        Plain data, the same on each rank: `rounds`, by way; `non_expert_bytes` and `state_bytes` of a rank.
+    """
+    group, shard = Group(), training.adapter.shard()
+    units = {
+        name: unit_name(operator)
+        for operator, names in training.operators.parameters.items()
+        for name in names
+        if isinstance(operator, Expert) and name in shard.operators
+    }
+    pool = SnapshotPool(shard, buffers=1)
+    ranks = training.adapter.data_parallel_ranks
+    sharings = {
+        EACH: None,
+        EQUAL: WriteSharing.of(shard, units, ranks, group, fixed=True),
+        ADAPTIVE: WriteSharing.of(shard, units, ranks, group, fixed=False),
+    }
+    try:
+        ways = {
+            way: _Writer(training, pool, group, directory / way.replace(" ", "-"), writes)
+            for way, writes in sharings.items()
+        }
+        policy, ledger = POLICIES[IN_TURN](training.layers), UnsavedTokens(training.layers)
+        popularity = Popularity(ledger.tokens, ledger.tokens, ledger.ages)
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for number in range(1 + rounds):
+            training.step()
+            operators = policy.select(number, popularity, rank_budget(training, experts_per_layer))
+            chosen = frozenset(unit_name(one) for one in operators if isinstance(one, Expert)) if number else None
+            order = list(ways)
+            for way in order[number % len(order) :] + order[: number % len(order)]:
+                cost = ways[way].save(training.iteration, units, chosen)
+                if number:
+                    found[way].append(asdict(cost))
+    finally:
+        pool.close()
+        group.barrier()
+        group.close()
+        if group.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+    return {"rounds": found, "non_expert_bytes": training.non_expert_bytes, "state_bytes": shard.state_bytes}
