@@ -132,7 +132,10 @@ def _draw_writes(found: Sequence[Written], machine: dict[str, Any]) -> Figure:
     """For each model, what each way to share out takes of what ranks write that share nothing."""
     labels, ways = list(dict.fromkeys(one.label for one in found)), list(dict.fromkeys(one.way for one in found))
     figure = Figure(figsize=(6.4 * len(labels), 4.2), layout="constrained")
-    for axes, label in zip(figure.subplots(1, len(labels), squeeze=False, sharey=True)[0], labels, strict=True):
+    row = figure.subplots(1, len(labels), squeeze=False, sharey=True)[0]
+    row[0].set_ylabel("% of what each rank takes that writes all of its own")
+    row[0].set_ylim(0, 1.3 * PERCENT)  # with room for the legend
+    for axes, label in zip(row, labels, strict=True):
         for place, (way, colour) in enumerate(zip(ways, COLOURS, strict=False)):
             (one,) = (one for one in found if (one.label, one.way) == (label, way))
             shares = [one.bytes_share, one.copy_share, one.write_share]
@@ -143,8 +146,7 @@ def _draw_writes(found: Sequence[Written], machine: dict[str, Any]) -> Figure:
             axes.bar(places, values, 0.25, yerr=[below, above], capsize=3, color=colour, label=way)
         axes.set_xticks(range(3), ["bytes of the busiest rank", "time to copy", "time to write"])
         axes.set_title(label, loc="left", fontsize=10)
-        axes.set_ylabel("% of what each rank takes that writes all of its own")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=len(ways), loc="upper center")
     _title(figure, "What ranks hold alike, shared out", machine)
     return figure
 
