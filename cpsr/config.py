@@ -283,10 +283,11 @@ class ExpertsConfig(_Section):
         description="How many times as far as the optimizer's own the steps of experts go that catch up; each makes up "
         "for the factor less one of the iterations that they missed. It is as if their learning rate was higher.",
     )
-    memory: Literal["all", "saved"] = Field(
+    memory: Literal["all", "overlapped", "saved"] = Field(
         default="all",
-        description="Experts in the snapshots in host memory: all, for an exact restart of a process that died; or "
-        "those alone that go to the disk, which takes less time to copy.",
+        description="Experts in the snapshots in host memory. all: every one copied anew, for an exact restart of a "
+        "process that died; overlapped: as many copied anew as one iteration overlaps, the others as they were in the "
+        "snapshot before; saved: those alone that go to the disk, which takes the least time to copy.",
     )
     recovering_capacity_fraction: float = Field(
         default=0.1,

@@ -4,7 +4,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from cpsr.experts.popularity import PerExpert, Popularity, zeros
 from cpsr.experts.recovering import Recovering
 from cpsr.experts.saved import SavedExperts
 from cpsr.experts.token_counts import HookedTokenCounts
+from cpsr.experts.two_level import copied_with
 from cpsr.group import Group
 from cpsr.state import OperatorState, Shard
 
@@ -50,6 +51,7 @@ class ExpertSaving:
     Every checkpoint holds everything but experts whole; experts are chosen one by one (*units*). For a checkpoint::
 
         units = saving.choose(newest_committed, whole=False)     # all ranks
+        copied = saving.copied                                   # those that its snapshot takes from the device
         ...                                                      # its small state has saving.state_dict()
         saving.began(iteration)                                  # unless it was skipped
 
@@ -90,7 +92,8 @@ class ExpertSaving:
             replace(layer, expert_bytes=max(1, *size.tolist()))
             for layer, size in zip(_layers(operators), sizes, strict=True)
         )
-        self._non_expert_bytes: float = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
+        self._non_expert_bytes = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
+        self._written_beside_bytes: float = self._non_expert_bytes
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
         self._measure: Measure | None = None
         self._saved = SavedExperts(self._layers, adapter.iteration)
@@ -100,10 +103,13 @@ class ExpertSaving:
         self._missed = MissedIterations(config.catch_up_step_factor) if config.stale == "catch_up" else None
         self._catching_up = None if self._missed is None else CatchingUp(adapter.optimizer)
         self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
+        self._copied: frozenset[Expert] | None = None  # for its snapshot; None: all
         self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
         self._step = 0
         self._iteration = adapter.iteration
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
+        self._copies: deque[float] = deque(maxlen=MEASURED_SAVES)  # likewise, to host memory
+        self._overlaps: deque[float] = deque(maxlen=MEASURED_SAVES)  # seconds that training gave them
         self._interval_seconds = math.nan
         self._said_no_limit = False
 
@@ -130,7 +136,7 @@ class ExpertSaving:
 
     def shares_rest(self, non_expert_bytes: float) -> None:
         """Other ranks write some of what this one holds: on average it writes so many bytes beside experts."""
-        self._non_expert_bytes = non_expert_bytes
+        self._written_beside_bytes = non_expert_bytes
 
     # On every step; nothing here waits for the device
 
@@ -145,7 +151,9 @@ class ExpertSaving:
 
     # On every checkpoint
 
-    def choose(self, committed_iteration: int | None, *, whole: bool) -> frozenset[str] | None:
+    def choose(
+        self, committed_iteration: int | None, *, whole: bool, source_iteration: int | None = None
+    ) -> frozenset[str] | None:
         """Units of all ranks that a checkpoint of this iteration saves; a collective that gives all ranks the same.
 
         Args:
@@ -153,11 +161,14 @@ class ExpertSaving:
                 an older one that was not seen here as the newest is given back, and counts as not saved.
             whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for.
                 The word of any rank is enough.
+            source_iteration: of the snapshot from which experts can be taken over that are not copied; where it is
+                not the same on all ranks all are copied, so that ranks with the same experts hold the same of them.
 
         Returns:
             None for all of them.
         """
-        told = self._group.gather([committed_iteration, self._bytes_in_an_interval(), whole])
+        here = [committed_iteration, self._bytes_in_an_interval(), whole, self._bytes_overlapped(), source_iteration]
+        told = self._group.gather(here)
         self._take()
         given_back = self._saved.settle(told[0][0])
         if self._config.policy in IN_TURN:
@@ -165,15 +176,21 @@ class ExpertSaving:
             self._again += [one for one in given_back if len(one) < len(self._saved.experts)]
         if any(part[2] for part in told):
             self._again.clear()
-            self._chosen = frozenset(self._saved.experts)
+            self._chosen, self._copied = frozenset(self._saved.experts), None
             return None
         self._chosen = self._again[0] if self._again else self._selected([part[1] for part in told])
+        self._copied = self._to_copy(self._chosen, [part[3] for part in told], {part[4] for part in told})
         return frozenset(map(unit_name, self._chosen))
+
+    @property
+    def copied(self) -> frozenset[str] | None:
+        """Units of all ranks that the snapshot of the last choice copies from the device; None for all of them."""
+        return None if self._copied is None else frozenset(map(unit_name, self._copied))
 
     def began(self, iteration: int) -> None:
         """The checkpoint of this iteration has begun, with what was chosen last."""
         assert self._chosen is not None, "began() without choose()"
-        self._saved.begun(iteration, self._chosen)
+        self._saved.begun(iteration, self._chosen, self._copied)
         if self._again and self._again[0] == self._chosen:
             self._again.popleft()
         else:
@@ -191,6 +208,18 @@ class ExpertSaving:
         if saved_bytes > 0 and write_seconds > 0:
             self._writes.append(saved_bytes / write_seconds)
             self._interval_seconds = interval_seconds
+
+    def note_copied(self, copied_bytes: int, copy_seconds: float, overlap_seconds: float) -> None:
+        """What a snapshot's copy to host memory was; where `memory` is `overlapped` the next ones go by it.
+
+        Args:
+            copied_bytes: on this rank.
+            copy_seconds: that they took beside training.
+            overlap_seconds: from the beginning of the snapshot to the next update, which waits for it.
+        """
+        if copied_bytes > 0 and copy_seconds > 0 and overlap_seconds > 0:
+            self._copies.append(copied_bytes / copy_seconds)
+            self._overlaps.append(overlap_seconds)
 
     # After a failure
 
@@ -306,10 +335,25 @@ class ExpertSaving:
 
     def _selected(self, budgets: Sequence[float | None]) -> frozenset[Expert]:
         saved = self._saved
-        scores = zeros(self._layers) if self._measure is None else self._measure.scores
-        popularity = Popularity(scores, saved.unsaved_tokens, saved.ages)
+        popularity = Popularity(self._scores, saved.unsaved_tokens, saved.ages)
         operators = self._policy.select(self._step, popularity, self._budget(budgets))
         return frozenset(operator for operator in operators if isinstance(operator, Expert))
+
+    @property
+    def _scores(self) -> PerExpert:
+        return zeros(self._layers) if self._measure is None else self._measure.scores
+
+    def _to_copy(
+        self, chosen: frozenset[Expert], measured: Sequence[float | None], sources: Collection[int | None]
+    ) -> frozenset[Expert] | None:
+        """What the snapshot copies, the same on all ranks: by the rank that can copy least, or all."""
+        if self._config.memory != "overlapped" or None in sources or len(sources) > 1:
+            return None
+        known = [overlapped for overlapped in measured if overlapped is not None]
+        if len(known) < len(measured):
+            return chosen
+        in_memory = Popularity(self._scores, self._saved.uncopied_tokens, self._saved.copy_ages)
+        return copied_with(chosen, self._layers, in_memory, min(known))
 
     def _budget(self, measured: Sequence[float | None]) -> Budget:
         """The same on all ranks: by bytes, that of the rank that can save least."""
@@ -327,7 +371,14 @@ class ExpertSaving:
         """Of experts, that this rank can write until the next checkpoint; None before anything was measured."""
         if not self._writes:
             return None
-        return statistics.median(self._writes) * self._interval_seconds - self._non_expert_bytes
+        return statistics.median(self._writes) * self._interval_seconds - self._written_beside_bytes
+
+    def _bytes_overlapped(self) -> float | None:
+        """Of experts, that this rank can copy until the next update; None before anything was measured."""
+        if not self._copies:
+            return None
+        bandwidth, seconds = statistics.median(self._copies), statistics.median(self._overlaps)
+        return Budget.of_link(bandwidth, seconds, self._non_expert_bytes).expert_bytes
 
     def _oldest(self, told: Iterable[Mapping[str, int]], iteration: int) -> NDArray[numpy.int64]:
         oldest: dict[str, int] = {}

@@ -93,6 +93,8 @@ class Ladder:
     def load(self, source: Source, into: Shard) -> Any:
         """Copy this rank's state out of memory and return its scalars; every rank raises where one cannot.
 
+        The operators of `into` get the iterations at which they were taken.
+
         Raises:
             CheckpointError: a state is not whole any more; what `into` holds on other ranks is not defined.
         """
@@ -131,7 +133,7 @@ class Ladder:
     def _entry(self, state: HeldState, small: Container[int]) -> Entry | None:
         """What is told of a state; its weights and moments only where a small state may need them (`small`)."""
         try:
-            wanted = state.kind == "snapshot" and state.iteration in small
+            wanted = state.kind in ("snapshot", "mixed") and state.iteration in small
             owned = held_word(state) if wanted else state.owned
         except CheckpointError as error:
             logger.warning("a state in shared memory is not used: %s", error)

@@ -279,7 +279,7 @@ class CPSRRecovery:
         """The optimizer is about to change the state that a snapshot may still be copying."""
         self._liveness.sign()
         self._learning_rate = self._adapter.learning_rate()
-        self._saver.finish()
+        self._saver.before_update()
 
     def state_changes(self) -> None:
         """From here to the end of the step the state is of no iteration."""
@@ -623,7 +623,15 @@ class CPSRRecovery:
         return replace(restored, guard={**restored.guard, "lost_tokens": lost})
 
     def _announce(self) -> None:
-        if self._experts is not None and self.config.experts.memory == "saved" and self._group.rank == 0:
+        memory = "all" if self._experts is None or self._group.rank != 0 else self.config.experts.memory
+        if memory == "overlapped" and not self.config.checkpoint.shared_memory:
+            self._recorder.event(
+                "experts in memory",
+                "experts.memory is 'overlapped' and checkpoint.shared_memory false: no snapshot outlives its process, "
+                "so that what is copied beyond what goes to the disk is of no use",
+                level=logging.WARNING,
+            )
+        if memory == "saved":
             self._recorder.event(
                 "experts in memory",
                 "experts.memory is 'saved': but for the first of a life no snapshot in host memory is whole, so that a "

@@ -44,9 +44,9 @@ class Restored:
 
     Attributes:
         method: `scratch`, `exact`, `departure` (every tensor as the ranks left it when the group broke, the small
-            state stepped ahead from the checkpoint's), `stale` (exactly what the checkpoint holds, some experts
-            of which are older than it is), `experts` (the same with those experts predicted up to it), or the
-            predictor's name.
+            state stepped ahead from the checkpoint's), `stale` (exactly what the checkpoint holds, or a snapshot in
+            memory, some experts of which are older than it is), `experts` (what the checkpoint holds with those experts
+            predicted up to it), or the predictor's name.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.
@@ -54,7 +54,7 @@ class Restored:
         scalars: the checkpoint's exact small state.
         data: where the data continues.
         sources: where each rank's state comes from, by rank; empty from scratch.
-        taken_at: this rank's operators that were saved before the checkpoint they come from -> when.
+        taken_at: this rank's operators that were taken before the state that they come with -> when.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the predicted state, where there was one.
         cumulative_learning_rate: the predictor's time at the restored iteration.
@@ -166,13 +166,18 @@ class Restorer:
         progress = read_progress(self._config.run_dir, self._group.size)
         f = self._failure_iteration(progress, c or 0)
         found = self._ladder.decide(c, f, None if snapshot is None else snapshot.shard, stale=stale)
-        if found.exact_iteration is None:
+        if mode == "exact":
+            found = replace(found, mixed=())
+        if found.nearest_iteration is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
-        if snapshot is None or mode == "exact" or f is None or found.exact_iteration >= f:
+        if snapshot is None or mode == "exact" or f is None:
+            return self._exactly(found, snapshot, f, started, mode)
+        # All tensors as the ranks have left them go before a state in memory with some experts that are older.
+        if found.nearest_iteration >= f and not (found.mixed and found.complete):
             return self._exactly(found, snapshot, f, started, mode)
         at_checkpoint = self._at(snapshot, snapshot, f, started)
         restored = self._near_the_failure(at_checkpoint, snapshot, found, progress, f, mode)
-        if restored.method != "exact" or found.exact[0].tier == "disk":
+        if restored.method != "exact" or found.nearest[0].tier == "disk":
             return restored
         exact = self._exactly(found, snapshot, f, started, mode)
         return replace(
@@ -183,14 +188,18 @@ class Restorer:
         self, found: Decision, checkpoint: Snapshot | None, f: int | None, started: float, mode: str
     ) -> Restored:
         """The newest state that every rank has whole: the checkpoint's, or one that is still in memory."""
-        held = self._load_from_memory(found) if found.exact[0].tier == "memory" else None
-        if held is None and checkpoint is None:
+        for sources in (found.mixed, found.exact):
+            held = self._load_from_memory(sources) if sources and sources[0].tier == "memory" else None
+            if held is None:
+                continue
+            restored = replace(self._at(held, checkpoint, f, started), sources=sources)
+            if sources == found.mixed:
+                return self._with_older_experts(restored, held)
+            return replace(restored, reason=_why_exact(mode, held.iteration, f, in_memory=True))
+        if checkpoint is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
-        taken = held or checkpoint
-        assert taken is not None
-        sources = found.exact if held is not None else self._all_from("disk", taken.iteration)
-        restored = self._at(taken, checkpoint, f, started)
-        return replace(restored, sources=sources, reason=_why_exact(mode, taken.iteration, f, in_memory=bool(held)))
+        restored = self._at(checkpoint, checkpoint, f, started)
+        return replace(restored, reason=_why_exact(mode, checkpoint.iteration, f, in_memory=False))
 
     def _at(self, snapshot: Snapshot, checkpoint: Snapshot | None, f: int | None, started: float) -> Restored:
         """Put a whole state into the engine; `checkpoint` is the newest one that is on the disk."""
@@ -240,7 +249,7 @@ class Restorer:
             # in which nothing is committed, and leads that the next failure cuts short.
             planned = self._group.broadcast(exact.scalars.planning.get("mode"))
             if mode == "auto" and planned == "recompute":
-                lost = f - (found.exact_iteration or 0)
+                lost = f - (found.nearest_iteration or 0)
                 return replace(
                     exact,
                     reason=f"the plan finds recomputing cheaper than predicting; {lost} iterations are recomputed",
@@ -293,6 +302,24 @@ class Restorer:
             return replace(tried, reason=f"{as_saved.reason}: {prediction.reason}")
         return replace(tried, method="experts", reason=f"{exact.reason}; {told}, up to which they are predicted")
 
+    def _with_older_experts(self, exact: Restored, held: Snapshot) -> Restored:
+        """From a snapshot in memory with experts that were copied earlier: they go on as they were; a collective."""
+        stale, m, f = self._stale(held), held.iteration, exact.failure_iteration
+        assert stale is not None
+        again = f"; {f - m} iterations are recomputed" if f is not None and f > m else ""
+        how = {
+            "stale": "",
+            "catch_up": ", with longer steps until they have caught up",
+            "predict": ", since up to a state in memory they cannot be predicted",
+        }[self._config.experts.stale]
+        return replace(
+            exact,
+            method="stale",
+            reason=f"from the state of iteration {m} in memory{again}; {stale[0]} parameters of experts were copied "
+            f"there up to {m - stale[1]} iterations before it and go on as they were{how}",
+            taken_at=_older(held),
+        )
+
     def _as_left(self, exact: Restored, snapshot: Snapshot, found: Decision, data: DataPosition) -> Restored:
         """Every rank's tensors as it left them, where they are finite and their loss is not far above the checkpoint's.
 
@@ -333,15 +360,16 @@ class Restorer:
         if self._group.rank == 0:
             self._departures.note(checkpoint_iteration, f"from iteration {found.departed_iteration}")
 
-    def _load_from_memory(self, found: Decision) -> Snapshot | None:
-        """The newest state in memory, in the recovery buffer; None where a rank cannot read it after all."""
-        source = found.exact[self._group.rank]
-        snapshot = self._pool.acquire(source.iteration, spare=source.iteration)
+    def _load_from_memory(self, sources: Sequence[Source]) -> Snapshot | None:
+        """A state in memory, in the recovery buffer; None where a rank cannot read it after all, or they differ."""
+        source = sources[self._group.rank]
+        snapshot = self._pool.acquire(source.iteration, "" if source.entry is None else source.entry.name)
         if snapshot is None:
             raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
         try:
-            self._ladder.bring(found.exact)
+            self._ladder.bring(sources)
             snapshot.scalars = self._ladder.load(source, snapshot.shard)
+            self._require_same_ages(snapshot)
         except CheckpointError as error:
             logger.warning("the state in memory cannot be used, the checkpoint is: %s", error)
             self._pool.release(snapshot)
@@ -349,6 +377,23 @@ class Restorer:
         self._pool.keep(snapshot)
         self._pool.seal(snapshot)  # of this life from now on, should it end before its first snapshot
         return snapshot
+
+    def _require_same_ages(self, snapshot: Snapshot) -> None:
+        """Ranks that hold the same parameter, or parts of it, must go on with it as it was at one iteration.
+
+        Raises:
+            CheckpointError: they would not; on every rank.
+        """
+        own = snapshot.shard.operators
+        older = [item for part in self._group.gather(_older(snapshot)) for item in part.items()]
+        differing = [
+            f"{name} ({taken_at})" for name, taken_at in older if name in own and own[name].iteration != taken_at
+        ]
+        problems = [part[0] for part in self._group.gather(differing[:1]) if part]
+        if problems:
+            raise CheckpointError(
+                f"the ranks' snapshots of iteration {snapshot.iteration} hold {problems[0]} of different iterations"
+            )
 
     def _all_from(self, tier: Tier, iteration: int) -> tuple[Source, ...]:
         return tuple(Source(rank, tier, iteration) for rank in range(self._group.size))
@@ -456,7 +501,7 @@ class Restorer:
         found: Decision | None = None,
     ) -> Restored:
         assert exact.scalars is not None
-        alternative = snapshot.iteration if found is None else found.exact_iteration or 0
+        alternative = snapshot.iteration if found is None else found.nearest_iteration or 0
         departed = () if found is None else found.departed
         lineages: list[Any] = []
         prediction = self._prediction.attempt(
@@ -465,7 +510,7 @@ class Restorer:
             f - alternative if mode == "auto" else None,
             forecaster,
             partial=partial,
-            stale=self._stale(snapshot) is not None,
+            stale=self._stale(snapshot) is not None or (found is not None and bool(found.mixed)),
             left=(lambda: self._take_what_is_left(departed, lineages)) if departed else None,
         )
         tried = replace(
@@ -477,7 +522,8 @@ class Restorer:
         )
         if not prediction.accepted:
             self.inject(snapshot)
-            where = "the checkpoint" if alternative == snapshot.iteration else "the state in memory"
+            in_memory = found is not None and found.nearest[0].tier == "memory"
+            where = "the state in memory" if in_memory else "the checkpoint"
             return replace(
                 tried, reason=f"{prediction.reason}; {f - alternative} iterations are recomputed from {where}"
             )

@@ -84,7 +84,7 @@ class Saver:
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt holds them, there is nothing to carry along
         self._sparse_iterations: set[int] = set()  # since the last that holds all experts of its own iteration
-        self._begun_at = time.perf_counter()
+        self._begun_at = self._copying_since = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         # Newest whole one; on other ranks than 0 it may be abandoned.
         self.saved_iteration = restored.checkpoint_iteration
@@ -127,7 +127,9 @@ class Saver:
         if self._experts is not None:
             units = self._experts.units
             saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
-            sparse = Sparse(frozenset(units), saved)
+            copied = self._experts.copied
+            names = None if copied is None else frozenset(name for name, unit in units.items() if unit in copied)
+            sparse = Sparse(frozenset(units), saved, names)
         part: Part = "sparse" if chosen is not None and self._config.experts.memory == "saved" else "whole"
         self._begin(iteration, lambda: self._with_plan(scalars()), part, sparse, self._shared(chosen))
 
@@ -135,7 +137,11 @@ class Saver:
         """Experts that the next checkpoint saves, agreed by all ranks; None for all there are."""
         if self._experts is None:
             return None
-        chosen = self._experts.choose(self.saved_iteration, whole=whole or self._all_experts)
+        chosen = self._experts.choose(
+            self.saved_iteration,
+            whole=whole or self._all_experts,
+            source_iteration=self._pool.source_iteration,
+        )
         self._experts.began(iteration)
         self._all_experts = False
         if chosen is None:
@@ -184,10 +190,18 @@ class Saver:
         if snapshot is None:
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
-        snapshot.stall_seconds = time.perf_counter() - started
+        self._copying_since = time.perf_counter()
+        snapshot.stall_seconds = self._copying_since - started
 
-    def finish(self) -> None:
+    def before_update(self) -> None:
         """Wait for a running copy: the optimizer is about to change what is copied."""
+        overlap_seconds = time.perf_counter() - self._copying_since
+        snapshot = self.finish()
+        if snapshot is not None and self._experts is not None and self._config.experts.memory == "overlapped":
+            self._experts.note_copied(snapshot.copied_bytes, snapshot.copy_seconds, overlap_seconds)
+
+    def finish(self) -> Snapshot | None:
+        """Wait for a running copy, and give what was copied, if any was."""
         carried, self._carried = self._carried, None
         if carried is not None:
             self._writer.submit(carried)
@@ -195,9 +209,10 @@ class Saver:
             snapshot = self._pool.finish()
         except SaveError as error:
             self._writer.skip(self._last_due, str(error))
-            return
+            return None
         if snapshot is not None:
             self._writer.submit(snapshot)
+        return snapshot
 
     def settle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is being copied or written; False when the time is out."""

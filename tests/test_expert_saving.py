@@ -273,6 +273,85 @@ class TestBudgets:
         assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1
 
 
+class TestHostMemory:
+    """Experts that are copied from the device beside those that go to the disk."""
+
+    def copying(self, policy: str = "sequential", memory: str = "overlapped") -> Job:
+        job = Job((4,), policy=policy, memory=memory)
+        job.save(None, whole=True)
+        return job
+
+    def copied(self, job: Job, numbers: Sequence[int], source: int | None) -> tuple[list[str], list[str] | None]:
+        job.train(numbers)
+        saved = job.saving.choose(job.adapter.iteration - 1, whole=False, source_iteration=source)
+        copied = job.saving.copied
+        job.saving.began(job.adapter.iteration)
+        return sorted(saved or ()), None if copied is None else sorted(copied)
+
+    def measured(self, job: Job, experts: float) -> None:
+        rest = job.adapter.shard().state_bytes - 4 * EXPERT_BYTES
+        job.saving.note_copied(int(rest + experts * EXPERT_BYTES), 0.5, 0.5)
+
+    def test_what_goes_to_the_disk_alone_before_a_measurement(self) -> None:
+        job = self.copying()
+        for _ in range(4):
+            saved, copied = self.copied(job, [1, 1, 1, 1], source=0)
+            assert saved == copied
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_as_many_as_an_iteration_overlaps_once_it_was_measured(self, policy: str) -> None:
+        job = self.copying(policy)
+        for experts in (3, 2, 100):  # the median holds
+            self.measured(job, experts)
+        job.saving.note_copied(0, 0.0, 0.1)  # nothing was copied, and nothing measured
+        seen = set[str]()
+        for _ in range(4):
+            saved, copied = self.copied(job, [1, 1, 1, 1], source=0)
+            assert copied is not None
+            assert len(copied) == 3
+            assert set(saved) <= set(copied)
+            seen |= set(copied)
+        assert seen == set(job.saving.units.values())
+
+    def test_by_tokens_since_they_were_copied_and_not_since_they_were_saved(self) -> None:
+        job = self.copying("load_aware")
+        self.measured(job, 2)
+        first = self.copied(job, [9, 5, 2, 1], source=0)
+        assert first == (["00000-00000"], ["00000-00000", "00000-00001"])
+        # Of 1 the disk lacks 5 and host memory 0 tokens, and of 2 both lack 4.
+        assert self.copied(job, [0, 0, 2, 0], source=1) == (["00000-00001"], ["00000-00001", "00000-00002"])
+
+    def test_a_link_that_does_not_even_take_the_rest_copies_what_goes_to_the_disk(self) -> None:
+        job = self.copying()
+        job.saving.note_copied(1, 1.0, 1.0)
+        saved, copied = self.copied(job, [1, 1, 1, 1], source=0)
+        assert saved == copied == ["00000-00001"]
+
+    def test_all_where_there_is_nothing_to_take_the_others_from(self) -> None:
+        job = self.copying()
+        self.measured(job, 1)
+        assert self.copied(job, [1, 1, 1, 1], source=None)[1] is None
+        assert job.save(0, whole=True) is None
+        assert job.saving.copied is None
+
+    @pytest.mark.parametrize("memory", ["all", "saved"])
+    def test_other_settings_choose_nothing_apart(self, memory: str) -> None:
+        job = self.copying(memory=memory)
+        self.measured(job, 1)
+        assert self.copied(job, [1, 1, 1, 1], source=0)[1] is None
+
+    def test_what_an_expert_missed_until_it_was_copied_is_not_lost(self) -> None:
+        """Also where its turn was long ago, and others' have come since: no token is estimated."""
+        job = self.copying("load_aware")
+        self.measured(job, 2)
+        for numbers in ([9, 5, 2, 1], [0, 0, 7, 0], [90, 0, 3, 0], [50, 0, 1, 0]):
+            self.copied(job, numbers, source=0)
+        back = Job((4,))
+        back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
+        report = back.saving.restored({"00000-00001": 1, "00000-00003": 0}, 4)
+        assert report["layers"][0]["lost_tokens"] == 0 + 1
+
+
 class TestRecovery:
     def trained(self, **settings: Any) -> Job:
         """Three checkpoints: 1 of all, 2 of one expert of each layer, 3 of another one."""
@@ -465,6 +544,14 @@ SCRIPT = textwrap.dedent(
         found[policy] = [chosen, report["layers"][0]["oldest_iteration"] - adapter.iteration, report["lost_portion"]]
         adapter.detach()
         saving.close()
+    saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="load_aware", memory="overlapped"), group)
+    copied = []
+    for source in (7, 7, 7 + rank, None if rank else 7):
+        saving.choose(None, whole=False, source_iteration=source)
+        copied.append(saving.copied and len(saving.copied))
+        saving.note_copied(rest + (4 + 2 * rank) * EXPERT_BYTES, 1.0, 1.0)
+    found["copied"] = copied
+    saving.close()
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()
@@ -473,7 +560,7 @@ SCRIPT = textwrap.dedent(
 
 
 def test_ranks_choose_alike(tmp_path: Path) -> None:
-    """By the tokens of both, by rank 0's commits, and by the smaller of their budgets."""
+    """By the tokens of both, by rank 0's commits, and by the smaller of their budgets, also to host memory."""
     first, second = run(SCRIPT, tmp_path)
     assert first == second
     chosen, age, portion = first["load_aware"]
@@ -482,3 +569,5 @@ def test_ranks_choose_alike(tmp_path: Path) -> None:
     assert age == -1
     assert portion == 3 / (3 * 16)
     assert [units and len(units) for units in first["moetion"][0]] == [None, 4, 4]
+    # All, where the snapshots from which the ranks would take the others over are not the same.
+    assert first["copied"] == [2, 4, None, None]

@@ -155,7 +155,12 @@ def _draw_failures(costs: Sequence[Cost], machine: dict[str, Any]) -> Figure:
     cells = list(dict.fromkeys((cost.label, cost.policy) for cost in costs))
     figure = Figure(figsize=(12, 3.6 * len(cells) + 0.6), layout="constrained")
     rows = figure.subplots(len(cells), 2, squeeze=False, width_ratios=(2, 1))
+    first_of: dict[str, tuple[Axes, Axes]] = {}
     for (label, policy), (gaps, lags) in zip(cells, rows, strict=True):
+        if label in first_of:  # policies of one model are read against each other
+            gaps.sharey(first_of[label][0])
+            lags.sharey(first_of[label][1])
+        first_of.setdefault(label, (gaps, lags))
         mine = [cost for cost in costs if (cost.label, cost.policy) == (label, policy)]
         _gaps(gaps, mine)
         gaps.set_title(

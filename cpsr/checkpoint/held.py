@@ -33,7 +33,7 @@ MAGIC = b"CPSRMEM1"
 HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
-Kind = Literal["snapshot", "departure", "small"]
+Kind = Literal["snapshot", "mixed", "departure", "small"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class HeldState:
         iteration: iteration at which it was taken.
         life: life of the run that took it.
         branch: how often that life had gone back before.
-        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
-            `small`, all but weights and moments.
+        kind: `snapshot`, with all scalars; `mixed`, the same with experts that were taken before it; `departure`, the
+            tensors at the last step boundary of a broken group; `small`, all but weights and moments.
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
     """
 

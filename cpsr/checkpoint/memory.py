@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,18 +261,23 @@ def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:
 
 
 def load_held(state: HeldState, into: Shard) -> Any:
-    """Copy a state into the views of `into` and return its scalars.
+    """Copy a state into the views of `into`, whose operators get the iterations at which they were taken.
+
+    Returns:
+        Its scalars.
 
     Raises:
         CheckpointError: it is not whole any more, or is of another model or split; `into` is as it was.
     """
     with _Reading(state) as reading:
         pairs = [(target, reading.tensor(key, target)) for key, target in into.tensors()]
-        reading.require_operators(into)
+        taken_at = reading.taken_at(into)
+        scalars = reading.scalars()
         with torch.no_grad():
             for target, source in pairs:
                 target.copy_(source)
-        return reading.scalars()
+        into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
+        return scalars
 
 
 def verify_held(state: HeldState) -> str | None:
@@ -391,12 +397,14 @@ class _Reading:
         operators = self._description["operators"].items()
         return _owned_word({name: (tuple(shape), offset) for name, (shape, offset, _) in operators}, tensors)
 
-    def require_operators(self, into: Shard) -> None:
-        """The same operators, each the same slice of the whole."""
+    def taken_at(self, into: Shard) -> dict[str, int]:
+        """When each of these operators was taken, each of which must be the same slice of the whole."""
+        found = {}
         for name, operator in into.operators.items():
-            shape, offset, _ = self._description["operators"].get(name, ([], 0, 0))
+            shape, offset, found[name] = self._description["operators"].get(name, ([], 0, 0))
             if (tuple(shape), offset) != (operator.parameter.global_shape, operator.parameter.offset):
                 raise CheckpointError(f"{self._state.path} holds another slice of {name}")
+        return found
 
     def scalars(self) -> Any:
         """Decoded anew: nothing of it lies in shared memory."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +49,8 @@ class Snapshot:
         copy_seconds: how long the asynchronous copy itself took.
         part: what it holds; nothing was copied, and no buffer is held, where weights are carried.
         split: when its bytes were copied, where the pool copies in waits.
-        sparse: which experts are written, where the run's checkpoints are sparse.
+        sparse: which experts are written, where the run's checkpoints are sparse. Those that it says are taken over
+            are missing in the shard until the pool has done that, with iterations of their own; it may fail to.
         shared: what other ranks write, where ranks share out what they hold alike.
     """
 
@@ -69,12 +70,23 @@ class Snapshot:
         return self.part in ("weights", "carried")
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """Operators that are not copied: experts that are carried along, and what other ranks write."""
-        if self.part != "sparse":
-            return frozenset()
-        carried = frozenset[str]() if self.sparse is None else self.sparse.carried
-        return carried if self.shared is None else carried | self.shared.writers.keys()
+    def not_copied(self) -> frozenset[str]:
+        """Operators that are not copied from the device."""
+        if self.part == "sparse":
+            carried = frozenset[str]() if self.sparse is None else self.sparse.carried
+            return carried if self.shared is None else carried | self.shared.writers.keys()
+        return frozenset() if self.sparse is None or self.partial else self.sparse.taken_over
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the weights and moments that were copied from the device; once it is finished."""
+        left_out = self.not_copied
+        return Shard({name: one for name, one in self.shard.operators.items() if name not in left_out}).state_bytes
+
+    @property
+    def of_one_iteration(self) -> bool:
+        """Whether all operators in it were taken at the same time."""
+        return len({one.iteration for one in self.shard.operators.values()}) <= 1
 
     @property
     def written(self) -> Shard:
@@ -95,6 +107,10 @@ class SnapshotPool:
     """The triple buffer: the snapshot being taken, the one being persisted, and the recovery buffer.
 
     `begin` and `finish` belong to the training thread; everything else may be called from any thread.
+
+    Of a snapshot whose experts are not all copied the others are taken over, in the thread of copies, from the newest
+    one of the saver's that was complete before, whose buffer is not taken meanwhile. `forget_after` ends that: nothing
+    comes from a state that was given up.
 
     Args:
         template: the shard whose keys, shapes and dtypes every snapshot has.
@@ -121,6 +137,10 @@ class SnapshotPool:
         self._held: dict[int, Snapshot] = {}  # index of a buffer that is in use -> its snapshot
         self._sealing: set[int] = set()  # buffers that are being hashed; their snapshots may be released meanwhile
         self._sealed: dict[int, int] = {}  # index of a buffer -> iteration of the whole state in it
+        self._mixed: set[int] = set()  # of these, whose experts this pool has taken over from others
+        self._source: tuple[int, Snapshot] | None = None  # index and snapshot from which the next one may take over
+        self._taking_over: dict[int, tuple[int, Snapshot]] = {}  # index of a buffer -> where its experts come from
+        self._filling: int | None = None  # of these, the one for which it is being done
         for index, buffer in enumerate(self._buffers):
             if buffer.memory is not None and buffer.memory.iteration >= 0:
                 self._sealed[index] = buffer.memory.iteration
@@ -148,6 +168,12 @@ class SnapshotPool:
         """What the copies of all snapshots so far amounted to; None where they wait for nothing."""
         return None if self._pace is None else self._pace.account
 
+    @property
+    def source_iteration(self) -> int | None:
+        """Of the snapshot from which one that begins now could take experts over; None where there is none."""
+        source = self._source
+        return None if source is None else source[1].iteration
+
     def copy_in(self, waits: Waits) -> None:
         """From now on copy what fits while the training thread waits, and the rest, as before, beside its work.
 
@@ -173,7 +199,8 @@ class SnapshotPool:
             scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
             part: `weights` leaves moments and buffers out, `sparse` the experts that are carried and what other ranks
                 write.
-            sparse: which experts are written.
+            sparse: which experts are written, and which are copied for a `whole` one: all where `source_iteration` is
+                none, or no other buffer is free than that one's.
             shared: what other ranks write.
 
         Returns:
@@ -193,6 +220,7 @@ class SnapshotPool:
         buffer, snapshot = held
         try:
             snapshot.scalars, snapshot.part, snapshot.sparse, snapshot.shared = copied, part, sparse, shared
+            self._reserve_source(snapshot)
             if not snapshot.partial:
                 buffer.copy_others(shard)
             self._running = (snapshot, self._start(buffer, snapshot, shard))
@@ -223,6 +251,7 @@ class SnapshotPool:
         except Exception as error:
             self._free(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
+        self._complete_later(snapshot)
         self.seal(snapshot)
         snapshot.stall_seconds += time.perf_counter() - started
         return snapshot
@@ -230,7 +259,8 @@ class SnapshotPool:
     def seal(self, snapshot: Snapshot, kind: Kind = "snapshot") -> "Future[None] | None":
         """Let a whole snapshot outlive the process, from when the returned future is done; None without shared memory.
 
-        Its tensors and scalars must not change any more.
+        Its tensors and scalars must not change any more. What was restored with experts of other iterations, or has
+        taken some over, is said to be `mixed`.
         """
         with self._lock:
             index = self._index(snapshot)
@@ -262,12 +292,15 @@ class SnapshotPool:
         if self._memory is None or self.shared_memory_problem is not None:
             raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
         running = self._running
-        if running is not None and running[0].iteration == iteration:
+        if running is not None and running[0].iteration == iteration and not running[0].not_copied:
             # It is that state, with all its scalars. The training thread goes on to finish and to submit it, if it can.
             running[1].result()
             self.seal(running[0])
+        with self._lock:  # no snapshot takes experts over from now on: the buffer that has them may be needed
+            self._source = None
+            self._taking_over = {i: one for i, one in self._taking_over.items() if i == self._filling}
         self._settle()
-        if iteration in self._sealed.values():
+        if iteration in [sealed for index, sealed in self._sealed.items() if index not in self._mixed]:
             return
         copied = decode(*encode(scalars))
         others = Shard({}, self._boundary_buffers.at_boundary(shard.others))  # before a buffer is given up for it
@@ -293,18 +326,21 @@ class SnapshotPool:
 
     def forget_after(self, iteration: int) -> None:
         """Snapshots of later iterations count no more: the run has gone back behind them."""
+        with self._lock:
+            self._source = None
         self._settle()
         with self._lock:
             later = [index for index, sealed in self._sealed.items() if sealed > iteration]
         for index in later:
             self._unseal(index)
 
-    def acquire(self, iteration: int, spare: int | None = None) -> Snapshot | None:
+    def acquire(self, iteration: int, spare: str = "") -> Snapshot | None:
         """An empty snapshot to load a state into, None when every buffer is in use.
 
         Args:
             iteration: of that state.
-            spare: a state in shared memory whose buffer is taken last: the one that is to be loaded.
+            spare: name of the file in shared memory whose buffer is taken last: the one that is to be loaded. Another
+                one may hold the same iteration, as an earlier life left it.
         """
         held = self._take(iteration, spare)
         if held is None:
@@ -387,14 +423,16 @@ class SnapshotPool:
                     file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
         return [HostBuffer(template, pinned=pinned) for _ in range(count)]
 
-    def _take(self, iteration: int, spare: int | None = None) -> tuple[HostBuffer, Snapshot] | None:
+    def _take(self, iteration: int, spare: str = "") -> tuple[HostBuffer, Snapshot] | None:
         """A free buffer: one that holds nothing, or else the oldest state, so that the newest stay the longest."""
         with self._lock:
-            free = [i for i in range(len(self._buffers)) if i not in self._held and i not in self._sealing]
+            used = {*self._held, *self._sealing, *self._taking_over, *(i for i, _ in self._taking_over.values())}
+            free = [i for i in range(len(self._buffers)) if i not in used]
             if not free:
                 return None
-            index = min(free, key=lambda i: (self._sealed.get(i, -1) == spare, self._sealed.get(i, -1)))
-            self._held[index] = Snapshot(iteration, self._placeholder)
+            source = -1 if self._source is None else self._source[0]
+            index = min(free, key=lambda i: (self._file_name(i) == spare != "", i == source, self._sealed.get(i, -1)))
+            self._hold(index, iteration)
         self._unseal(index)
         return self._buffers[index], self._held[index]
 
@@ -403,15 +441,82 @@ class SnapshotPool:
             if self._recovery is None or self._pins:
                 return None
             index, self._recovery = self._index(self._recovery), None
-            self._held[index] = Snapshot(iteration, self._placeholder)
+            self._hold(index, iteration)
         self._unseal(index)
         return self._buffers[index], self._held[index]
+
+    def _file_name(self, index: int) -> str:
+        memory = self._buffers[index].memory
+        return "" if memory is None else memory.path.name
+
+    def _hold(self, index: int, iteration: int) -> None:
+        """Begin a snapshot in this buffer; with the lock held."""
+        if self._source is not None and self._source[0] == index:
+            self._source = None
+        self._held[index] = Snapshot(iteration, self._placeholder)
+
+    def _reserve_source(self, snapshot: Snapshot) -> None:
+        """Keep the buffer from which a snapshot takes experts over; without one it copies them all."""
+        if snapshot.part != "whole" or not snapshot.not_copied:
+            return
+        with self._lock:
+            if self._source is not None:
+                self._taking_over[self._index(snapshot)] = self._source
+                return
+        assert snapshot.sparse is not None
+        snapshot.sparse = replace(snapshot.sparse, copied=None)
+
+    def _complete_later(self, snapshot: Snapshot) -> None:
+        """Have the experts taken over that were not copied; the next snapshot may then take over from this one.
+
+        Both are asked for in the order of the snapshots, and one thread does them in this order.
+        """
+        if snapshot.part != "whole" or snapshot.sparse is None:
+            return
+        with self._lock:
+            index = self._index(snapshot)
+            self._source = index, snapshot
+        if snapshot.not_copied:
+            self._worker.submit(self._take_over, index, snapshot)
+
+    def _take_over(self, index: int, snapshot: Snapshot) -> None:
+        with self._lock:
+            found = self._taking_over.get(index)
+            self._filling = index
+        try:
+            if found is None:
+                raise SaveError("the snapshot that has them was given up")
+            wanted, older = snapshot.not_copied, found[1].shard.operators
+            if missing := wanted - older.keys():
+                raise SaveError(f"that of iteration {found[1].iteration} lacks {min(missing)}")
+            buffer = self._buffers[index]
+            spans = plan_spans(buffer, found[1].shard, left_out=older.keys() - wanted)
+            copy_on_host(buffer.pairs(spans))
+            own = snapshot.shard.operators
+            snapshot.shard = buffer.shard({name: own.get(name, one).iteration for name, one in older.items()})
+        except Exception as error:  # noqa: BLE001 - what was copied is whole, and is written to the disk
+            logger.warning(
+                "iteration %d is not whole in host memory, since experts could not be taken over: %s",
+                snapshot.iteration,
+                error,
+            )
+            with self._lock:
+                if self._source is not None and self._source[1] is snapshot:
+                    self._source = None
+        finally:
+            with self._lock:
+                self._taking_over.pop(index, None)
+                self._filling = None
 
     def _seal(self, index: int, snapshot: Snapshot, kind: Kind) -> None:
         memory, shared = self._buffers[index].memory, self._memory
         assert memory is not None
         assert shared is not None
         try:
+            if snapshot.not_copied - snapshot.shard.operators.keys():
+                return  # as was said when experts could not be taken over
+            if kind == "snapshot" and not snapshot.of_one_iteration:
+                kind = "mixed"
             memory.seal(
                 shared.rank,
                 shared.life,
@@ -422,7 +527,9 @@ class SnapshotPool:
                 branch=shared.branch,
             )
             self._sealed[index] = snapshot.iteration
-            if kind == "snapshot" and self.on_sealed is not None:
+            if snapshot.not_copied:
+                self._mixed.add(index)
+            if kind != "departure" and self.on_sealed is not None:
                 self.on_sealed(memory.path, snapshot)
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
@@ -435,10 +542,13 @@ class SnapshotPool:
         if memory is not None:
             memory.unseal()
         self._sealed.pop(index, None)
+        self._mixed.discard(index)
 
     def _free(self, snapshot: Snapshot) -> None:
         with self._lock:
-            del self._held[self._index(snapshot)]
+            index = self._index(snapshot)
+            self._taking_over.pop(index, None)
+            del self._held[index]
 
     def _index(self, snapshot: Snapshot) -> int:
         for index, held in self._held.items():
@@ -480,8 +590,8 @@ class SnapshotPool:
 
     def _spans(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> list[Span]:
         part = snapshot.part
-        if part == "sparse":  # other experts each time
-            return plan_spans(buffer, shard, left_out=snapshot.left_out)
+        if snapshot.not_copied:  # other experts each time
+            return plan_spans(buffer, shard, left_out=snapshot.not_copied)
         sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
         if part not in self._planned or sources != self._planned[part][0]:
             self._planned[part] = (sources, plan_spans(buffer, shard, weights_only=part == "weights"))
@@ -490,7 +600,7 @@ class SnapshotPool:
 
 def _held(buffer: HostBuffer, snapshot: Snapshot, shard: Shard) -> Shard:
     """The buffer's views of what the snapshot holds."""
-    left_out = snapshot.left_out
+    left_out = snapshot.not_copied
     held = buffer.shard({name: one.iteration for name, one in shard.operators.items() if name not in left_out})
     return weights_of(held) if snapshot.partial else held
 

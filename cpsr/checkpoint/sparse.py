@@ -34,22 +34,33 @@ class Sparse:
     Attributes:
         experts: names of operators.
         saved: some or all of them.
+        copied: of all of them, those that a snapshot in host memory that holds all takes from the device, `saved` among
+            them; the others it takes over from the snapshot before. None: all.
 
     Raises:
-        ValueError: something is to be saved that is no expert's parameter.
+        ValueError: something is to be saved that is no expert's parameter, or is not copied.
     """
 
     experts: frozenset[str]
     saved: frozenset[str]
+    copied: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.saved <= self.experts:
             raise ValueError(f"no expert's parameter: {min(self.saved - self.experts)}")
+        if self.copied is not None and not self.saved <= self.copied <= self.experts:
+            wrong = (self.saved - self.copied) | (self.copied - self.experts)
+            raise ValueError(f"to be saved and not copied, or copied and no expert's parameter: {min(wrong)}")
 
     @property
     def carried(self) -> frozenset[str]:
         """Experts' parameters that are not written."""
         return self.experts - self.saved
+
+    @property
+    def taken_over(self) -> frozenset[str]:
+        """Experts' parameters that are not copied from the device."""
+        return frozenset() if self.copied is None else self.experts - self.copied
 
     def written(self, shard: Shard) -> Shard:
         """The shard without what is carried; views of the same memory."""

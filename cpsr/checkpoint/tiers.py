@@ -18,11 +18,12 @@ class Entry:
     Attributes:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
-        kind: `snapshot`, with all scalars; `departure`, the tensors alone; `small`, all but weights and moments.
+        kind: `snapshot`, with all scalars; `mixed`, the same with experts that are older than the rest; `departure`,
+            the tensors alone; `small`, all but weights and moments.
         node: the machine whose memory holds it.
         name: of its file there.
-        owned: one word for the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where
-            nobody needs to compare them.
+        owned: one word for the weights and moments that it holds (`snapshot`, `mixed`) or belongs to (`small`); empty
+            where nobody needs to compare them.
     """
 
     rank: int
@@ -67,10 +68,23 @@ class Decision:
         exact: sources of the newest state that every rank has with its scalars; from the disk, from memory, or empty
             where there is none at all.
         departed: sources of a newer state of which some rank's tensors, or all of them, were left; else empty.
+        mixed: sources of a newer state in memory that every rank has with its scalars, of which some rank has experts
+            that are older than the rest; else empty.
     """
 
     exact: tuple[Source, ...]
     departed: tuple[Source, ...] = ()
+    mixed: tuple[Source, ...] = ()
+
+    @property
+    def nearest(self) -> tuple[Source, ...]:
+        """Sources of the newest state that nothing has to be predicted for."""
+        return self.mixed or self.exact
+
+    @property
+    def nearest_iteration(self) -> int | None:
+        """Where `nearest` continues."""
+        return self.nearest[0].iteration if self.nearest else None
 
     @property
     def exact_iteration(self) -> int | None:
@@ -113,17 +127,18 @@ def decide(
             have the same one, or in a pipeline all of a stage.
         remote: whether a state can be fetched from another machine.
         stale: whether the checkpoint has experts that are older than it is: then a state of the same iteration goes
-            before it.
+            before it, also one with older experts: what the disk has of an expert, memory has as new or newer.
     """
     reach = _Reach(nodes, entries, alike=alike, remote=remote)
     newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
-    exact = reach.everywhere(newest)
+    exact = reach.everywhere(newest, ("snapshot",))
+    mixed = reach.everywhere(exact[0].iteration if exact else newest, ("snapshot", "mixed"))
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
     # Of the small state not all was left: the rest comes from the checkpoint, so that there must be one.
     if checkpoint_iteration is None or failure_iteration is None:
-        return Decision(exact)
-    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)))
+        return Decision(exact, mixed=mixed)
+    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)), mixed)
 
 
 class _Reach:
@@ -150,41 +165,47 @@ class _Reach:
             default=None,
         )
 
-    def everywhere(self, after: int) -> tuple[Source, ...]:
-        """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
+    def everywhere(self, after: int, kinds: Sequence[Kind]) -> tuple[Source, ...]:
+        """Sources of the newest iteration after that one at which every rank has a state with its own scalars.
+
+        Args:
+            after: that iteration.
+            kinds: of states that will do, the first before the second.
+        """
         for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
             if iteration <= after:
                 break
-            sources = [self._whole(rank, iteration) for rank in range(len(self._nodes))]
+            sources = [self._whole(rank, iteration, kinds) for rank in range(len(self._nodes))]
             found = [source for source in sources if source is not None]
             if len(found) == len(sources):
                 return tuple(found)
         return ()
 
-    def _whole(self, rank: int, iteration: int) -> Source | None:
+    def _whole(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Source | None:
         """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
         # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
-        own = self._nearest(rank, iteration, "snapshot", lambda entry: entry.rank == rank)
+        own = self._nearest(rank, iteration, kinds, lambda entry: entry.rank == rank)
         if own is not None:
             return Source(rank, "memory", iteration, own)
-        small = self._nearest(rank, iteration, "small", lambda entry: entry.rank == rank and entry.owned != "")
+        small = self._nearest(rank, iteration, ("small",), lambda entry: entry.rank == rank and entry.owned != "")
         if small is None:
             return None
         owned = small.owned
-        tensors = self._nearest(rank, iteration, "snapshot", lambda entry: entry.owned == owned)
+        tensors = self._nearest(rank, iteration, kinds, lambda entry: entry.owned == owned)
         return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
 
-    def _nearest(self, rank: int, iteration: int, kind: Kind, fits: Callable[[Entry], bool]) -> Entry | None:
+    def _nearest(self, rank: int, iteration: int, kinds: Sequence[Kind], fits: Callable[[Entry], bool]) -> Entry | None:
         """Of the states that fit and that the rank can read, one on its own machine before one elsewhere."""
         here = self._nodes[rank]
         found = [
             entry
             for entry in self._entries
-            if (entry.iteration, entry.kind) == (iteration, kind)
+            if entry.iteration == iteration
+            and entry.kind in kinds
             and (self._remote or entry.node == here)
             and fits(entry)
         ]
-        return min(found, key=lambda entry: entry.node != here, default=None)
+        return min(found, key=lambda entry: (kinds.index(entry.kind), entry.node != here), default=None)
 
     def departed(self, after: int) -> tuple[Source, ...]:
         """Sources of the iteration after that one at which most ranks' tensors are there; of two, of the newer."""

@@ -1,4 +1,4 @@
-"""What checkpoints hold of each expert, committed or under way."""
+"""What checkpoints hold of each expert, committed or under way, and what snapshots in host memory do."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +50,7 @@ class SavedExperts:
         self._place = {expert: place for place, expert in enumerate(self._all)}
         self._saved_at = numpy.full(len(self._all), iteration)  # by what is committed, as are the ages
         self._ages = numpy.zeros(len(self._all))
+        self._copied_at = self._saved_at.copy()  # by the snapshots in host memory
         self._booked_until = 0  # what experts missed up to here is in the account of an earlier recovery
         self._pending: list[_Pending] = []
 
@@ -73,19 +74,34 @@ class SavedExperts:
             ages = numpy.where(one.mask, numpy.minimum(ages, later), ages)
         return self.history.split(ages)
 
-    def begun(self, iteration: int, experts: Iterable[Expert]) -> None:
+    @property
+    def uncopied_tokens(self) -> PerExpert:
+        """Routed to each expert since it was last copied to host memory."""
+        sums = self.history.until(numpy.full(len(self._all), self.history.iteration))
+        copied = self.history.until(self._copied_at)
+        return tuple(now - then for now, then in zip(sums, copied, strict=True))
+
+    @property
+    def copy_ages(self) -> PerExpert:
+        """Iterations since each expert was last copied to host memory."""
+        return self.history.split((self.history.iteration - self._copied_at).astype(float))
+
+    def begun(self, iteration: int, experts: Iterable[Expert], copied: Iterable[Expert] | None = None) -> None:
         """A checkpoint of the present iteration saves these.
+
+        Args:
+            iteration: of it.
+            experts: that it saves.
+            copied: those that its snapshot copies to host memory; None: all.
 
         Raises:
             ValueError: there is no such expert; nothing was noted.
         """
         chosen = frozenset(experts)
-        if unknown := chosen - self._place.keys():
-            raise ValueError(f"the model has no {min(unknown, key=str)}")
-        mask = numpy.zeros(len(self._all), dtype=bool)
-        mask[[self._place[expert] for expert in chosen]] = True
+        mask, in_memory = self._mask(chosen), self._mask(self._all if copied is None else copied)
         self._pending = [one for one in self._pending if one.iteration < iteration]
         self._pending.append(_Pending(iteration, chosen, mask))
+        self._copied_at[in_memory] = iteration
         self._ages += 1
         self.history.reach(iteration)
         self.history.mark()
@@ -135,7 +151,7 @@ class SavedExperts:
         """What was under way no longer is, and the present state is where the next failure is counted from."""
         self._pending = []
         self._booked_until = min(self._booked_until, self.history.iteration)
-        self._saved_at[:] = self.history.iteration
+        self._saved_at[:] = self._copied_at[:] = self.history.iteration
         self._ages[:] = 0
         self.history.mark()
         self._forget_points()
@@ -153,8 +169,17 @@ class SavedExperts:
         self.history.load_state_dict(state["history"])
         self._booked_until = state["booked_until"]
         self._pending = []
-        self._saved_at[:] = self.history.iteration
+        self._saved_at[:] = self._copied_at[:] = self.history.iteration
         self._ages[:] = 0
+
+    def _mask(self, experts: Iterable[Expert]) -> NDArray[numpy.bool_]:
+        """Marks of these experts, `(experts of all layers,)`; ValueError where there is no such expert."""
+        chosen = frozenset(experts)
+        if unknown := chosen - self._place.keys():
+            raise ValueError(f"the model has no {min(unknown, key=str)}")
+        mask = numpy.zeros(len(self._all), dtype=bool)
+        mask[[self._place[expert] for expert in chosen]] = True
+        return mask
 
     def _newest(self) -> NDArray[numpy.int64]:
         newest = self._saved_at.copy()
@@ -164,4 +189,6 @@ class SavedExperts:
 
     def _forget_points(self) -> None:
         # Those of what is committed are needed as long as what is newer may yet be given back.
-        self.history.keep({*self._saved_at.tolist(), *(one.iteration for one in self._pending)})
+        self.history.keep(
+            {*self._saved_at.tolist(), *self._copied_at.tolist(), *(one.iteration for one in self._pending)}
+        )

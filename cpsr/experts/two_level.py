@@ -1,73 +1,49 @@
 """More experts in a snapshot than on the disk."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy
 
-from cpsr.errors import ConfigError
-from cpsr.experts.budget import Budget
 from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert, Operator
-from cpsr.experts.policy import Policy
+from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import PerExpert, Popularity
 
-__all__ = ["TwoLevel", "TwoLevelSelection", "lost_in_two_levels"]
+__all__ = ["copied_with", "lost_in_two_levels"]
 
 
-@dataclass(frozen=True)
-class TwoLevelSelection:
-    """What a step saves.
+def copied_with(
+    persisted: Iterable[Expert], layers: Sequence[ExpertLayer], in_memory: Popularity, overlapped_bytes: float
+) -> frozenset[Expert]:
+    """Experts to copy to host memory: those that go on to the disk, and as many more as an iteration overlaps.
 
-    Attributes:
-        snapshot: to host memory.
-        persisted: of it, to the disk.
-    """
-
-    snapshot: tuple[Operator, ...]
-    persisted: tuple[Expert, ...]
-
-
-class TwoLevel:
-    """As many experts to host memory as a step overlaps, of which K of each layer go on to the disk.
-
-    Persisted are those of the snapshot with the most tokens that the disk does not have, then those that are oldest
-    there. So every expert that snapshots come back to is persisted in the end.
+    Of the others each rank takes those with the most tokens that host memory does not have, then those that are oldest
+    there, while they fit. What goes to the disk is always among the copied, also where it alone takes longer. The paper
+    chooses the other way round, first what is copied and of that what is persisted; so its K of the disk may change the
+    turns in which experts come there, and here nothing does.
 
     Args:
+        persisted: what a policy has selected for the disk, of all ranks.
         layers: of the model.
-        snapshot: selects what goes to host memory; by bytes it takes as many as one iteration overlaps.
-        persisted_per_layer: K of the disk; the paper's advice is 1.
+        in_memory: popularity by what host memory holds.
+        overlapped_bytes: of experts, that each rank copies while one iteration runs.
 
-    Raises:
-        ConfigError: K is below 1.
-
-    Source: pec, section 3.2, "Two-level PEC Saving and Recovery".
+    Source: pec, section 3.2, "Two-level PEC Saving and Recovery"; moetion, section 4.2.
     """
-
-    def __init__(self, layers: Sequence[ExpertLayer], snapshot: Policy, persisted_per_layer: int = 1) -> None:
-        if persisted_per_layer < 1:
-            raise ConfigError(f"at least 1 expert of each layer goes to the disk, not {persisted_per_layer}")
-        self._layers = layers
-        self._snapshot = snapshot
-        self._count = persisted_per_layer
-
-    def select(self, step: int, snapshot: Popularity, persisted: Popularity, budget: Budget) -> TwoLevelSelection:
-        """Both sets.
-
-        Args:
-            step: number of the snapshot.
-            snapshot: popularity by what host memory holds.
-            persisted: popularity by what the disk holds.
-            budget: of the snapshot.
-        """
-        chosen = tuple(self._snapshot.select(step, snapshot, budget))
-        candidates = set(chosen)
-        kept: list[Expert] = []
-        for place in range(len(self._layers)):
-            ordered = (Expert(place, index) for index in persisted.most_at_risk_first(place))
-            kept += [expert for expert in ordered if expert in candidates][: self._count]
-        return TwoLevelSelection(chosen, tuple(kept))
+    copied = set(persisted)
+    left: dict[int, float] = {}  # by rank
+    for expert in copied:
+        layer = layers[expert.layer]
+        rank = layer.owner(expert.index)
+        left[rank] = left.get(rank, overlapped_bytes) - layer.expert_bytes
+    tokens, ages = in_memory.at_risk(layers)
+    experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
+    for place in numpy.lexsort((-ages, -tokens)).tolist():
+        expert, layer = experts[place], layers[experts[place].layer]
+        rank = layer.owner(expert.index)
+        if expert not in copied and layer.expert_bytes <= left.get(rank, overlapped_bytes):
+            copied.add(expert)
+            left[rank] = left.get(rank, overlapped_bytes) - layer.expert_bytes
+    return frozenset(copied)
 
 
 def lost_in_two_levels(

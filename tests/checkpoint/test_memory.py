@@ -184,9 +184,32 @@ def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     pool = pool_of(run_id, life=1)
     assert pool.acquire(8) is not None
     pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13, SCALARS)
-    into = pool.acquire(12, spare=12)
+    (held,) = [state for state in held_states(run_id) if state.iteration == 12]
+    into = pool.acquire(12, held.path.name)
     assert into is not None
-    load_held(held_states(run_id)[0], into.shard)
+    load_held(held, into.shard)
+    assert_same_bits(into.shard, make_shard(3))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nor_where_an_earlier_life_left_another_of_that_iteration(run_id: str, place: int) -> None:
+    """As after a life that began with a state in memory and ended before its first snapshot."""
+    hold(run_id, iteration=12)
+    pool = pool_of(run_id, life=1)
+    again = pool.acquire(12)
+    assert again is not None
+    load_held(held_states(run_id)[0], again.shard)
+    again.scalars = SCALARS
+    sealed = pool.seal(again)
+    assert sealed is not None
+    sealed.result()
+    pool.release(again)
+    assert pool.acquire(8) is not None
+    both = held_states(run_id)
+    assert [state.iteration for state in both] == [12, 12]
+    into = pool.acquire(12, both[place].path.name)
+    assert into is not None
+    load_held(both[place], into.shard)
     assert_same_bits(into.shard, make_shard(3))
 
 

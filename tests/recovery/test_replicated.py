@@ -89,7 +89,7 @@ def test_a_mixture_shares_what_its_ranks_hold_alike(tmp_path: Path, expert_paral
     """With experts of their own, ranks share the rest; with all experts on each, those as well."""
     options: dict[str, Any] = {"zero": 0, "expert_parallel": expert_parallel, "iterations": END}
     alone = came_back(Job(tmp_path / "each"), {**MIXTURE, **ALONE}, **options)
-    for memory in ("all", "saved"):
+    for memory in ("all", "overlapped", "saved"):
         sections = {"experts": {**MIXTURE["experts"], "memory": memory}, **SHARED}
         together = came_back(Job(tmp_path / memory), sections, **options)
         written: Counter[str] = Counter()

@@ -70,6 +70,7 @@ class Options:
             later; of no rank: nothing at all.
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
+        link_experts: experts that a rank's link takes to host memory in an iteration, in place of what is measured.
     """
 
     config: dict[str, Any]
@@ -92,6 +93,7 @@ class Options:
     rank_intervals: tuple[int, ...] | None = None
     apart: int | None = None
     began: bool = False
+    link_experts: int | None = None
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
@@ -105,6 +107,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
         restored = recovery.restored
         if options.rank_intervals is not None:
             propose_only(recovery, options.rank_intervals)
+        if options.link_experts is not None:
+            take_over_link(recovery, options.link_experts)
         if options.began:
             weights = {name: one.parameter.values for name, one in recovery._adapter.shard().operators.items()}
             save_file(weights, options.result.with_suffix(f".{rank}.safetensors"))
@@ -122,6 +126,14 @@ def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> Non
     setattr(recovery._planner, "_propose", lambda *_, **__: None)  # noqa: B010 - mypy refuses to assign to a method
     if rank_intervals:
         recovery._planner._proposal = Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)
+
+
+def take_over_link(recovery: CPSRRecovery, experts: int) -> None:
+    """Have copies to host memory measured as if so many experts fitted into an iteration."""
+    saving = recovery._experts
+    assert saving is not None
+    measure, fitting = saving.note_copied, saving._non_expert_bytes + experts * saving._layers[0].expert_bytes
+    setattr(saving, "note_copied", lambda *_: measure(fitting, 1.0, 1.0))  # noqa: B010 - see propose_only
 
 
 def initialize_ranks(result: Path, rank: int, ranks: int) -> None:
