@@ -16,6 +16,7 @@ from cpsr.benchmarks.experts.tasks import Mixture
 from cpsr.benchmarks.recovery.task import SEED_STRIDE, VALIDATION_CHUNKS
 from cpsr.engines import adapt
 from cpsr.experts.layers import ExpertLayer
+from cpsr.experts.operators import Expert
 from cpsr.experts.token_counts import Counted
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.state import Shard
@@ -39,6 +40,7 @@ class Training:
         operators: whose parameters this rank has.
         parameter_bytes: of each of these parameters, with its moments.
         layers: of experts.
+        non_expert_bytes: of all that every token passes, and of gates.
         tokens_per_layer: that an iteration routes in each layer, over all ranks.
     """
 
@@ -58,6 +60,8 @@ class Training:
             name: Shard({name: one}).state_bytes for name, one in self.adapter.shard().operators.items()
         }
         self.layers: tuple[ExpertLayer, ...] = operators.layers(self.parameter_bytes)
+        sums = operators.bytes_of(self.parameter_bytes)
+        self.non_expert_bytes = sum(size for operator, size in sums.items() if not isinstance(operator, Expert))
         self.tokens_per_layer = mixture.batch_windows * mixture.gpt.context * mixture.experts_per_token
 
     @property

@@ -147,5 +147,5 @@ def test_the_part_without_training_leaves_figures_a_plot_and_its_aim(
 
 @pytest.mark.parametrize("parts", [["arithmetic", "bytes"], []])
 def test_parts_that_are_not_known_are_refused(parts: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--parts .* there are arithmetic, stall, failures"):
+    with pytest.raises(ConfigError, match=r"--parts .* there are arithmetic, stall, writes, failures"):
         main(parts=parts)

@@ -1,5 +1,6 @@
 """From curves and samples to lags, intervals, aims, tables and plots."""
 
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from cpsr.benchmarks.experts.costs import Cost, costs, mean_interval
 from cpsr.benchmarks.experts.names import PREDICT, STALE
 from cpsr.benchmarks.experts.plot import draw
-from cpsr.benchmarks.experts.policies import IN_TURN
+from cpsr.benchmarks.experts.policies import IN_TURN, IN_WINDOW
 from cpsr.benchmarks.experts.reaches import GAINS, reaches
 from cpsr.benchmarks.experts.report import show
 from cpsr.benchmarks.experts.result import Result, compared, recovered, stalled
@@ -156,6 +157,15 @@ def test_the_aim_for_stalls_holds_where_the_bytes_leave_room(seconds: float, met
     assert (everything.window_iterations, window.window_iterations) == (None, 5)
     assert window.added.value == pytest.approx(seconds - 1)
     assert list(Result(stalls=[everything, window]).aims().values()) == [met]
+
+
+def test_policies_of_one_model_are_drawn_on_one_scale() -> None:
+    runs = of_seeds((8.0, 3.0), (10.0, 4.0))
+    others = [replace(run, policy=IN_WINDOW) for run in of_seeds((16.0, 9.0), (20.0, 8.0))]
+    axes = draw(Result(), [*runs, *others], MACHINE)["failures"].axes
+    gaps, lags, other_gaps, other_lags = (one.get_ylim() for one in axes)
+    assert (gaps, lags) == (other_gaps, other_lags)
+    assert lags[1] > 40
 
 
 def test_tables_and_plots_show_all_that_was_measured() -> None:

@@ -34,6 +34,9 @@ GPT = GPTConfig(layers=2, heads=2, width=16, context=16)
 TINY = Mixture(experts=4, gpt=GPT)
 SHARED = Mixture(experts=4, gpt=GPT, ranks=2, expert_parallel=2)
 FAILURES = Failures(interval_iterations=2, at=(31, 41), end=60, fault_free_end=64, policies=(IN_TURN, MOETION))
+CHOSEN = FAILURES.model_copy(
+    update={"policies": (IN_TURN, BY_LOAD, DYNAMIC_K, MOETION, IN_WINDOW), "modes": (STALE, CATCH_UP)}
+)
 MODES = (STALE, MADE_UP, CATCH_UP, CATCH_UP_NOTHING, PREDICT, PREDICT_PLAINLY)
 PNG = b"\x89PNG"
 
@@ -85,8 +88,8 @@ def test_failures_bring_every_expert_back_to_its_newest_snapshot(tmp_path: Path)
 
 def test_policies_that_remember_go_their_own_way_in_every_run(tmp_path: Path) -> None:
     """The one checkpoint between the failures ends a window, which shows that every run goes on with its own."""
-    policies, modes = (IN_TURN, BY_LOAD, DYNAMIC_K, MOETION, IN_WINDOW), (STALE, CATCH_UP)
-    failures = FAILURES.model_copy(update={"at": (31, 33), "policies": policies, "modes": modes})
+    policies, modes = CHOSEN.policies, CHOSEN.modes
+    failures = CHOSEN.model_copy(update={"at": (31, 33)})
     task = FailingTask(mixture=TINY, failures=failures)
     (found,) = launch(tmp_path, "experts.job", TINY.ranks, task=task.model_dump_json())
     runs = {(run["policy"], run["mode"]): run["failures"] for run in found["runs"]}
@@ -122,7 +125,7 @@ def test_ranks_that_share_write_less_each_and_the_same_together(tmp_path: Path) 
 def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(tmp_path: Path) -> None:
     path, workdir = tmp_path / "experts.json", tmp_path / "work"
     size = replace(
-        QUICK, seeds=2, failing=(SHARED,), failures=FAILURES, stalling=(SHARED,), pairs=2, writing=(SHARED,), rounds=2
+        QUICK, seeds=2, failing=(SHARED,), failures=CHOSEN, stalling=(SHARED,), pairs=2, writing=(SHARED,), rounds=2
     )
     main(path, size, workdir=workdir, cache=tmp_path / "cache")
     report = json.loads(path.read_text())
@@ -130,8 +133,11 @@ def test_a_tiny_run_on_two_ranks_leaves_figures_samples_and_plots_and_cleans_up(
     assert set(stalls) == {EVERYTHING, IN_TURN, MOETION, WINDOW}
     assert stalls[EVERYTHING]["snapshot_bytes"] == stalls[EVERYTHING]["state_bytes"]
     assert stalls[IN_TURN]["snapshot_bytes"] < stalls[EVERYTHING]["state_bytes"]
-    assert len(report["samples"]["costs"]) == 2 * 2 * len(MODES)  # seeds, policies, modes
-    assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * 2 * len(MODES)
+    runs = report["samples"]["costs"]
+    assert len(runs) == 2 * len(CHOSEN.policies) * len(CHOSEN.modes)  # of two seeds
+    # One of each rank to begin with, by number or by bytes.
+    assert {count for run in runs for count in run["saved_experts"][0]} == {2}
+    assert [one["seeds"] for one in report["result"]["recovered"]] == [0] * (len(runs) // 2)
     sources = [one["source"] for one in report["result"]["arithmetic"]["exposures"]]
     assert sources[-1] == f"measured: {SHARED.label}, seed 0"
     assert {one["way"] for one in report["result"]["written"]} == {EACH, EQUAL, ADAPTIVE}
