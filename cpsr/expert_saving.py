@@ -134,9 +134,9 @@ class ExpertSaving:
             )
         return ExpertSaving(adapter, naming, operators, counts, shard, config, group)
 
-    def shares_rest(self, non_expert_bytes: float) -> None:
-        """Other ranks write some of what this one holds: on average it writes so many bytes beside experts."""
-        self._written_beside_bytes = non_expert_bytes
+    def shares_rest(self, non_expert_bytes: float | None) -> None:
+        """Others write some of what this rank holds: on average it writes so many bytes beside experts; None: all."""
+        self._written_beside_bytes = self._non_expert_bytes if non_expert_bytes is None else non_expert_bytes
 
     # On every step; nothing here waits for the device
 

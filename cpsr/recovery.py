@@ -21,7 +21,7 @@ from cpsr.checkpoint.memory import held_bytes
 from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
 from cpsr.coordinator.bubble_log import BubbleLog
@@ -435,7 +435,7 @@ class CPSRRecovery:
         if self._experts is not None:
             opened.callback(self._experts.close)
         self._writes = self._write_sharing(shard)
-        share = 1.0 if self._writes is None else self._writes.share_bytes / shard.state_bytes
+        share = 1.0 if self._writes is None else self._writes.share_bytes / max(1, shard.state_bytes)
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
@@ -458,11 +458,17 @@ class CPSRRecovery:
         adapter, config = self._adapter, self.config
         if config.checkpoint.replicated == "each":
             return None
+        noted = config.run_dir / DIFFERING
+        if not self._group.all(not noted.exists()):
+            if self._group.rank == 0:
+                told = (
+                    "ranks that were to hold the same have differed before in this run (%s): each writes all of its own"
+                )
+                logger.warning(f"{told}. Once they are alike, remove that file", noted)
+            return None
         experts, naming = self._experts, adapter.expert_naming()
         units = experts_of(naming, shard.operators) if experts is None else experts.units
-        # Where host memory holds what goes to the disk alone, snapshots of different parts could not be compared.
-        fixed = experts is not None and config.experts.memory == "saved"
-        writes = WriteSharing.of(shard, units, adapter.data_parallel_ranks, self._group, fixed=fixed)
+        writes = WriteSharing.of(shard, units, adapter.data_parallel_ranks, self._group)
         if writes is not None and experts is not None:
             experts.shares_rest(writes.non_expert_share_bytes)
         return writes

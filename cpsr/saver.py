@@ -9,7 +9,7 @@ from typing import Any, Literal
 from cpsr.checkpoint.shared import Shared
 from cpsr.checkpoint.snapshot import Part, Snapshot, SnapshotPool
 from cpsr.checkpoint.sparse import Sparse
-from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
@@ -152,20 +152,26 @@ class Saver:
 
     def _shared(self, chosen: frozenset[str] | None) -> Shared | None:
         """What of this rank's operators others write, agreed by all ranks; None where each writes its own."""
-        if self._writes is None:
-            return None
-        if not self._group.all(self._store.drifted is None):
-            self._writes = None
-            if self._store.drifted is not None:
-                self._recorder.event(
-                    "ranks differ",
-                    f"{self._store.drifted}. What one of them wrote for both is not committed, and from now on each "
-                    "writes all that it holds, as with checkpoint.replicated 'each'. Where the ranks are to train one "
-                    "model, look for gradients that are not averaged, or for a faulty machine",
-                    level=logging.ERROR,
-                )
-            return None
-        return self._writes.shared(chosen)
+        self._stop_sharing()
+        return None if self._writes is None else self._writes.shared(chosen)
+
+    def _stop_sharing(self) -> bool:
+        """From now on each rank writes its own, where rank 0 has found that they differ; whether that is new."""
+        if self._writes is None or self._group.all(self._store.drifted is None):
+            return False
+        self._writes = None
+        if self._experts is not None:
+            self._experts.shares_rest(None)
+        if self._store.drifted is not None:
+            self._recorder.event(
+                "ranks differ",
+                f"{self._store.drifted}. What one of them wrote for both is not committed, and from now on each writes "
+                "all that it holds, in later lives too, as with checkpoint.replicated 'each'. Where the ranks are to "
+                "train one model, look for gradients that are not averaged, or for a faulty machine; once they are "
+                f"alike, {self._config.run_dir / DIFFERING} may be removed",
+                level=logging.ERROR,
+            )
+        return True
 
     def _begin(
         self,
@@ -238,6 +244,15 @@ class Saver:
         if standing == "partial":
             self._store.abandon_after(iteration - 1, "a whole checkpoint takes its place")
             self._group.barrier()
+        if self._save_whole(iteration, scalars):
+            return True
+        # There is no next checkpoint of which each could write its own, where ranks were found to differ in this one.
+        if not self._stop_sharing():
+            return False
+        self._store.attempt += 1
+        return self._save_whole(iteration, scalars)
+
+    def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
         self._cadence.restart(iteration)
         self._begin_for_all(iteration, scalars, whole=True)
         self.finish()

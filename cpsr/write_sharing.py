@@ -65,7 +65,6 @@ class WriteSharing:
         units: operator -> its expert, of experts' parameters alone.
         rank: this one.
         holdings: of the ranks of its data-parallel group, ascending.
-        fixed: the same operators go to the same rank at every checkpoint, whatever experts it has to write.
 
     Attributes:
         share_bytes: what this rank writes of a checkpoint of everything, on average over such ranks.
@@ -74,14 +73,11 @@ class WriteSharing:
     Source: pec, section 3.2 (equal sharding of experts, adaptive sharding of the rest).
     """
 
-    def __init__(
-        self, shard: Shard, units: Mapping[str, str], rank: int, holdings: Mapping[int, Holding], *, fixed: bool
-    ) -> None:
+    def __init__(self, shard: Shard, units: Mapping[str, str], rank: int, holdings: Mapping[int, Holding]) -> None:
         own, owners = holdings[rank], _owners(holdings)
         mine = {name: owners[unit, own.units[unit][0]] for name, unit in units.items()}
         self._rank = rank
         self._units = units
-        self._fixed = fixed
         self._ranks = tuple(other for other, held in holdings.items() if held.rest == own.rest)
         holders = {name: mine[name].holders if name in mine else len(self._ranks) for name in shard.operators}
         self._alike = {
@@ -105,7 +101,7 @@ class WriteSharing:
 
     @staticmethod
     def of(
-        shard: Shard, units: Mapping[str, str], data_parallel_ranks: Sequence[int], group: Group, *, fixed: bool
+        shard: Shard, units: Mapping[str, str], data_parallel_ranks: Sequence[int], group: Group
     ) -> "WriteSharing | None":
         """Find out what ranks hold alike; a collective.
 
@@ -114,7 +110,6 @@ class WriteSharing:
             units: operator -> its expert, by the same name on all ranks; of experts' parameters alone.
             data_parallel_ranks: this rank's group, itself included.
             group: all ranks.
-            fixed: the same operators go to the same rank at every checkpoint, whatever experts it holds.
 
         Returns:
             None where no rank of the job holds anything that another one holds too.
@@ -125,7 +120,7 @@ class WriteSharing:
         holdings = {
             rank: Holding(told[rank][0], {unit: tuple(one) for unit, one in told[rank][1].items()}) for rank in members
         }
-        found = WriteSharing(shard, units, group.rank, holdings, fixed=fixed)
+        found = WriteSharing(shard, units, group.rank, holdings)
         return None if group.all(not found._alike) else found
 
     def shared(self, chosen: Collection[str] | None) -> Shared:
@@ -140,12 +135,10 @@ class WriteSharing:
                 self._shares.clear()
             self._shares[loads] = self._others_share(loads)
         carried = (name for name in self._expert_writers if chosen is not None and self._units[name] not in chosen)
-        return Shared(self._alike, self._shares[loads] | self._expert_writers, frozenset(carried), self._fixed)
+        return Shared(self._alike, self._shares[loads] | self._expert_writers, frozenset(carried))
 
     def _load(self, rank: int, chosen: Collection[str] | None) -> int:
         """Bytes of experts that a rank writes."""
-        if self._fixed:
-            return 0
         return sum(size for unit, size in self._written[rank].items() if chosen is None or unit in chosen)
 
     def _others_share(self, loads: Sequence[int]) -> dict[str, int]:

@@ -23,13 +23,10 @@ def shard(*operators: OperatorState) -> Shard:
     return Shard({one.name: one for one in operators}, {"seen": torch.zeros(3)})
 
 
-def sharings(shards: list[Shard], units: list[dict[str, str]], *, fixed: bool = False) -> list[WriteSharing]:
+def sharings(shards: list[Shard], units: list[dict[str, str]]) -> list[WriteSharing]:
     """What each rank makes of what all of them told."""
     holdings = {rank: Holding.of(*held) for rank, held in enumerate(zip(shards, units, strict=True))}
-    return [
-        WriteSharing(one, mine, rank, holdings, fixed=fixed)
-        for rank, (one, mine) in enumerate(zip(shards, units, strict=True))
-    ]
+    return [WriteSharing(one, mine, rank, holdings) for rank, (one, mine) in enumerate(zip(shards, units, strict=True))]
 
 
 def mixture(
@@ -105,20 +102,13 @@ def test_a_rank_with_experts_to_write_gets_less_of_the_rest() -> None:
         for one, held, mine in zip(told, shards, units, strict=True)
     ]
     assert own == [["rest.1"], ["rest.0", "rest.2"]]
-    fixed = [one.shared(saved) for one in sharings(shards, units, fixed=True)]
-    own = [
-        sorted(one.own(held).operators.keys() - mine.keys())
-        for one, held, mine in zip(fixed, shards, units, strict=True)
-    ]
-    assert own == [["rest.0"], ["rest.1", "rest.2"]]
-    assert all(one.fixed for one in fixed)
 
 
 def test_slices_of_different_places_are_not_alike() -> None:
     halves = [shard(operator("weight", 5), operator("bias", 3)), shard(operator("weight", 5, 5), operator("bias", 3))]
     for one in sharings(halves, [{}, {}]):
         assert one.shared(None).writers == {}
-    assert WriteSharing.of(halves[0], {}, [0], Group(), fixed=False) is None
+    assert WriteSharing.of(halves[0], {}, [0], Group()) is None
 
 
 def test_the_share_is_what_is_written_on_average() -> None:

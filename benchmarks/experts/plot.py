@@ -131,20 +131,20 @@ def _draw_stalls(stalls: Sequence[Stalled], machine: dict[str, Any]) -> Figure:
 def _draw_writes(found: Sequence[Written], machine: dict[str, Any]) -> Figure:
     """For each model, what each way to share out takes of what ranks write that share nothing."""
     labels, ways = list(dict.fromkeys(one.label for one in found)), list(dict.fromkeys(one.way for one in found))
-    figure = Figure(figsize=(6.4 * len(labels), 4.2), layout="constrained")
+    figure = Figure(figsize=(5.6 * len(labels), 4.2), layout="constrained")
     row = figure.subplots(1, len(labels), squeeze=False, sharey=True)[0]
     row[0].set_ylabel("% of what each rank takes that writes all of its own")
     row[0].set_ylim(0, 1.3 * PERCENT)  # with room for the legend
     for axes, label in zip(row, labels, strict=True):
         for place, (way, colour) in enumerate(zip(ways, COLOURS, strict=False)):
             (one,) = (one for one in found if (one.label, one.way) == (label, way))
-            shares = [one.bytes_share, one.copy_share, one.write_share]
+            shares = [one.bytes_share, one.write_share]
             values = [PERCENT * share.value for share in shares]
             below = [PERCENT * (share.value - share.low) for share in shares]
             above = [PERCENT * (share.high - share.value) for share in shares]
             places = numpy.arange(len(shares)) + 0.26 * (place - 1)
             axes.bar(places, values, 0.25, yerr=[below, above], capsize=3, color=colour, label=way)
-        axes.set_xticks(range(3), ["bytes of the busiest rank", "time to copy", "time to write"])
+        axes.set_xticks(range(2), ["bytes of the busiest rank", "time to write"])
         axes.set_title(label, loc="left", fontsize=10)
         axes.legend(fontsize=8, ncols=len(ways), loc="upper center")
     _title(figure, "What ranks hold alike, shared out", machine)

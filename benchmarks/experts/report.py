@@ -142,24 +142,15 @@ def _stalls(stalls: Iterable[Stalled]) -> Table:
 
 
 def _written(found: Iterable[Written]) -> Table:
-    headings = (
-        "model",
-        "what ranks hold alike",
-        "MB of the busiest",
-        "copied, ms",
-        "written, ms",
-        "bytes",
-        "time to copy",
-    )
-    table = _columns("A checkpoint, slowest rank (median, 95%); shares of what each takes", *headings, "time to write")
+    headings = ("model", "what ranks hold alike", "MB of the busiest", "written, ms", "bytes", "time to write")
+    table = _columns("A checkpoint, slowest rank (median, 95%); shares of what each takes", *headings)
     for one in found:
         table.add_row(
             one.label,
             one.way,
             interval_text(one.busiest_bytes, 1 / MEGABYTE, digits=1),
-            interval_text(one.copy_seconds, MILLISECONDS, digits=1),
             interval_text(one.write_seconds, MILLISECONDS, digits=0),
-            *(interval_text(share, digits=2) for share in (one.bytes_share, one.copy_share, one.write_share)),
+            *(interval_text(share, digits=2) for share in (one.bytes_share, one.write_share)),
         )
     return table
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -33,12 +33,10 @@ class _Cost:
 
     Attributes:
         written_bytes: new ones.
-        copy_seconds: from the training's memory to the snapshot's.
         write_seconds: to durable files that were read back.
     """
 
     written_bytes: list[int]
-    copy_seconds: list[float]
     write_seconds: list[float]
 
 
@@ -51,15 +49,24 @@ class _Writer:
         group: all ranks.
         run_dir: on the disk that is measured.
         writes: who writes what; None: each all of its own.
+        adaptive: by what experts each has to write.
     """
 
     def __init__(
-        self, training: Training, pool: SnapshotPool, group: Group, run_dir: Path, writes: WriteSharing | None
+        self,
+        training: Training,
+        pool: SnapshotPool,
+        group: Group,
+        run_dir: Path,
+        writes: WriteSharing | None,
+        *,
+        adaptive: bool,
     ) -> None:
         self._training = training
         self._pool = pool
         self._group = group
         self._writes = writes
+        self._adaptive = adaptive
         self._store = CheckpointStore(run_dir, group.rank, group.size, "writes", 1)
         if group.rank == 0:
             self._store.prepare()
@@ -70,6 +77,9 @@ class _Writer:
         shard = self._training.adapter.shard()
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
         shared = None if self._writes is None else self._writes.shared(chosen)
+        if shared is not None and self._writes is not None and not self._adaptive:
+            # As if no rank had an expert to write.
+            shared = replace(shared, writers=self._writes.shared(frozenset()).writers)
         self._group.barrier()
         begun = self._pool.begin(shard, iteration, None, "sparse", Sparse(frozenset(units), saved), shared)
         snapshot = self._pool.finish()
@@ -80,7 +90,7 @@ class _Writer:
         if self._group.rank == 0:
             assert self._store.commit(iteration, TIMEOUT_SECONDS, Event()).committed
             self._store.retain(CheckpointConfig(history_span_iterations=0, history_min_checkpoints=2))
-        told = self._group.gather([written.bytes, snapshot.copy_seconds, written.seconds])
+        told = self._group.gather([written.bytes, written.seconds])
         return _Cost(*(list(column) for column in zip(*told, strict=True)))
 
 
@@ -105,16 +115,18 @@ def measure_writes(training: Training, rounds: int, experts_per_layer: int, dire
         if isinstance(operator, Expert) and name in shard.operators
     }
     pool = SnapshotPool(shard, buffers=1)
-    ranks = training.adapter.data_parallel_ranks
-    sharings = {
-        EACH: None,
-        EQUAL: WriteSharing.of(shard, units, ranks, group, fixed=True),
-        ADAPTIVE: WriteSharing.of(shard, units, ranks, group, fixed=False),
-    }
+    writes = WriteSharing.of(shard, units, training.adapter.data_parallel_ranks, group)
     try:
         ways = {
-            way: _Writer(training, pool, group, directory / way.replace(" ", "-"), writes)
-            for way, writes in sharings.items()
+            way: _Writer(
+                training,
+                pool,
+                group,
+                directory / way.replace(" ", "-"),
+                None if way == EACH else writes,
+                adaptive=way == ADAPTIVE,
+            )
+            for way in (EACH, EQUAL, ADAPTIVE)
         }
         policy, ledger = POLICIES[IN_TURN](training.layers), UnsavedTokens(training.layers)
         popularity = Popularity(ledger.tokens, ledger.tokens, ledger.ages)

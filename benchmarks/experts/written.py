@@ -17,21 +17,17 @@ class Written:
     Attributes:
         label: of the model.
         way: name.
-        busiest_bytes: new ones of the rank that wrote most; median over checkpoints, as are the next two.
-        copy_seconds: to host memory, of the slowest rank.
+        busiest_bytes: new ones of the rank that wrote most; median over checkpoints, as is the next.
         write_seconds: to durable files that were read back, of the slowest rank.
         bytes_share: the first over that where each rank writes all of its own.
-        copy_share: likewise.
         write_share: likewise.
     """
 
     label: str
     way: str
     busiest_bytes: Estimate
-    copy_seconds: Estimate
     write_seconds: Estimate
     bytes_share: Estimate
-    copy_share: Estimate
     write_share: Estimate
 
 
@@ -43,7 +39,7 @@ def written(label: str, found: Mapping[str, Any]) -> list[Written]:
         found: what `measure_writes` returned.
     """
     slowest = {
-        way: {key: [max(one[key]) for one in rounds] for key in ("written_bytes", "copy_seconds", "write_seconds")}
+        way: {key: [max(one[key]) for one in rounds] for key in ("written_bytes", "write_seconds")}
         for way, rounds in found["rounds"].items()
     }
     return [

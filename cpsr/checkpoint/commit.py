@@ -174,6 +174,7 @@ def seal(
     lacking = None if missing is None else missing(held, ages)
     if lacking is not None:
         raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
+    writers = {writer for record in records.values() for writer in record.by_writer()}
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(
@@ -185,13 +186,7 @@ def seal(
         sequence=sequence,
         label=label if isinstance(label, str) else None,
         created_unix_seconds=time.time(),
-        ranks={
-            rank: RankRecord(
-                sha256=hashlib.sha256(shards[rank]).hexdigest(),
-                files={name: file.bytes for name, file in records[rank].files.items()},
-            )
-            for rank in sorted(records)
-        },
+        ranks={rank: _rank_record(records[rank], shards[rank], rank in writers) for rank in sorted(records)},
     ).to_bytes()
     listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
     for path in [path for path in directory.iterdir() if path.name not in listed]:
@@ -201,6 +196,15 @@ def seal(
     write_bytes(directory / MANIFEST, manifest, fsync=fsync)
     write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)
     return sum(file.bytes for record in records.values() for file in record.files.values())
+
+
+def _rank_record(record: RankManifest, data: bytes, is_writer: bool) -> RankRecord:
+    """What the manifest over all ranks says of one; also its files' hashes where others need these files."""
+    return RankRecord(
+        sha256=hashlib.sha256(data).hexdigest(),
+        files={name: file.bytes for name, file in record.files.items()},
+        hashes={name: file.xxh3_128 for name, file in record.files.items()} if is_writer else None,
+    )
 
 
 def _held(record: RankManifest) -> dict[str, Held]:

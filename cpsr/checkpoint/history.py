@@ -10,15 +10,14 @@ import torch
 from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, file_name, holds_weights
-from cpsr.checkpoint.shared import files_with
+from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, experts_taken_at, file_name, holds_weights
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     check_in_pieces,
+    files_left_to,
     open_tensors,
     read_manifest,
     read_rank_manifest,
-    read_writer,
 )
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
@@ -45,7 +44,7 @@ class ReadManifest:
         slices: operator -> its slice.
         taken_at: operators that were not taken with the entry -> when.
         places: operators that are not in the rank's common file -> the name of theirs.
-        expert_files: hashes of these files, which later checkpoints may carry along.
+        expert_files: hashes of those with experts of their own, which later checkpoints may carry along.
     """
 
     sha256: str
@@ -241,7 +240,8 @@ class DiskHistory:
             raise DamagedFileError(path, "is not listed in its manifest")
         checked = {word for one in self._known.values() for word in one.expert_files}
         files = {name: file for name, file in record.files.items() if holds_weights(name)}
-        left = yield from _left_to_others(directory, manifest, record)
+        left = _left_to_others(directory, manifest, record)
+        yield
         files |= {name: file for other in left for name, file in other.files.items()}
         for name, file in files.items():
             if file.xxh3_128 not in checked:  # or else it is carried along from one that was checked
@@ -258,7 +258,9 @@ class DiskHistory:
             return entry
         slices = yield from self._slices(record)
         taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
-        words = frozenset(files[name].xxh3_128 for name in places.values())
+        # Of those alone that are carried along: another rank's common file is written anew, whatever is in it.
+        carried = (name for name in places.values() if experts_taken_at(name) is not None)
+        words = frozenset(files[name].xxh3_128 for name in carried)
         return ReadManifest(manifest.ranks[self._rank].sha256, entry, slices, taken_at, places, words)
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
@@ -298,14 +300,12 @@ class DiskHistory:
         return common
 
 
-def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> Generator[None, None, list["_Left"]]:
-    """What lies in other ranks' files; yields after each of their manifests."""
+def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> list["_Left"]:
+    """What lies in other ranks' files."""
     found: list[_Left] = []
     for writer, operators in record.by_writer().items():
-        other = read_writer(directory, manifest, record, writer)
-        names = filter(holds_weights, files_with(other, operators.values()))
-        found.append(_Left({name: other.files[name] for name in names}, operators.keys()))
-        yield
+        files = files_left_to(directory, manifest, writer, operators.values())
+        found.append(_Left({name: file for name, file in files.items() if holds_weights(name)}, operators.keys()))
     return found
 
 

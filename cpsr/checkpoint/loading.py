@@ -17,9 +17,8 @@ from cpsr.checkpoint.manifest import (
     file_name,
     rank_manifest_name,
 )
-from cpsr.checkpoint.shared import files_with
 from cpsr.checkpoint.sparse import expert_files
-from cpsr.checkpoint.verify import DamagedFileError, check_file, open_tensors, read_rank_manifest, read_writer
+from cpsr.checkpoint.verify import DamagedFileError, check_file, files_left_to, open_tensors, read_rank_manifest
 from cpsr.codec import decode
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state import OperatorState, Shard
@@ -170,11 +169,13 @@ def _left_to_others(
     """What lies in the files of other ranks, which are checked as this one's own are."""
     found: dict[str, torch.Tensor] = {}
     for writer, operators in record.by_writer().items():
-        other = read_writer(directory, manifest, record, writer)
         keys = {key for name, one in operators.items() for key in _keys(name, one)}
-        for name in files_with(other, operators.values()):
-            check_file(directory / name, other.files[name])
+        for name, file in files_left_to(directory, manifest, writer, operators.values()).items():
+            check_file(directory / name, file)
             found |= _open(stack, directory / name, keys)
+        if lacking := keys - found.keys():
+            path = directory / rank_manifest_name(record.rank)
+            raise DamagedFileError(path, f"leaves {min(lacking)} to rank {writer}, whose files do not hold it")
     return found
 
 

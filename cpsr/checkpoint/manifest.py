@@ -71,7 +71,7 @@ class OperatorRecord(_Record):
         default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.shared`)"
     )
     xxh3_128: Xxh3 | None = Field(
-        default=None, description="hash of weights and moments where other ranks hold them, too, and it was taken"
+        default=None, description="hash of weights and moments where other ranks hold them, too"
     )
 
     @model_serializer(mode="wrap")
@@ -143,6 +143,15 @@ class RankRecord(_Record):
 
     sha256: Sha256
     files: dict[FileName, Count] = Field(description="file -> bytes")
+    hashes: dict[FileName, Xxh3] | None = Field(
+        default=None, description="file -> xxh3-128, where other ranks leave operators to this one; else absent"
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Manifests of ranks that share nothing stay as they are."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if value is not None}
 
 
 class Manifest(_Record):

@@ -31,7 +31,6 @@ class Shared:
         alike: operators that others hold, too, described.
         writers: those of `alike` that another rank writes -> that rank.
         carried: those of `writers` that nobody writes now: parameters of experts that their rank carries along.
-        fixed: the same operators are this rank's own in every checkpoint.
 
     Raises:
         ValueError: another rank is to write, or to carry, what only this one holds.
@@ -40,7 +39,6 @@ class Shared:
     alike: Mapping[str, OperatorRecord]
     writers: Mapping[str, int]
     carried: frozenset[str] = field(default=frozenset())
-    fixed: bool = False
 
     def __post_init__(self) -> None:
         if not (self.carried <= self.writers.keys() <= self.alike.keys()):
@@ -96,7 +94,7 @@ def records_of_others(
 
     Args:
         shared: who writes what.
-        held: what of it this rank has in host memory; the hash of the rest is not said.
+        held: what this rank has in host memory: all of it, but for what is carried.
         iteration: of the checkpoint.
         before: this rank's descriptions in the last checkpoint that it wrote since the run went on.
 
@@ -106,9 +104,7 @@ def records_of_others(
     found: dict[str, OperatorRecord] = {}
     for name, writer in shared.writers.items():
         if name not in shared.carried:
-            one = held.operators.get(name)
-            said = None if one is None else state_hash(one)
-            taken = {"iteration": iteration, "saved_by": writer, "xxh3_128": said}
+            taken = {"iteration": iteration, "saved_by": writer, "xxh3_128": state_hash(held.operators[name])}
             found[name] = shared.alike[name].model_copy(update=taken)
         elif name in before and before[name].saved_by == writer:
             found[name] = before[name]
@@ -147,17 +143,13 @@ def drifted(records: Mapping[int, RankManifest]) -> Drifted | None:
     """The first operator whose hash two ranks say differently, one of which leaves it to the other; None: no one."""
     for rank, record in records.items():
         for name, one in record.operators.items():
-            if one.saved_by is None or one.xxh3_128 is None:
-                continue
-            found = records[one.saved_by].operators[name].xxh3_128
-            if found is not None and found != one.xxh3_128:
+            if one.saved_by is not None and one.xxh3_128 != records[one.saved_by].operators[name].xxh3_128:
                 return Drifted(name, (one.saved_by, rank), one.iteration)
     return None
 
 
-def files_with(writer: RankManifest, operators: Iterable[OperatorRecord]) -> list[str]:
-    """Files of a rank with the weights and moments of operators that others left to it."""
+def files_with(writer: int, operators: Iterable[OperatorRecord]) -> list[str]:
+    """Files in which a rank has the weights and moments of operators that others left to it, if it has these files."""
     ages = sorted({one.iteration for one in operators})
-    names = [file_name(writer.rank, "params"), file_name(writer.rank, "moments")]
-    names += [name for age in ages for name in expert_files(writer.rank, age)]
-    return [name for name in names if name in writer.files]
+    names = [file_name(writer, "params"), file_name(writer, "moments")]
+    return names + [name for age in ages for name in expert_files(writer, age)]

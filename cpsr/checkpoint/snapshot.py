@@ -24,8 +24,8 @@ from cpsr.state import Shard
 
 __all__ = ["Part", "Snapshot", "SnapshotPool"]
 
-# What a rank contributes to a checkpoint: everything; only what it writes of it, without the experts that are carried;
-# to a partial one its weights, or those that it wrote before.
+# What a rank contributes to a checkpoint: everything; all but the experts that are carried; to a partial one its
+# weights, or those that it wrote before.
 Part = Literal["whole", "sparse", "weights", "carried"]
 
 _Source = tuple[int, int, torch.dtype]
@@ -72,10 +72,9 @@ class Snapshot:
     @property
     def not_copied(self) -> frozenset[str]:
         """Operators that are not copied from the device."""
-        if self.part == "sparse":
-            carried = frozenset[str]() if self.sparse is None else self.sparse.carried
-            return carried if self.shared is None else carried | self.shared.writers.keys()
-        return frozenset() if self.sparse is None or self.partial else self.sparse.taken_over
+        if self.sparse is None or self.partial:
+            return frozenset()
+        return self.sparse.carried if self.part == "sparse" else self.sparse.taken_over
 
     @property
     def copied_bytes(self) -> int:
@@ -97,10 +96,7 @@ class Snapshot:
     @property
     def compared(self) -> Shard:
         """What of the shard this rank holds anew at every checkpoint, so that checkpoints can be compared by it."""
-        held = self.shard
-        if self.shared is not None and self.shared.fixed:  # else only some of these snapshots hold what others write
-            held = self.shared.own(held)
-        return held if self.sparse is None else self.sparse.without_experts(held)
+        return self.shard if self.sparse is None else self.sparse.without_experts(self.shard)
 
 
 class SnapshotPool:
@@ -197,8 +193,7 @@ class SnapshotPool:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
             scalars: plain data (see `cpsr.codec.encode`), copied before this returns, as are `shard.others`.
-            part: `weights` leaves moments and buffers out, `sparse` the experts that are carried and what other ranks
-                write.
+            part: `weights` leaves moments and buffers out, `sparse` the experts that are carried.
             sparse: which experts are written, and which are copied for a `whole` one: all where `source_iteration` is
                 none, or no other buffer is free than that one's.
             shared: what other ranks write.

@@ -67,7 +67,10 @@ from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state import Shard
 
-__all__ = ["CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "WrittenShard", "verify_run"]
+__all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "WrittenShard", "verify_run"]
+
+# In the run's directory: ranks that were to hold the same were found to differ, and how.
+DIFFERING = "ranks-differ"
 
 _log = logging.getLogger(__name__)
 
@@ -229,7 +232,7 @@ class CheckpointStore:
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             if isinstance(error, DriftedError):
-                self.drifted = error.drifted
+                self._note_drift(error.drifted)
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", time.perf_counter() - started, total)
@@ -337,6 +340,14 @@ class CheckpointStore:
         """
         held, copied = self.held_iteration, self.copied_iteration
         return retention.retain(self.directory, config, fsync=self._fsync, held=held, copied=copied)
+
+    def _note_drift(self, drifted: Drifted) -> None:
+        """For this life and, in the run's directory, for those that follow."""
+        self.drifted = drifted
+        try:
+            write_bytes(self.directory.parent / DIFFERING, str(drifted).encode(), fsync=self._fsync)
+        except OSError as error:
+            _log.warning("that ranks differ is not noted for the next life, which will find it out again: %s", error)
 
     def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
         """Write this rank's part, its manifest last; returns the bytes that were new."""

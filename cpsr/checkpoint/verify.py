@@ -5,7 +5,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +19,18 @@ from cpsr.checkpoint.manifest import (
     THINNED,
     FileRecord,
     Manifest,
+    OperatorRecord,
     RankManifest,
     commit_record,
     rank_manifest_name,
     step_iteration,
     thinned_record,
 )
-from cpsr.checkpoint.shared import missing_among
+from cpsr.checkpoint.shared import files_with, missing_among
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
-__all__ += ["is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest", "read_writer"]
+__all__ += ["files_left_to", "is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest"]
 __all__ += ["verify_checkpoint", "verify_run"]
 
 # What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
@@ -133,25 +134,33 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
     whole = (manifest.run_id, manifest.life, manifest.attempt, manifest.iteration, manifest.world_size, rank)
     if (record.run_id, record.life, record.attempt, record.iteration, record.world_size, record.rank) != whole:
         raise DamagedFileError(path, f"is not of the checkpoint that {MANIFEST} describes")
-    if {name: file.bytes for name, file in record.files.items()} != manifest.ranks[rank].files:
+    said = manifest.ranks[rank]
+    hashes = {name: file.xxh3_128 for name, file in record.files.items()}
+    if {name: file.bytes for name, file in record.files.items()} != said.files or said.hashes not in (None, hashes):
         raise DamagedFileError(path, f"lists other files than {MANIFEST}")
     return record
 
 
-def read_writer(directory: Path, manifest: Manifest, record: RankManifest, writer: int) -> RankManifest:
-    """The manifest of a rank to which another left some of its operators (see `cpsr.checkpoint.shared`).
+def files_left_to(
+    directory: Path, manifest: Manifest, writer: int, operators: Iterable[OperatorRecord]
+) -> dict[str, FileRecord]:
+    """Files of a rank with what another left to it (see `cpsr.checkpoint.shared`), and what is known of them.
+
+    That the rank wrote these operators was seen at the commit, and all hashes since: its manifest, which may be large
+    and of which there is one a rank, is not read.
 
     Raises:
-        CheckpointCorruptError: as for `read_rank_manifest`; or it has not written one of them.
-        UnreadableFileError: the same.
+        CheckpointCorruptError: there is no such rank, or nothing is said of its files.
     """
-    path = directory / rank_manifest_name(record.rank)
-    if writer not in manifest.ranks:
-        raise DamagedFileError(path, f"leaves operators to rank {writer}, and there are {manifest.world_size} ranks")
-    found = read_rank_manifest(directory, manifest, writer)
-    for _, what in missing_among({record.rank: record, writer: found}):
-        raise DamagedFileError(path, what)
-    return found
+    record = manifest.ranks.get(writer)
+    if record is None or record.hashes is None or record.hashes.keys() != record.files.keys():
+        raise DamagedFileError(directory / MANIFEST, f"does not say the hashes of rank {writer}'s files")
+    names = files_with(writer, operators)
+    return {
+        name: FileRecord(bytes=record.files[name], xxh3_128=record.hashes[name])
+        for name in names
+        if name in record.files
+    }
 
 
 def is_thinned(directory: Path, manifest: Manifest) -> bool:

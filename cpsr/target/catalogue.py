@@ -24,6 +24,7 @@ from cpsr.checkpoint.manifest import (
     rank_manifest_name,
     step_iteration,
 )
+from cpsr.checkpoint.shared import missing_among
 from cpsr.errors import RunMismatchError, TargetError
 from cpsr.target.identity import IDENTITY, Identity
 from cpsr.target.place import Place, TargetAbsentError, digest_of
@@ -175,9 +176,11 @@ def verify(place: Place) -> list[str]:
     found = scan(place)
     problems = list(found.damaged.values())
     for copy in found.copies:
+        records: dict[int, RankManifest] = {}
         for rank in copy.manifest.ranks:
             try:
                 record, _ = read_rank(place, copy, rank)
+                records[rank] = record
             except CopyDamagedError as error:
                 problems.append(str(error))
                 continue
@@ -189,6 +192,8 @@ def verify(place: Place) -> list[str]:
                     continue
                 if not same:
                     problems.append(f"{place.name(copy.folder, file)} is not what was committed: its xxh3-128 differs")
+        for rank, what in missing_among(records):
+            problems.append(f"{place.name(copy.folder, rank_manifest_name(rank))} {what}")
     return problems
 
 

@@ -42,11 +42,11 @@ def ranks(tmp_path: Path) -> Ranks:
     return found[0], found[1]
 
 
-def shared(rank: int, *saved: str, writers: Mapping[str, int] = WRITERS, fixed: bool = False) -> Shared:
+def shared(rank: int, *saved: str, writers: Mapping[str, int] = WRITERS) -> Shared:
     """What a rank leaves to the other where these experts are saved."""
     alike = {name: operator_record(one).described for name, one in make_shard(sizes=SIZES).operators.items()}
     others = {name: writer for name, writer in writers.items() if writer != rank}
-    return Shared(alike, others, frozenset(others.keys() & EXPERTS - set(saved)), fixed)
+    return Shared(alike, others, frozenset(others.keys() & EXPERTS - set(saved)))
 
 
 def snapshot(iteration: int, rank: int, *saved: str, writers: Mapping[str, int] = WRITERS) -> Snapshot:
@@ -149,17 +149,6 @@ def test_nothing_is_committed_where_ranks_differ(ranks: Ranks) -> None:
     assert [info.iteration for info in ranks[0].catalogue()] == [10]
 
 
-def test_what_a_rank_does_not_hold_in_memory_is_left_to_the_other_unseen(ranks: Ranks) -> None:
-    def of_its_own_alone(rank: int) -> Snapshot:
-        found = snapshot(10, rank, *EXPERTS)
-        assert found.shared is not None
-        found.shard = found.shared.own(found.shard)
-        return found
-
-    assert commit(ranks, 10, of_its_own_alone).committed
-    assert_same_bits(loaded(ranks[1], 10), make_shard(10, SIZES))
-
-
 def test_nothing_is_committed_that_nobody_wrote(ranks: Ranks) -> None:
     both = {**WRITERS, NAMES[2]: 1}  # rank 1 thinks that rank 0 writes it, and rank 0 that rank 1 does
     with pytest.raises(SaveError, match=r"rank 0 leaves 'layers\.2/weight é' of iteration 10 to rank 1"):
@@ -217,6 +206,27 @@ def test_experts_that_both_ranks_hold_are_carried_by_the_one_that_writes_them(ra
 def sparse(iteration: int, saved: Collection[str], rank: int) -> Snapshot:
     found = snapshot(iteration, rank, *saved)
     found.sparse = Sparse(EXPERTS, frozenset(saved))
+    return found
+
+
+def test_damage_in_a_share_that_did_not_change_is_seen(ranks: Ranks) -> None:
+    """Another rank's file with the bytes of one that was checked is a file of its own, and none that was carried."""
+    assert commit(ranks, 10).committed
+    known = DiskHistory(ranks[0].directory, 0)
+    assert commit(ranks, 20, unchanged_since_10).committed
+    path = directory(ranks[0], 20) / "rank-00001.params.safetensors"
+    content = bytearray(path.read_bytes())
+    assert content == (directory(ranks[0], 10) / path.name).read_bytes()
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for store in ranks:
+        assert list(DiskHistory(store.directory, store.rank, known=known.known).excluded) == [20]
+    known.close()
+
+
+def unchanged_since_10(rank: int) -> Snapshot:
+    found = snapshot(20, rank, *EXPERTS)
+    found.shard = make_shard(10, SIZES, 20)
     return found
 
 

@@ -104,21 +104,62 @@ def test_a_mixture_shares_what_its_ranks_hold_alike(tmp_path: Path, expert_paral
         assert written.keys() == {name for one in alone for name in one["record"].operators}
 
 
-def test_ranks_that_drift_apart_write_all_their_own(job: Job) -> None:
+def told_of(job: Job) -> list[str]:
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        return [event.message for event in journal.events() if event.kind == "ranks differ"]
+
+
+DRIFTING: dict[str, dict[str, Any]] = {
+    "dense": {"settings": SHARED},
+    "mixture": {"settings": {**MIXTURE, **SHARED}, "expert_parallel": 1},
+    "saved": {"settings": {"experts": {**MIXTURE["experts"], "memory": "saved"}, **SHARED}, "expert_parallel": 1},
+}
+
+
+@pytest.mark.parametrize("what", DRIFTING)
+def test_ranks_that_drift_apart_write_all_their_own(job: Job, what: str) -> None:
     """What one wrote for both would be no state that the other ever had."""
-    options: dict[str, Any] = {"zero": 0, "iterations": END}
-    killed = job.launch(fault=f"step:0:{FAILURE}", committed=CHECKPOINT, settings=SHARED, apart=6, **options)
+    options: dict[str, Any] = {"zero": 0, "iterations": END, **DRIFTING[what]}
+    killed = job.launch(fault=f"step:0:{FAILURE}", committed=CHECKPOINT, apart=6, mode="auto", **options)
     assert killed.statuses[0] == SIGKILLED, killed.output[0][-3000:]
     committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
     assert step_name(4) in committed
     assert step_name(8) not in committed
     assert all(record.by_writer() == {} for record in manifests(job, CHECKPOINT))
-    with JournalReader(job.run_dir / "journal.db") as journal:
-        told = [event.message for event in journal.events() if event.kind == "ranks differ"]
-    assert len(told) == 1
-    assert "ranks 0 and 1" in told[0]
-    assert "iteration 8" in told[0]
-    back = job.launch(settings=SHARED, iterations=CHECKPOINT, zero=0)
+    (told,) = told_of(job)
+    assert "ranks 0 and 1" in told
+    assert "iteration 8" in told
+    back = job.launch(mode="auto", **options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    assert back.result(0)["started"]["iteration"] >= CHECKPOINT - INTERVAL
     states = [back.result(rank)["state_at_start"] for rank in range(RANKS)]
     assert states[0] != states[1]  # each its own
+    # It is known from the start of that life on, and nothing is lost to it again.
+    assert len(told_of(job)) == 1
+    assert "have differed before" in back.output[0]
+    assert verify_run(job.run_dir) == []
+
+
+@pytest.mark.parametrize("end", ["in order", "sigterm"])
+def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, end: str) -> None:
+    fault = "" if end == "in order" else "sigterm:0:6"
+    ended = job.launch(fault=fault, settings=SHARED, zero=0, iterations=7, apart=6)
+    last = 7
+    assert sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))[-1] == step_name(last), (
+        ended.statuses,
+        ended.output[0][-3000:],
+    )
+    assert all(record.by_writer() == {} for record in manifests(job, last))
+    (told,) = told_of(job)
+    assert f"iteration {last}" in told
+
+
+def test_short_lives_of_ranks_that_differ_make_progress(job: Job) -> None:
+    """No life comes to the checkpoint after the one in which the first of them found it out."""
+    for end in (6, 10, 14):
+        killed = job.launch(
+            fault=f"step:0:{end}", settings=SHARED, zero=0, apart=2, committed=end - 2 if end > 6 else None
+        )
+        assert killed.statuses[0] == SIGKILLED, killed.output[0][-3000:]
+    committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
+    assert committed[-1] == step_name(12)
