@@ -630,11 +630,12 @@ class CPSRRecovery:
 
     def _announce(self) -> None:
         memory = "all" if self._experts is None or self._group.rank != 0 else self.config.experts.memory
-        if memory == "overlapped" and not self.config.checkpoint.shared_memory:
+        problem = self._pool.shared_memory_problem if self.config.checkpoint.shared_memory else "it is turned off"
+        if memory == "overlapped" and problem is not None:
             self._recorder.event(
                 "experts in memory",
-                "experts.memory is 'overlapped' and checkpoint.shared_memory false: no snapshot outlives its process, "
-                "so that what is copied beyond what goes to the disk is of no use",
+                f"experts.memory is 'overlapped' and there is no shared memory ({problem}): no snapshot outlives its "
+                "process, so that what is copied beyond what goes to the disk is of no use",
                 level=logging.WARNING,
             )
         if memory == "saved":

@@ -12,7 +12,7 @@ import torch
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Decision, Source, Tier
+from cpsr.checkpoint.tiers import Decision, Entry, Source, Tier
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
@@ -166,7 +166,7 @@ class Restorer:
         progress = read_progress(self._config.run_dir, self._group.size)
         f = self._failure_iteration(progress, c or 0)
         found = self._ladder.decide(c, f, None if snapshot is None else snapshot.shard, stale=stale)
-        if mode == "exact":
+        if not self._older_experts:
             found = replace(found, mixed=())
         if found.nearest_iteration is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
@@ -189,11 +189,19 @@ class Restorer:
     ) -> Restored:
         """The newest state that every rank has whole: the checkpoint's, or one that is still in memory."""
         for sources in (found.mixed, found.exact):
-            held = self._load_from_memory(sources) if sources and sources[0].tier == "memory" else None
+            # What is tried next must not be overwritten by what is tried first.
+            spare = [one[self._group.rank].entry for one in (found.mixed, found.exact) if one]
+            held = self._load_from_memory(sources, spare) if sources and sources[0].tier == "memory" else None
             if held is None:
                 continue
             restored = replace(self._at(held, checkpoint, f, started), sources=sources)
-            if sources == found.mixed:
+            if self._stale(held) is not None and not self._older_experts:
+                raise RecoveryError(
+                    f"the state of iteration {held.iteration} in memory was said to be of one iteration, and is not: "
+                    "this is a defect, please report it. Nothing was changed on the disk; after `cpsr release` the run "
+                    "goes on from there"
+                )
+            if self._stale(held) is not None:
                 return self._with_older_experts(restored, held)
             return replace(restored, reason=_why_exact(mode, held.iteration, f, in_memory=True))
         if checkpoint is None:
@@ -239,6 +247,8 @@ class Restorer:
         # What was left is not committed, and what broke the group may be in it.
         if found.departed and self._departures.of(snapshot.iteration)[0] >= TRIES:
             found = replace(found, departed=())
+        if not found.departed and (found.nearest_iteration or 0) >= f:
+            return replace(exact, reason="what the ranks had left failed to load before")
         target = found.departed_iteration or f
         data = self._data_at(progress, exact.scalars, target)
         try:
@@ -360,10 +370,10 @@ class Restorer:
         if self._group.rank == 0:
             self._departures.note(checkpoint_iteration, f"from iteration {found.departed_iteration}")
 
-    def _load_from_memory(self, sources: Sequence[Source]) -> Snapshot | None:
+    def _load_from_memory(self, sources: Sequence[Source], spare: Sequence[Entry | None]) -> Snapshot | None:
         """A state in memory, in the recovery buffer; None where a rank cannot read it after all, or they differ."""
         source = sources[self._group.rank]
-        snapshot = self._pool.acquire(source.iteration, "" if source.entry is None else source.entry.name)
+        snapshot = self._pool.acquire(source.iteration, {entry.name for entry in spare if entry is not None})
         if snapshot is None:
             raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
         try:

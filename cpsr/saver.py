@@ -84,6 +84,9 @@ class Saver:
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt holds them, there is nothing to carry along
         self._sparse_iterations: set[int] = set()  # since the last that holds all experts of its own iteration
+        if experts is not None and any(source.tier == "memory" for source in restored.sources):
+            # What is in the engine may have younger experts than the checkpoint of its iteration, if there is one.
+            self._sparse_iterations.add(restored.restored_iteration)
         self._begun_at = self._copying_since = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         # Newest whole one; on other ranks than 0 it may be abandoned.
@@ -191,9 +194,11 @@ class Saver:
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self._pool.begin(self._adapter.shard(), iteration, captured, part, sparse, shared)
         except (SaveError, UnsupportedEngineError) as error:
+            self._all_experts = True  # at once: its outcome may wait behind a slow save
             self._writer.skip(iteration, str(error))
             return
         if snapshot is None:
+            self._all_experts = True
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
         self._copying_since = time.perf_counter()
@@ -214,6 +219,7 @@ class Saver:
         try:
             snapshot = self._pool.finish()
         except SaveError as error:
+            self._all_experts = True
             self._writer.skip(self._last_due, str(error))
             return None
         if snapshot is not None:

@@ -241,7 +241,6 @@ class DiskHistory:
         checked = {word for one in self._known.values() for word in one.expert_files}
         files = {name: file for name, file in record.files.items() if holds_weights(name)}
         left = _left_to_others(directory, manifest, record)
-        yield
         files |= {name: file for other in left for name, file in other.files.items()}
         for name, file in files.items():
             if file.xxh3_128 not in checked:  # or else it is carried along from one that was checked

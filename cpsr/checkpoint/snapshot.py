@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,9 +83,9 @@ class Snapshot:
         return Shard({name: one for name, one in self.shard.operators.items() if name not in left_out}).state_bytes
 
     @property
-    def of_one_iteration(self) -> bool:
-        """Whether all operators in it were taken at the same time."""
-        return len({one.iteration for one in self.shard.operators.values()}) <= 1
+    def is_of_its_iteration(self) -> bool:
+        """Whether no operator in it was taken before the rest."""
+        return all(one.iteration == self.iteration for one in self.shard.operators.values())
 
     @property
     def written(self) -> Shard:
@@ -295,7 +295,7 @@ class SnapshotPool:
             self._source = None
             self._taking_over = {i: one for i, one in self._taking_over.items() if i == self._filling}
         self._settle()
-        if iteration in [sealed for index, sealed in self._sealed.items() if index not in self._mixed]:
+        if iteration in [sealed for index, sealed in list(self._sealed.items()) if index not in self._mixed]:
             return
         copied = decode(*encode(scalars))
         others = Shard({}, self._boundary_buffers.at_boundary(shard.others))  # before a buffer is given up for it
@@ -329,12 +329,12 @@ class SnapshotPool:
         for index in later:
             self._unseal(index)
 
-    def acquire(self, iteration: int, spare: str = "") -> Snapshot | None:
+    def acquire(self, iteration: int, spare: Collection[str] = ()) -> Snapshot | None:
         """An empty snapshot to load a state into, None when every buffer is in use.
 
         Args:
             iteration: of that state.
-            spare: name of the file in shared memory whose buffer is taken last: the one that is to be loaded. Another
+            spare: names of the files in shared memory whose buffers are taken last: those that may be loaded. Another
                 one may hold the same iteration, as an earlier life left it.
         """
         held = self._take(iteration, spare)
@@ -418,7 +418,7 @@ class SnapshotPool:
                     file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
         return [HostBuffer(template, pinned=pinned) for _ in range(count)]
 
-    def _take(self, iteration: int, spare: str = "") -> tuple[HostBuffer, Snapshot] | None:
+    def _take(self, iteration: int, spare: Collection[str] = ()) -> tuple[HostBuffer, Snapshot] | None:
         """A free buffer: one that holds nothing, or else the oldest state, so that the newest stay the longest."""
         with self._lock:
             used = {*self._held, *self._sealing, *self._taking_over, *(i for i, _ in self._taking_over.values())}
@@ -426,7 +426,7 @@ class SnapshotPool:
             if not free:
                 return None
             source = -1 if self._source is None else self._source[0]
-            index = min(free, key=lambda i: (self._file_name(i) == spare != "", i == source, self._sealed.get(i, -1)))
+            index = min(free, key=lambda i: (self._file_name(i) in spare, i == source, self._sealed.get(i, -1)))
             self._hold(index, iteration)
         self._unseal(index)
         return self._buffers[index], self._held[index]
@@ -510,7 +510,7 @@ class SnapshotPool:
         try:
             if snapshot.not_copied - snapshot.shard.operators.keys():
                 return  # as was said when experts could not be taken over
-            if kind == "snapshot" and not snapshot.of_one_iteration:
+            if kind == "snapshot" and not snapshot.is_of_its_iteration:
                 kind = "mixed"
             memory.seal(
                 shared.rank,

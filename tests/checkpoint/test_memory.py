@@ -185,7 +185,7 @@ def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     assert pool.acquire(8) is not None
     pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13, SCALARS)
     (held,) = [state for state in held_states(run_id) if state.iteration == 12]
-    into = pool.acquire(12, held.path.name)
+    into = pool.acquire(12, {held.path.name})
     assert into is not None
     load_held(held, into.shard)
     assert_same_bits(into.shard, make_shard(3))
@@ -207,10 +207,25 @@ def test_nor_where_an_earlier_life_left_another_of_that_iteration(run_id: str, p
     assert pool.acquire(8) is not None
     both = held_states(run_id)
     assert [state.iteration for state in both] == [12, 12]
-    into = pool.acquire(12, both[place].path.name)
+    into = pool.acquire(12, {both[place].path.name})
     assert into is not None
     load_held(both[place], into.shard)
     assert_same_bits(into.shard, make_shard(3))
+
+
+def test_nor_is_what_may_be_loaded_in_its_place(run_id: str) -> None:
+    pool = pool_of(run_id)
+    for iteration in (10, 12, 14):
+        snapshot = pool.acquire(iteration)
+        assert snapshot is not None
+        snapshot.scalars = SCALARS
+        sealed = pool.seal(snapshot)
+        assert sealed is not None
+        sealed.result()
+        pool.release(snapshot)
+    names = {state.path.name for state in held_states(run_id) if state.iteration != 12}
+    assert pool.acquire(14, names) is not None
+    assert sorted(state.iteration for state in held_states(run_id)) == [10, 14]
 
 
 def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:

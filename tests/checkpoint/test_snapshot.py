@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -300,6 +301,17 @@ def test_experts_that_are_not_copied_are_taken_over_as_they_were(memory: SharedM
         assert found.kind == kind
         assert load_held(found, into)["step"] == iteration
         assert_as_it_was(into, iteration, ages(*expected))
+
+
+def test_what_is_all_taken_over_is_not_of_its_iteration(memory: SharedMemory) -> None:
+    """A rank that trains experts alone, none of which is copied now: they have one age, and it is another."""
+    pool, everything = SnapshotPool(state(0), memory=memory), frozenset([DENSE, *EXPERTS])
+    for iteration, copied in (1, None), (2, frozenset[str]()):
+        pool.begin(state(iteration), iteration, {}, "whole", Sparse(everything, frozenset(), copied))
+        pool.finish()
+    pool.close(remove=False)
+    kinds = [(found.iteration, found.kind) for found in map(partial(held, memory), (1, 2)) if found is not None]
+    assert kinds == [(1, "snapshot"), (2, "mixed")]
 
 
 def test_nobody_waits_until_they_are_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:

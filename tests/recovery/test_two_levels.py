@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,62 @@ def test_of_the_same_iteration_memory_has_younger_experts(killed: Killed) -> Non
     killed.assert_as_noted(state, LAST, restored.taken_at)
 
 
+@pytest.mark.parametrize("killed", [SAME], indirect=True)
+def test_a_life_that_ends_at_once_keeps_the_younger_experts(killed: Killed) -> None:
+    _, _, recovery = opened(config(killed.run_dir))
+    with recovery:
+        assert recovery.restored.sources[0].tier == "memory"
+        ended = {key: values.clone() for key, values in recovery._adapter.shard().tensors()}
+    assert killed.held() == []
+    restored, state = killed.restarted()
+    assert restored.restored_iteration == LAST
+    assert all(torch.equal(values, ended[key]) for key, values in state.tensors())
+
+
+@pytest.mark.parametrize("killed", [AHEAD], indirect=True)
+def test_a_job_without_memory_to_predict_goes_on_from_there_too(killed: Killed) -> None:
+    settings = {**config(killed.run_dir), "predictor": {"memory_limit_bytes": 1}}
+    _, _, recovery = opened(settings)
+    with recovery:
+        assert (recovery.restored.method, recovery.restored.restored_iteration) == ("stale", LAST)
+
+
+def test_after_a_skipped_snapshot_all_experts_are_copied_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only once the disk, whose slowness made it skipped, has told of it."""
+    goes_on, write = threading.Event(), CheckpointStore.write
+    monkeypatch.setattr(ExpertSaving, "note_copied", slow_link)
+
+    def slow(store: CheckpointStore, snapshot: Any) -> Any:
+        if snapshot.iteration > INTERVAL:
+            assert goes_on.wait(SECONDS)
+        return write(store, snapshot)
+
+    monkeypatch.setattr(CheckpointStore, "write", slow)
+    model, optimizer, recovery = opened(config(tmp_path))
+    copied, skipped = dict[int, bool](), 0
+    with recovery:
+        for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
+            loss = model(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if recovery.iteration == INTERVAL:
+                recovery._writer.drain(SECONDS)
+            if recovery.iteration % INTERVAL == 0:
+                running = recovery._pool._running
+                copied[recovery.iteration] = running is not None and not running[0].not_copied
+                if running is None and recovery._pool.recovery is not None:  # skipped: no buffer is free
+                    skipped = recovery.iteration
+                    recovery._pool.release(recovery._pool.recovery)
+            if skipped and recovery.iteration > skipped + INTERVAL:
+                goes_on.set()
+                break
+    assert not copied[skipped - INTERVAL]
+    assert copied[skipped + INTERVAL]
+
+
 @pytest.mark.parametrize("killed", [(2 * INTERVAL, 2 * INTERVAL + 1)], indirect=True)
 def test_mode_exact_takes_the_checkpoint_where_memory_has_older_experts(killed: Killed) -> None:
     assert [one.kind for one in killed.held() if one.iteration == 2 * INTERVAL] == ["mixed"]
@@ -288,7 +345,7 @@ def test_it_is_said_where_no_snapshot_outlives_its_process(tmp_path: Path) -> No
     with JournalReader(tmp_path / "journal.db") as journal:
         told = [event.message for event in journal.events() if event.kind == "experts in memory"]
     assert len(told) == 1
-    assert "shared_memory false: no snapshot outlives its process" in told[0]
+    assert "there is no shared memory (it is turned off): no snapshot outlives its process" in told[0]
 
 
 SCRIPT = textwrap.dedent(
