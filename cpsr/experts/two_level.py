@@ -1,14 +1,14 @@
 """More experts in a snapshot than on the disk."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy
 
 from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import PerExpert, Popularity
+from cpsr.experts.popularity import Popularity
 
-__all__ = ["copied_with", "lost_in_two_levels"]
+__all__ = ["copied_with"]
 
 
 def copied_with(
@@ -44,21 +44,3 @@ def copied_with(
             copied.add(expert)
             left[rank] = left.get(rank, overlapped_bytes) - layer.expert_bytes
     return frozenset(copied)
-
-
-def lost_in_two_levels(
-    layers: Sequence[ExpertLayer], snapshot: PerExpert, persisted: PerExpert, failed_ranks: Collection[int]
-) -> PerExpert:
-    """Tokens that a failure takes from each expert: from the disk on ranks that failed, from host memory on others.
-
-    Args:
-        layers: of the model.
-        snapshot: for each layer, `(experts,)`: tokens that host memory does not have.
-        persisted: the same, of the disk.
-        failed_ranks: of the expert-parallel group, whose host memory is gone.
-    """
-    lost = []
-    for layer, in_memory, on_disk in zip(layers, snapshot, persisted, strict=True):
-        gone = [layer.owner(index) in failed_ranks for index in range(layer.experts)]
-        lost.append(numpy.where(gone, on_disk, in_memory))
-    return tuple(lost)

@@ -1,6 +1,5 @@
-"""Two levels: what is copied beside what goes to the disk, and what a failure then takes."""
+"""Two levels: what is copied to host memory beside what goes to the disk."""
 
-import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +8,7 @@ from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.load_aware import LoadAware
 from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import Popularity
-from cpsr.experts.two_level import copied_with, lost_in_two_levels
+from cpsr.experts.two_level import copied_with
 from cpsr.experts.unsaved import UnsavedTokens
 from tests.experts.mixtures import load, loads, mixture, mixtures, no_load
 
@@ -80,14 +79,3 @@ def test_every_expert_comes_to_host_memory_in_the_end(
         disk.saved(persisted)
         seen |= copied
     assert seen == set(experts(layers))
-
-
-def test_ranks_that_live_lose_what_their_memory_lacks_and_others_what_the_disk_does() -> None:
-    layers = mixture(4, 2, ranks=2)
-    lost = lost_in_two_levels(
-        layers,
-        (numpy.array([1.0, 2, 3, 4]), numpy.array([5.0, 6])),
-        (numpy.array([10.0, 20, 30, 40]), numpy.array([50.0, 60])),
-        failed_ranks={1},
-    )
-    assert [layer.tolist() for layer in lost] == [[1, 2, 30, 40], [5, 60]]
