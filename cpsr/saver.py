@@ -201,6 +201,9 @@ class Saver:
             self._all_experts = True
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
+        if sparse is not None and snapshot.sparse != sparse:
+            # This rank alone had to copy all experts: next time all do, or replicas of one stay of different ages.
+            self._all_experts = True
         self._copying_since = time.perf_counter()
         snapshot.stall_seconds = self._copying_since - started
 

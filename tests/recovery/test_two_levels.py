@@ -21,6 +21,7 @@ from cpsr.checkpoint.held import HeldState, held_states
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import remove_held
+from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.torch import TorchAdapter
 from cpsr.engines.torch_experts import MixtureOfExperts
@@ -278,6 +279,36 @@ def test_after_a_skipped_snapshot_all_experts_are_copied_at_once(
                 break
     assert not copied[skipped - INTERVAL]
     assert copied[skipped + INTERVAL]
+
+
+def test_where_a_rank_had_to_copy_all_experts_the_next_time_all_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source was taken, for what it leaves, between the ranks' choice and its snapshot."""
+    monkeypatch.setattr(ExpertSaving, "note_copied", slow_link)
+    begin, planned, copied = SnapshotPool.begin, dict[int, bool](), dict[int, bool]()
+
+    def without_source(pool: SnapshotPool, shard: Shard, iteration: int, *rest: Any) -> Any:
+        if iteration == 3 * INTERVAL:
+            pool._source = None
+        snapshot = begin(pool, shard, iteration, *rest)
+        planned.setdefault(iteration, rest[2].copied is None)  # the last one is saved again, whole
+        copied.setdefault(iteration, snapshot is not None and not snapshot.not_copied)
+        return snapshot
+
+    monkeypatch.setattr(SnapshotPool, "begin", without_source)
+    model, optimizer, recovery = opened(config(tmp_path))
+    with recovery:
+        for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
+            loss = model(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            recovery._writer.drain(SECONDS)
+            if recovery.iteration == 5 * INTERVAL:
+                break
+    assert [planned[INTERVAL * place] for place in (1, 2, 3, 4, 5)] == [True, False, False, True, False]
+    assert copied[3 * INTERVAL]
 
 
 @pytest.mark.parametrize("killed", [(2 * INTERVAL, 2 * INTERVAL + 1)], indirect=True)
