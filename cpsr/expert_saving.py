@@ -23,7 +23,7 @@ from cpsr.experts.lost_tokens import LostTokens
 from cpsr.experts.measures import Measure
 from cpsr.experts.missed_iterations import MissedIterations
 from cpsr.experts.named import measure_named, policy_named
-from cpsr.experts.naming import Naming
+from cpsr.experts.naming import Naming, experts_of
 from cpsr.experts.operators import Expert, ModelOperators, check_shared
 from cpsr.experts.popularity import PerExpert, Popularity, zeros
 from cpsr.experts.recovering import Recovering
@@ -31,9 +31,9 @@ from cpsr.experts.saved import SavedExperts
 from cpsr.experts.token_counts import HookedTokenCounts
 from cpsr.experts.two_level import copied_with
 from cpsr.group import Group
-from cpsr.state import OperatorState, Shard
+from cpsr.state import Shard
 
-__all__ = ["ExpertSaving", "trained_experts", "unit_name"]
+__all__ = ["ExpertSaving", "trained_experts", "unit_name", "units_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,7 @@ class ExpertSaving:
         config: ExpertsConfig,
         group: Group,
     ) -> None:
-        self.units = {
-            name: unit_name(operator)
-            for operator, names in operators.parameters.items()
-            for name in names
-            if isinstance(operator, Expert) and name in shard.operators
-        }
+        self.units = units_of(operators, shard)
         self.trained = trained_experts(naming, shard, group)
         self._adapter = adapter
         self._counts = counts
@@ -92,7 +87,7 @@ class ExpertSaving:
             replace(layer, expert_bytes=max(1, *size.tolist()))
             for layer, size in zip(_layers(operators), sizes, strict=True)
         )
-        self._non_expert_bytes = shard.state_bytes - sum(_bytes(shard.operators[name]) for name in self.units)
+        self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
         self._measure: Measure | None = None
@@ -476,10 +471,19 @@ def unit_name(expert: Expert) -> str:
     return f"{expert.layer:05d}-{expert.index:05d}"
 
 
+def units_of(operators: ModelOperators, shard: Shard) -> dict[str, str]:
+    """Operator name in the shard -> `unit_name` of its expert, for experts' parameters alone."""
+    return {
+        name: unit_name(operator)
+        for operator, names in operators.parameters.items()
+        for name in names
+        if isinstance(operator, Expert) and name in shard.operators
+    }
+
+
 def trained_experts(naming: Naming, shard: Shard, group: Group) -> frozenset[str]:
     """Names of the experts' parameters that some rank trains, what `missing_experts` has to find; a collective."""
-    places = {name: naming.place(name) for name in shard.operators}
-    told = group.gather([name for name, place in places.items() if place is not None and place.expert is not None])
+    told = group.gather(list(experts_of(naming, shard.operators)))
     return frozenset(name for names in told for name in names)
 
 
@@ -495,10 +499,6 @@ def _expert_bytes(operators: ModelOperators, shard: Shard, group: Group) -> list
     for operator, names in operators.parameters.items():
         if isinstance(operator, Expert):
             trained = (shard.operators[name] for name in names if name in shard.operators)
-            sizes[operator.layer][operator.index] = sum(map(_bytes, trained))
+            sizes[operator.layer][operator.index] = sum(one.state_bytes for one in trained)
     table = group.reduce(torch.cat(sizes), "max")
     return list(numpy.split(table.numpy(), numpy.cumsum([layer.experts for layer in layers])[:-1]))
-
-
-def _bytes(operator: OperatorState) -> int:
-    return operator.parameter.values.nbytes + sum(values.nbytes for values in operator.moments.values())

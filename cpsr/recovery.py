@@ -37,6 +37,7 @@ from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
 from cpsr.expert_saving import ExpertSaving, trained_experts
 from cpsr.experts.completeness import wrong_experts
+from cpsr.experts.naming import experts_of
 from cpsr.group import Group, Votes
 from cpsr.host_memory import HostMemory
 from cpsr.ladder import Ladder
@@ -62,7 +63,7 @@ from cpsr.sharing import Sharing
 from cpsr.state import Shard
 from cpsr.target.target import CheckpointTarget
 from cpsr.terminal import log_to_terminal
-from cpsr.write_sharing import WriteSharing, experts_of
+from cpsr.write_sharing import WriteSharing
 
 __all__ = ["CPSRRecovery"]
 

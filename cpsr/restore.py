@@ -188,21 +188,22 @@ class Restorer:
         self, found: Decision, checkpoint: Snapshot | None, f: int | None, started: float, mode: str
     ) -> Restored:
         """The newest state that every rank has whole: the checkpoint's, or one that is still in memory."""
+        # What is tried next must not be overwritten by what is tried first.
+        spare = [one[self._group.rank].entry for one in (found.mixed, found.exact) if one]
         for sources in (found.mixed, found.exact):
-            # What is tried next must not be overwritten by what is tried first.
-            spare = [one[self._group.rank].entry for one in (found.mixed, found.exact) if one]
             held = self._load_from_memory(sources, spare) if sources and sources[0].tier == "memory" else None
             if held is None:
                 continue
-            restored = replace(self._at(held, checkpoint, f, started), sources=sources)
-            if self._stale(held) is not None and not self._older_experts:
+            stale = self._stale(held)
+            if stale is not None and not self._older_experts:
                 raise RecoveryError(
                     f"the state of iteration {held.iteration} in memory was said to be of one iteration, and is not: "
                     "this is a defect, please report it. Nothing was changed on the disk; after `cpsr release` the run "
                     "goes on from there"
                 )
-            if self._stale(held) is not None:
-                return self._with_older_experts(restored, held)
+            restored = replace(self._at(held, checkpoint, f, started), sources=sources)
+            if stale is not None:
+                return self._with_older_experts(restored, held, stale)
             return replace(restored, reason=_why_exact(mode, held.iteration, f, in_memory=True))
         if checkpoint is None:
             return Restored("scratch", self._adapter.iteration, None, None, "no checkpoint has been committed yet")
@@ -312,10 +313,9 @@ class Restorer:
             return replace(tried, reason=f"{as_saved.reason}: {prediction.reason}")
         return replace(tried, method="experts", reason=f"{exact.reason}; {told}, up to which they are predicted")
 
-    def _with_older_experts(self, exact: Restored, held: Snapshot) -> Restored:
-        """From a snapshot in memory with experts that were copied earlier: they go on as they were; a collective."""
-        stale, m, f = self._stale(held), held.iteration, exact.failure_iteration
-        assert stale is not None
+    def _with_older_experts(self, exact: Restored, held: Snapshot, stale: tuple[int, int]) -> Restored:
+        """From a snapshot in memory with experts that were copied earlier: they go on as they were."""
+        m, f = held.iteration, exact.failure_iteration
         again = f"; {f - m} iterations are recomputed" if f is not None and f > m else ""
         how = {
             "stale": "",

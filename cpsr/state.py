@@ -54,6 +54,11 @@ class OperatorState:
     moments: dict[str, torch.Tensor]
     iteration: int
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and moments, on the engine's device."""
+        return self.parameter.values.nbytes + sum(values.nbytes for values in self.moments.values())
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.shared import Shared
-from cpsr.experts.naming import Naming
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.group import Group
 from cpsr.state import OperatorState, Shard
 
-__all__ = ["Holding", "WriteSharing", "experts_of"]
+__all__ = ["Holding", "WriteSharing"]
 
 # Shares of one life: as many as there are ways in which the experts of a checkpoint lie on ranks, few where they take
 # turns; one takes 5 ms for 3000 operators.
@@ -39,7 +38,7 @@ class Holding:
         parameters: dict[str, list[OperatorState]] = {}
         for name, unit in units.items():
             parameters.setdefault(unit, []).append(shard.operators[name])
-        described = {unit: (_hash(ones), sum(map(_bytes, ones))) for unit, ones in parameters.items()}
+        described = {unit: (_hash(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
         return Holding(_hash(one for name, one in shard.operators.items() if name not in units), described)
 
 
@@ -90,11 +89,11 @@ class WriteSharing:
             }
             for other, held in holdings.items()
         }
-        sizes = {name: _bytes(shard.operators[name]) for name in self._alike if name not in units}
+        sizes = {name: shard.operators[name].state_bytes for name in self._alike if name not in units}
         # In this order they are shared out without being sorted again.
         self._sizes = dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
         self._shares: dict[tuple[int, ...], dict[str, int]] = {}
-        each = {name: _bytes(one) / holders[name] for name, one in shard.operators.items()}
+        each = {name: one.state_bytes / holders[name] for name, one in shard.operators.items()}
         others = sum(values.nbytes for values in shard.others.values())
         self.non_expert_share_bytes = others + sum(size for name, size in each.items() if name not in units)
         self.share_bytes = others + sum(each.values())
@@ -147,16 +146,6 @@ class WriteSharing:
         return {name: rank for rank, part in shares if rank != self._rank for name in part}
 
 
-def experts_of(naming: Naming | None, operators: Iterable[str]) -> dict[str, str]:
-    """Operator -> its expert, of experts' parameters alone."""
-    places = {} if naming is None else {name: naming.place(name) for name in operators}
-    return {
-        name: f"{place.layer}/{place.expert}"
-        for name, place in places.items()
-        if place is not None and place.expert is not None
-    }
-
-
 def _owners(holdings: Mapping[int, Holding]) -> dict[tuple[str, str], _Owner]:
     """Expert and what describes it -> who writes it: those that hold it, in turn."""
     holders: dict[tuple[str, str], list[int]] = {}
@@ -174,7 +163,3 @@ def _owners(holdings: Mapping[int, Holding]) -> dict[tuple[str, str], _Owner]:
 def _hash(operators: Iterable[OperatorState]) -> str:
     described = {one.name: operator_record(one).described.model_dump() for one in operators}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _bytes(operator: OperatorState) -> int:
-    return operator.parameter.values.nbytes + sum(values.nbytes for values in operator.moments.values())

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.naming import MODULE_LIST
+from cpsr.experts.naming import MODULE_LIST, experts_of
 from cpsr.group import Group
 from cpsr.state import OperatorState, ParamSlice, Shard
-from cpsr.write_sharing import Holding, WriteSharing, experts_of
+from cpsr.write_sharing import Holding, WriteSharing
 
 Sizes = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 

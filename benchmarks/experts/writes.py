@@ -15,7 +15,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
-from cpsr.expert_saving import unit_name
+from cpsr.expert_saving import unit_name, units_of
 from cpsr.experts.operators import Expert
 from cpsr.experts.popularity import Popularity
 from cpsr.experts.unsaved import UnsavedTokens
@@ -108,12 +108,7 @@ def measure_writes(training: Training, rounds: int, experts_per_layer: int, dire
         Plain data, the same on each rank: `rounds`, by way; `non_expert_bytes` and `state_bytes` of a rank.
     """
     group, shard = Group(), training.adapter.shard()
-    units = {
-        name: unit_name(operator)
-        for operator, names in training.operators.parameters.items()
-        for name in names
-        if isinstance(operator, Expert) and name in shard.operators
-    }
+    units = units_of(training.operators, shard)
     pool = SnapshotPool(shard, buffers=1)
     writes = WriteSharing.of(shard, units, training.adapter.data_parallel_ranks, group)
     try:

@@ -299,7 +299,7 @@ class DiskHistory:
         return common
 
 
-def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> list["_Left"]:
+def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> list[_Left]:
     """What lies in other ranks' files."""
     found: list[_Left] = []
     for writer, operators in record.by_writer().items():

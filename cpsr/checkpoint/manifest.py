@@ -44,6 +44,15 @@ class _Record(BaseModel):
         return json.dumps(self.model_dump(), separators=(",", ":")).encode("ascii")
 
 
+class _RecordOfSome(_Record):
+    """What is absent takes no room: manifests of thousands of operators are read at every restart."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if value is not None}
+
+
 class FileRecord(_Record):
     """One file: its size and hash."""
 
@@ -58,7 +67,7 @@ class TensorRecord(_Record):
     dtype: str
 
 
-class OperatorRecord(_Record):
+class OperatorRecord(_RecordOfSome):
     """One operator's slice on one rank, as `cpsr.state.OperatorState` describes it."""
 
     global_shape: tuple[Count, ...]
@@ -73,12 +82,6 @@ class OperatorRecord(_Record):
     xxh3_128: Xxh3 | None = Field(
         default=None, description="hash of weights and moments where other ranks hold them, too"
     )
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is absent takes no room: manifests of thousands of operators are read at every restart."""
-        written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if value is not None}
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
         """Whether it is the same slice at the same iteration, whoever saved it."""
@@ -138,7 +141,7 @@ class RankManifest(_Record):
         return any(experts_taken_at(name) is not None for name in self.files)
 
 
-class RankRecord(_Record):
+class RankRecord(_RecordOfSome):
     """One rank's manifest as rank 0 saw it at the commit."""
 
     sha256: Sha256
@@ -146,12 +149,6 @@ class RankRecord(_Record):
     hashes: dict[FileName, Xxh3] | None = Field(
         default=None, description="file -> xxh3-128, where other ranks leave operators to this one; else absent"
     )
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Manifests of ranks that share nothing stay as they are."""
-        written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if value is not None}
 
 
 class Manifest(_Record):

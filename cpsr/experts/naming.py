@@ -1,10 +1,11 @@
 """How a model's parameter names tell experts and gates from the rest."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["DEEPSPEED", "MODULE_LIST", "Naming", "PatternNaming", "Place"]
+__all__ = ["DEEPSPEED", "MODULE_LIST", "Naming", "PatternNaming", "Place", "experts_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,16 @@ class PatternNaming:
         if found := self.gate.match(parameter):
             return Place(found["layer"] or "", None)
         return None
+
+
+def experts_of(naming: Naming | None, parameters: Iterable[str]) -> dict[str, str]:
+    """Parameter -> its expert, as layer and number, of experts' parameters alone; none where `naming` is."""
+    places = {} if naming is None else {name: naming.place(name) for name in parameters}
+    return {
+        name: f"{place.layer}/{place.expert}"
+        for name, place in places.items()
+        if place is not None and place.expert is not None
+    }
 
 
 # DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and matches neither.

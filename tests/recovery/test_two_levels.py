@@ -76,6 +76,16 @@ def opened(settings: dict[str, Any]) -> tuple[Layer, torch.optim.Optimizer, CPSR
     return model, optimizer, CPSRRecovery(adapter, settings)
 
 
+def steps(model: Layer, optimizer: torch.optim.Optimizer, recovery: CPSRRecovery) -> Iterator[None]:
+    """Train; what follows a step happens between two."""
+    for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
+        loss = model(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield
+
+
 def slow_link(saving: ExpertSaving, *_: Any, measure: Any = ExpertSaving.note_copied) -> None:
     """As if two experts fitted into an iteration."""
     measure(saving, saving._non_expert_bytes + 2 * EXPERT_BYTES, 1.0, 1.0)
@@ -96,13 +106,8 @@ def killed_life(settings: dict[str, Any], note: Path, hangs_at: int, end: int) -
     setattr(ExpertSaving, "note_copied", slow_link)  # noqa: B010 - mypy refuses to assign to a method
     setattr(CheckpointStore, "write", hanging)  # noqa: B010
     model, optimizer, recovery = opened(settings)
-    batches = torch.randn(100, 8, WIDTH)
     with recovery:
-        for batch in recovery.resume(batches):
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        for _ in steps(model, optimizer, recovery):
             tensors = {key: values.clone() for key, values in recovery._adapter.shard().tensors()}
             save_file(tensors, note / f"{recovery.iteration}.safetensors")
             if recovery.iteration < hangs_at:
@@ -261,11 +266,7 @@ def test_after_a_skipped_snapshot_all_experts_are_copied_at_once(
     model, optimizer, recovery = opened(config(tmp_path))
     copied, skipped = dict[int, bool](), 0
     with recovery:
-        for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        for _ in steps(model, optimizer, recovery):
             if recovery.iteration == INTERVAL:
                 recovery._writer.drain(SECONDS)
             if recovery.iteration % INTERVAL == 0:
@@ -299,11 +300,7 @@ def test_where_a_rank_had_to_copy_all_experts_the_next_time_all_do(
     monkeypatch.setattr(SnapshotPool, "begin", without_source)
     model, optimizer, recovery = opened(config(tmp_path))
     with recovery:
-        for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        for _ in steps(model, optimizer, recovery):
             recovery._writer.drain(SECONDS)
             if recovery.iteration == 5 * INTERVAL:
                 break
@@ -335,11 +332,7 @@ def left_life(settings: dict[str, Any], state: dict[str, torch.Tensor], *, finis
     """Train until the last snapshot, note the state, and leave while that is copied, or after it."""
     model, optimizer, recovery = opened(settings)
     with recovery:
-        for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
-            loss = model(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        for _ in steps(model, optimizer, recovery):
             recovery._writer.drain(SECONDS)
             if recovery.iteration == LAST:
                 state |= {key: values.clone() for key, values in recovery._adapter.shard().tensors()}
