@@ -4,11 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cpsr.errors import CPSRError
+from cpsr.launch.link import refuse_once
 
 if TYPE_CHECKING:
     from cpsr.config import CPSRConfig
     from cpsr.engines.torch import TorchAdapter
     from cpsr.recovery import CPSRRecovery
+
+refuse_once()
 
 __all__ = ["CPSRConfig", "CPSRError", "CPSRRecovery", "TorchAdapter"]
 

@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
+"""The `cpsr` command: demo, run, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
 
 Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
 
@@ -35,6 +35,14 @@ class _Commands(TyperGroup):
         except CPSRError as error:
             typer.echo(f"cpsr: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(FAILED) from error
+
+
+class _Torchrun(TyperCommand):
+    """Takes its arguments as they are: torchrun's own parser reads them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
 
 
 app = typer.Typer(
@@ -63,6 +71,14 @@ def demo(
         run_demo(run_dir)
     else:
         run_demo(run_dir, iterations=iterations)
+
+
+@app.command(cls=_Torchrun, options_metavar="[torchrun's options] SCRIPT [ARGS]...")
+def run(context: typer.Context) -> None:
+    """Start a training job as torchrun does, and start it again after failures; takes torchrun's arguments."""
+    from cpsr.launch.command import run_job
+
+    raise typer.Exit(run_job(context.args))
 
 
 @app.command()
@@ -111,6 +127,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
     """Show a run's lives, checkpoints and recoveries."""
+    from cpsr.exits import FAILED
     from cpsr.journal import JournalReader, json_ready
 
     with JournalReader(directory / "journal.db") as reader:
@@ -123,12 +140,14 @@ def inspect(
             "phases": reader.phases(),
             "plans": [plan for plan in [reader.latest_plan()] if plan],
         }
+        # A life's end is told by the next one, which reads the notes that launcher and ranks have left.
+        causes = {event.life - 1: event.message for event in reader.events() if event.kind == FAILED}
     if as_json:
         # NaN has no number in JSON; a reader that gets its name cannot take it for one.
         typer.echo(json.dumps({name: [json_ready(dataclasses.asdict(row)) for row in rows[name]] for name in rows}))
         return
     console = Console()
-    for table in (_lives_table(rows["lives"]), _checkpoints_table(rows["checkpoints"])):
+    for table in (_lives_table(rows["lives"], causes), _checkpoints_table(rows["checkpoints"])):
         console.print(table)
     console.print(_recoveries_table(rows["recoveries"]) if rows["recoveries"] else "No recovery so far.")
     if rows["rehearsals"]:
@@ -478,7 +497,7 @@ def simulate_papers(
     run_simulations(chosen, json_path)
 
 
-def _lives_table(lives: "list[LifeRow]") -> Table:
+def _lives_table(lives: "list[LifeRow]", causes: dict[int, str]) -> Table:
     table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
     for life in lives:
         killed = life.ending == "running" and life.life < lives[-1].life
@@ -487,7 +506,7 @@ def _lives_table(lives: "list[LifeRow]") -> Table:
             str(life.life),
             life.mode,
             "scratch" if life.restored_iteration is None else str(life.restored_iteration),
-            "killed" if killed else life.ending,
+            causes.get(life.life, "killed" if killed else life.ending),
             _number(seconds),
             f"{life.pid} on {life.host}",
         )

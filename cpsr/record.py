@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import JournalDamagedError, JournalError
+from cpsr.exits import FAILED
 from cpsr.fitter.phases import Phase
 from cpsr.group import Group
 from cpsr.journal import (
@@ -186,16 +187,21 @@ class Recorder:
         )
         self._journal.import_events(self._directory)
 
-    def restored(self, restored: Restored, ended: dict[str, Any] | None, mode: str, watching: bool) -> str | None:
+    def restored(self, restored: Restored, cause: str | None, mode: str, watching: bool) -> str | None:
         """Record the failure and the recovery that began this life; returns the recovery's id.
 
         Args:
             restored: how this life began.
-            ended: the marker of an end that was not a failure, where the last life left one.
+            cause: how the last life ended, as a clause; None where it ended in good order.
             mode: the configured mode.
             watching: whether the predicted state is being watched.
         """
-        if self._journal is None or restored.method == "scratch":
+        if self._journal is None:
+            return None
+        if cause is not None:
+            # For `inspect`: of a life that failed before its first checkpoint there is no other record.
+            self.event(FAILED, cause, restored.failure_iteration, logging.DEBUG)
+        if restored.method == "scratch":
             return None
         if restored.failure_iteration is not None:
             self._journal.record_failure(
@@ -203,9 +209,7 @@ class Recorder:
                     life=max(self.life - 1, 0),
                     iteration=restored.failure_iteration,
                     checkpoint_iteration=restored.checkpoint_iteration,
-                    description="the last life ended without a marker"
-                    if ended is None
-                    else f"the last life left ({ended['ending']}) without having saved its last state",
+                    description=cause or "the last life left in order, without having saved its last state",
                 )
             )
         forecast = restored.forecast

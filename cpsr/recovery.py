@@ -35,12 +35,14 @@ from cpsr.departure import Departure
 from cpsr.engines import adapt
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
+from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit
 from cpsr.expert_saving import ExpertSaving, trained_experts
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.naming import experts_of
 from cpsr.group import Group, Votes
 from cpsr.host_memory import HostMemory
 from cpsr.ladder import Ladder
+from cpsr.launch.link import Opened, report, restart_obstacle
 from cpsr.learner import Learner
 from cpsr.liveness import Liveness
 from cpsr.loader import ResumableLoader
@@ -52,6 +54,7 @@ from cpsr.planning.recovery_cost import Schedule
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.probes import LossFunction, Probes
 from cpsr.record import Recorder
+from cpsr.recovery_message import recovery_message
 from cpsr.recovery_watch import RecoveryWatch, start_watch
 from cpsr.restore import Restored, Restorer
 from cpsr.run_state import RunState, Stateful
@@ -271,8 +274,14 @@ class CPSRRecovery:
 
     def _abandon(self, error: BaseException | None) -> None:
         """The group is broken: keep the state of the last step boundary, and watch the others no longer."""
+        note_exit(self._run.path, self._recorder.life, Exit(self._group.rank, error=_one_line(error)))
         self._departure.dump(f"the training loop was left with {type(error).__name__}")
         self._liveness.close(ended=False)
+
+    def _leave(self, reason: str) -> None:
+        """Another rank is gone, or the training hangs: this process ends, from another thread."""
+        note_exit(self._run.path, self._recorder.life, Exit(self._group.rank, left=reason))
+        self._departure.leave(reason)
 
     # What the adapter calls, on the training thread
 
@@ -448,6 +457,9 @@ class CPSRRecovery:
         last_life, last_branch = group.broadcast(newest_life(config.run_dir))
         self._recorder = Recorder(config.run_dir, group, config.mode, last_life, config.journal.full_steps)
         opened.callback(self._close_record)
+        launcher = report()
+        if launcher is not None:
+            launcher.open(Opened(str(run.path.absolute()), self._recorder.life, group.size))
         if group.rank == 0:
             service = ServiceProcess(config.service, config.run_dir, self._recorder.event)
             opened.callback(service.close)
@@ -522,7 +534,7 @@ class CPSRRecovery:
             rank,
             self._group.size,
             config.liveness,
-            self._departure.leave,
+            self._leave,
             self._recorder.event,
         )
         opened.callback(lambda: self._liveness.close(ended=self._ending != "error"))
@@ -572,11 +584,12 @@ class CPSRRecovery:
         self._watch = start_watch(restored, config.guard, group, self._losses)
         if self._watch is not None:
             self._pool.pin()  # the checkpoint stays in memory until the watch is over
-        self._recovery_id = self._recorder.restored(restored, self._run.ended, config.mode, self._watch is not None)
+        cause = self._cause()
+        self._recovery_id = self._recorder.restored(restored, cause, config.mode, self._watch is not None)
         if restored.predicted and not restored.partly_predicted:
             before = self._recorder.losses_before(iteration, SLOPE_LOSSES_MAX)
             self._recovered = RecoveredLag(before, iteration)
-        self._announce()
+        self._announce(cause)
         self._writer = CheckpointWriter(self._store, self._pool, config.checkpoint)
         if restored.scalars is not None:
             self._planner.load_state_dict(restored.scalars.planning)
@@ -629,7 +642,16 @@ class CPSRRecovery:
         lost = self._experts.restored(ages, checkpoint, predicted=restored.method != "stale")
         return replace(restored, guard={**restored.guard, "lost_tokens": lost})
 
-    def _announce(self) -> None:
+    def _cause(self) -> str | None:
+        """How the last life ended, where that was a failure (rank 0); its notes are not needed any more."""
+        if self._group.rank != 0 or self._recorder.life == 0 or self._run.ended is not None:
+            return None
+        life = self._recorder.life - 1
+        cause = cause_of(exits_of(self._run.path, life), self._group.size)
+        forget_exits(self._run.path, self._recorder.life)
+        return cause
+
+    def _announce(self, cause: str | None) -> None:
         memory = "all" if self._experts is None or self._group.rank != 0 else self.config.experts.memory
         problem = self._pool.shared_memory_problem if self.config.checkpoint.shared_memory else "it is turned off"
         if memory == "overlapped" and problem is not None:
@@ -645,6 +667,9 @@ class CPSRRecovery:
                 "experts.memory is 'saved': but for the first of a life no snapshot in host memory is whole, so that a "
                 "process that dies comes back from the disk, and peers.replicas has nothing to copy",
             )
+        obstacle = restart_obstacle() if self._group.rank == 0 and self._group.size > 1 else None
+        if obstacle is not None:
+            self._recorder.event("launcher", obstacle, level=logging.WARNING)
         for problem in self._restorer.damaged:
             self._recorder.event("checkpoint damaged", problem, level=logging.ERROR)
         if self._group.rank != 0:
@@ -654,9 +679,16 @@ class CPSRRecovery:
             how = {"clean": "ended cleanly", "sigterm": "left after SIGTERM"}[run.ended["ending"]]
             message = f"the last life {how} at iteration {run.ended['iteration']}"
             self._recorder.event("continued", message, restored.restored_iteration)
-        message = f"{run.path}: iteration {restored.restored_iteration}, {restored.method}: {restored.reason}"
-        self._recorder.event("started", message, restored.restored_iteration)
+        self._announce_recovery(recovery_message(restored, cause))
         run.clear_ended()
+
+    def _announce_recovery(self, message: str) -> None:
+        """One line, by the launcher where it is ours, else in the log; the numbers behind it in the verbose log."""
+        launcher, at = report(), self._restored.restored_iteration
+        self._recorder.event("started", message, at, logging.INFO if launcher is None else logging.DEBUG)
+        logger.debug("%s: iteration %d, %s: %s", self._run.path, at, self._restored.method, self._restored.reason)
+        if launcher is not None:
+            launcher.recovered(message)
 
     def _save_last(self) -> None:
         self._saver.finish()
@@ -913,6 +945,12 @@ class _Leave(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(SIGTERM_EXIT_STATUS)
+
+
+def _one_line(error: BaseException | None) -> str:
+    """An exception's kind and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _configuration(

@@ -1,7 +1,10 @@
 """One line for each important event, where the user has not configured logging."""
 
 import logging
+import os
 import sys
+
+from cpsr.launch.link import VERBOSE
 
 __all__ = ["log_to_terminal"]
 
@@ -14,5 +17,6 @@ def log_to_terminal(rank: int) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"[%(asctime)s] [CPSR] [rank {rank}] %(message)s", "%H:%M:%S"))
     package.addHandler(handler)
-    package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    level = logging.DEBUG if os.environ.get(VERBOSE) else logging.INFO
+    package.setLevel(level if rank == 0 else logging.WARNING)
     package.propagate = False

@@ -31,7 +31,7 @@ class Failure(BaseModel):
                 {
                     "iteration": 4321,
                     "checkpoint_iteration": 4200,
-                    "description": "the last life ended without a marker",
+                    "description": "rank 1 was killed (SIGKILL)",
                     "failed_unix_seconds": 1764000000.0,
                     "reported": False,
                 }

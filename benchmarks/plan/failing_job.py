@@ -130,7 +130,9 @@ def _record(kept: dict[str, Any]) -> JobRecord:
 def _run(job: FailingJob, run_dir: Path, on_progress: Callable[[int], None]) -> JobRecord:
     log_path = run_dir / "job.log"
     with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(_command(job, run_dir), stdout=log, stderr=log, env=environment())
+        # As `cpsr run` does: new ranks must not find the dead group's store.
+        variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        process = subprocess.Popen(_command(job, run_dir), stdout=log, stderr=log, env=variables)
         try:
             course = _Course(run_dir, job.failures)
             deadline = time.monotonic() + JOB_TIMEOUT_SECONDS

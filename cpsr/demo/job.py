@@ -1,4 +1,4 @@
-"""The training job of the demo: one rank of a DeepSpeed run, started by torchrun through `worker`.
+"""The training job of the demo: one rank of a DeepSpeed run, started by `cpsr run` through `worker`.
 
 Everything CPSR needs is the `with` line and the loader; the loop is the user's.
 """
@@ -62,7 +62,7 @@ def main(notes: Notes | None = None) -> None:
                 _validate(engine, chunks, recovery.iteration, arguments.run_dir)
             if recovery.iteration >= arguments.iterations:
                 break
-    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit, and torchrun start once more
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit, and the launcher start once more
 
 
 def _parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Start the demo's job under torchrun, watch it, and kill one of its ranks."""
+"""Start the demo's job with `cpsr run`, watch it, and kill one of its ranks."""
 
 import os
 import signal
@@ -89,10 +89,9 @@ def iterations_reached(run_dir: Path) -> int:
 
 
 def _command(run_dir: Path, iterations: int, failure_iteration: int) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    torchrun += [f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
+    launcher = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={RANKS}", f"--max-restarts={RESTARTS}"]
     job = ["-m", "cpsr.demo.worker", f"--run-dir={run_dir}", f"--iterations={iterations}"]
-    return [*torchrun, *job, f"--failure-iteration={failure_iteration}"]
+    return [*launcher, *job, f"--failure-iteration={failure_iteration}"]
 
 
 def environment() -> dict[str, str]:
@@ -102,6 +101,4 @@ def environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # two ranks on two cores
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
-        # A restarted group must not find the dead group's store.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

@@ -1,4 +1,4 @@
-"""One process of the demo's job, as torchrun starts it: notes when it had imported what, and runs the job."""
+"""One process of the demo's job, as `cpsr run` starts it: notes when it had imported what, and runs the job."""
 
 from importlib import import_module
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.packaging.distributions import ROOT, build, copy_tests, install, tracked
 
-DOCUMENTS = ["ARCHITECTURE.md", "docs/journal.md"]  # tests hold the code to them
+DOCUMENTS = ["ARCHITECTURE.md", "README.md", "docs/journal.md"]  # tests hold the code to them
 
 
 def main() -> int:

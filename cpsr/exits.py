@@ -1,0 +1,160 @@
+"""How the ranks of a life ended, as they themselves and their launcher noted it in the run directory.
+
+::
+
+    <run_dir>/exits/life-00003-rank-00001-launcher.json    the signal or status that the launcher saw
+    <run_dir>/exits/life-00003-rank-00000-rank.json        why the rank left, in its own words
+
+A rank that is killed writes nothing. `cpsr run` then knows the signal; under another launcher it is the rank that left
+no note where others did.
+"""
+
+import json
+import logging
+import re
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = [
+    "FAILED",
+    "SIGTERM_STATUS",
+    "Exit",
+    "cause_of",
+    "exits_of",
+    "first_of",
+    "forget_exits",
+    "note_exit",
+    "ranks_named",
+]
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "exits"
+FAILED = "failed"  # kind of the event by which a life says how the one before it ended
+# A launcher ends the other ranks once it has seen one end: whoever ended later than this after the first was ended.
+FIRST_SECONDS = 2.0
+SIGTERM_STATUS = 128 + signal.SIGTERM
+_NAME = re.compile(r"life-(\d+)-rank-(\d+)-(launcher|rank)\.json")
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How one rank's process ended.
+
+    Attributes:
+        rank: of the job.
+        signal: name of the signal that killed it, as its launcher saw it.
+        status: its exit status, as its launcher saw it.
+        error: the exception with which it left the training loop, in its own words.
+        left: why it gave the job up in good order (another rank was not heard any more), in its own words.
+        unix_seconds: when.
+    """
+
+    rank: int
+    signal: str | None = None
+    status: int | None = None
+    error: str | None = None
+    left: str | None = None
+    unix_seconds: float = 0.0
+
+    @staticmethod
+    def of_status(rank: int, status: int, unix_seconds: float) -> "Exit":
+        """From a process's exit status: negative is the number of a signal."""
+        if status >= 0:
+            return Exit(rank, status=status, unix_seconds=unix_seconds)
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:  # a real-time signal
+            name = f"signal {-status}"
+        return Exit(rank, signal=name, unix_seconds=unix_seconds)
+
+
+def note_exit(run_dir: Path, life: int, noted: Exit) -> None:
+    """Leave a note for the next life; where the file system refuses, that is logged, and the signal stays unknown."""
+    who = "rank" if noted.signal is None and noted.status is None else "launcher"
+    path = run_dir / DIRECTORY / f"life-{life:05d}-rank-{noted.rank:05d}-{who}.json"
+    fields = asdict(noted)
+    if not noted.unix_seconds:
+        fields["unix_seconds"] = time.time()
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(fields), encoding="utf-8")
+    except OSError as error:
+        logger.warning("how rank %d ended cannot be noted in %s: %s", noted.rank, path, error)
+
+
+def exits_of(run_dir: Path, life: int) -> list[Exit]:
+    """What was noted of the ranks of a life; what cannot be read is left out."""
+    found = []
+    for path in sorted((run_dir / DIRECTORY).glob(f"life-{life:05d}-*.json")):
+        try:
+            found.append(Exit(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("%s cannot be read and is ignored: %s", path, error)
+    return found
+
+
+def forget_exits(run_dir: Path, before_life: int) -> None:
+    """Remove the notes of earlier lives (rank 0); what cannot be removed harms nothing."""
+    for path in (run_dir / DIRECTORY).glob("life-*.json"):
+        matched = _NAME.fullmatch(path.name)
+        if matched is not None and int(matched[1]) < before_life:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s cannot be removed, which harms nothing: %s", path, error)
+
+
+def cause_of(exits: Sequence[Exit], ranks: int) -> str:
+    """Which ranks ended first and how, as a clause that begins in lower case: `rank 1 was killed (SIGKILL)`.
+
+    Args:
+        exits: what was noted of a life that failed, in any order.
+        ranks: how many the job has.
+    """
+    own = [one for one in exits if one.status is None and one.signal is None]
+    left = next((one for one in own if one.left is not None), None)
+    if left is not None:
+        return f"rank {left.rank} left because {left.left}"
+    first = first_of([one for one in exits if one not in own])
+    killed = [one for one in first if one.signal is not None]
+    if killed:
+        signals = ", ".join(sorted({str(one.signal) for one in killed}))
+        return f"{_were(one.rank for one in killed)} killed ({signals})"
+    silent = sorted(set(range(ranks)) - {one.rank for one in own})
+    errors = sorted((one for one in own if one.error is not None), key=lambda one: one.unix_seconds)
+    if errors and first:  # the launcher's word on who was first, the rank's on why
+        errors = [one for one in errors if one.rank in {seen.rank for seen in first}] or errors
+    elif errors and silent:
+        return f"{_were(silent)} killed"
+    if errors:
+        return f"rank {errors[0].rank} failed ({errors[0].error})"
+    if first:
+        statuses = ", ".join(sorted({str(one.status) for one in first}))
+        return f"{ranks_named(one.rank for one in first)} ended with status {statuses}"
+    return "the job was killed (no rank noted how)"
+
+
+def first_of(exits: Sequence[Exit]) -> list[Exit]:
+    """Of what a launcher saw, the ranks that ended by themselves: it ended the others soon after, with SIGTERM."""
+    begun = min((one.unix_seconds for one in exits), default=0.0)
+    first = sorted((one for one in exits if one.unix_seconds <= begun + FIRST_SECONDS), key=lambda one: one.rank)
+    return [one for one in first if one.signal != "SIGTERM" and one.status != SIGTERM_STATUS] or first
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Ranks for people: `rank 1`, `ranks 0 and 1`, `ranks 0 to 3`, `ranks 0, 2 and 5`."""
+    numbers = sorted(set(ranks))
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def _were(ranks: Iterable[int]) -> str:
+    named = ranks_named(ranks)
+    return f"{named} {'was' if named.startswith('rank ') else 'were'}"

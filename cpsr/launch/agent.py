@@ -1,0 +1,180 @@
+"""torchrun's agent, with what recovery needs: when it starts the ranks again, and one line for each failure."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.launcher import api
+
+from cpsr.checkpoint.progress import Progress, read_progress
+from cpsr.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
+from cpsr.launch.link import REFUSED_STATUS, Opened, Report
+
+__all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
+
+BACK_OFF_SECONDS_MAX = 60.0
+
+
+class JobEndedError(Exception):
+    """The launcher ends now, and starts nothing again.
+
+    Args:
+        status: its exit status.
+        message: one line for the user.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Failures:
+    """What the failures of a job mean for its restarts.
+
+    A failure counts against the restarts only where the job came no further than before: a job that gains something in
+    each life may fail as often as it likes, one that fails again and again at the same place is given up soon.
+
+    Args:
+        report: what the ranks tell.
+        restarts_max: failures in a row, without a new iteration, after which the job is given up.
+        tell: prints one line.
+    """
+
+    def __init__(self, report: Report, restarts_max: int, tell: Callable[[str], None]) -> None:
+        self._report = report
+        self._restarts_max = restarts_max
+        self._tell = tell
+        self._furthest_iteration = -1
+        self._in_vain = 0
+
+    def after(self, exits: Sequence[Exit], ranks: int) -> float:
+        """Ranks of this machine have ended; prints one line.
+
+        Args:
+            exits: how.
+            ranks: of the job.
+
+        Returns:
+            Seconds to wait before the job is started again.
+
+        Raises:
+            JobEndedError: it is not started again.
+        """
+        if any(one.status == REFUSED_STATUS for one in exits):
+            raise JobEndedError(REFUSED_STATUS, "; ".join(self._report.refusals()) or "a rank ended with status 78")
+        if all(_after_sigterm(one) for one in exits) and any(one.status == SIGTERM_STATUS for one in exits):
+            raise JobEndedError(SIGTERM_STATUS, "The job left after SIGTERM; start it with the same command to go on")
+        opened = self._report.opened()
+        progress = None if opened is None else read_progress(Path(opened.run_dir), opened.ranks)
+        message = _sentence(self._cause(opened, exits, ranks), opened, progress)
+        in_vain = self._count(-1 if progress is None else progress.iteration)
+        if in_vain > self._restarts_max or not self._restarts_max:
+            after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
+            why = f"The job is not started again{after} (--max-restarts={self._restarts_max})"
+            raise JobEndedError(1, f"{message}. {why}")
+        if not in_vain:
+            self._tell(f"{message}. All ranks start again")
+            return 0.0
+        wait_seconds = min(2.0 ** (in_vain - 1), BACK_OFF_SECONDS_MAX)
+        counted = f"restart {in_vain} of {self._restarts_max} without a new iteration"
+        self._tell(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
+        return wait_seconds
+
+    def _count(self, iteration: int) -> int:
+        """Failures in a row in which the job came no further, this one at `iteration` included."""
+        self._in_vain = 0 if iteration > self._furthest_iteration else self._in_vain + 1
+        self._furthest_iteration = max(iteration, self._furthest_iteration)
+        return self._in_vain
+
+    def tell_started(self, pids: Mapping[int, int]) -> None:
+        """Say which process is which rank, so that a user can look at one, or kill it to see what happens."""
+        named = "pid" if len(pids) == 1 else "pids"
+        self._tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
+
+    def tell_recovered(self) -> None:
+        """Say how the run came back, once it has."""
+        message = self._report.take_recovered()
+        if message is not None:
+            self._tell(message)
+
+    def _cause(self, opened: Opened | None, exits: Sequence[Exit], ranks: int) -> str:
+        """How the life ended, by what this launcher saw, which it notes for the run, and by the ranks' own notes."""
+        if opened is None:
+            return cause_of(exits, ranks)
+        run_dir = Path(opened.run_dir)
+        for one in first_of(exits):
+            note_exit(run_dir, opened.life, one)
+        own = [one for one in exits_of(run_dir, opened.life) if one.status is None and one.signal is None]
+        return cause_of([*exits, *own], opened.ranks)
+
+
+class _Agent(LocalElasticAgent):
+    """Asks `Failures` before torchrun's agent decides; set by `agent_that_recovers`."""
+
+    failures: Failures
+    report: Report
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        self.failures.tell_recovered()
+        if result.state is WorkerState.FAILED:
+            exits = [
+                Exit.of_status(rank, failure.exitcode, float(failure.timestamp))
+                for rank, failure in result.failures.items()
+            ]
+            time.sleep(self.failures.after(exits, worker_group.workers[0].world_size))
+            # Whether to start again is decided here. The difference of the two is the number of the start.
+            self._worker_group.spec.max_restarts += 1
+            self._remaining_restarts += 1
+        return result
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.report.clear()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self.failures.tell_started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
+        return pids
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        with _deaf_to_sigterm():
+            super()._shutdown(*args, **kwargs)
+
+
+@contextmanager
+def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
+    """Inside, torchrun's launcher makes our agent: it has no argument for that."""
+    names = vars(api)
+    before = names["LocalElasticAgent"]
+    names["LocalElasticAgent"] = type("RecoveringAgent", (_Agent,), {"failures": failures, "report": report})
+    try:
+        yield
+    finally:
+        names["LocalElasticAgent"] = before
+
+
+@contextmanager
+def _deaf_to_sigterm() -> Iterator[None]:
+    """The ranks have been told to leave, and are waited for: a second SIGTERM must not leave them behind."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _after_sigterm(one: Exit) -> bool:
+    return one.status == SIGTERM_STATUS or one.signal == "SIGTERM"
+
+
+def _sentence(cause: str, opened: Opened | None, progress: Progress | None) -> str:
+    if opened is None:
+        where = "before it opened a run"
+    elif progress is None:
+        where = "before the first iteration"
+    else:
+        where = f"after iteration {progress.iteration}"
+    return f"{cause[0].upper()}{cause[1:]} {where}"

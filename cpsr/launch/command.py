@@ -1,0 +1,102 @@
+"""`cpsr run`: start a job with torchrun's arguments, and start it again after failures that a restart can cure."""
+
+import logging
+import os
+import sys
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from cpsr.launch.agent import Failures, JobEndedError, agent_that_recovers
+from cpsr.launch.link import LAUNCHER, VERBOSE, Report
+
+__all__ = ["run_job"]
+
+RESTARTS_MAX = 3
+# What is set unless the user has set it.
+ENVIRONMENT = {
+    # The ranks' own store, new for each life: in the agent's, gloo finds the addresses of the dead group.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # How long ranks may take to commit after SIGTERM. Whoever stops the launcher has a limit of its own.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+}
+PORT = 29500  # torchrun's
+
+
+def run_job(arguments: Sequence[str]) -> int:
+    """Run a job to its end.
+
+    Args:
+        arguments: as for torchrun.
+
+    Returns:
+        The exit status: 0, 1 where the job was given up, 78 where it refuses its configuration, 128 and the number of
+        the signal that ended it.
+    """
+    parsed = _parser().parse_args(list(arguments))
+    _restartable(parsed)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if parsed.nproc_per_node != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which takes six lines to say so
+    if parsed.verbose:
+        os.environ[VERBOSE] = "1"
+    else:
+        # The agent's own account of a failure takes twenty lines; ours takes one.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="cpsr-run-") as directory:
+        os.environ[LAUNCHER] = directory
+        report = Report(Path(directory))
+        try:
+            with agent_that_recovers(Failures(report, parsed.max_restarts, _tell), report):
+                torchrun.run(parsed)  # type: ignore[no-untyped-call]
+        except JobEndedError as ended:
+            _tell(str(ended))
+            return ended.status
+        except SignalException as error:
+            _tell(f"The job left after {error.sigval.name}; start it with the same command to go on")
+            return 128 + int(error.sigval)
+        except RendezvousError as error:
+            _tell(
+                f"This node cannot join the others ({error}): the launcher of another one has ended, or is out of reach"
+            )
+            return 1
+        except ChildFailedError as error:  # ranks that nothing can end, in the kernel
+            _tell(f"The job failed: {error.get_first_failure()[1].message}")
+            return 1
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = torchrun.get_args_parser()
+    parser.prog = "cpsr run"
+    parser.description = (
+        "Starts a training job as torchrun does, with the same arguments, and starts it again after a failure. A "
+        "failure counts against --max-restarts only where the job came no further than before. A job that refuses its "
+        f"configuration is not started again (exit status 78). Default of --max-restarts: {RESTARTS_MAX}."
+    )
+    parser.add_argument("--verbose", action="store_true", help="Show the agent's log and details of each recovery.")
+    if "PET_MAX_RESTARTS" not in os.environ:  # where torchrun looks for it
+        parser.set_defaults(max_restarts=RESTARTS_MAX)
+    return parser
+
+
+def _restartable(parsed: object) -> None:
+    """Of several nodes, a static rendezvous keeps the store of the dead group: c10d's at the same address does not."""
+    arguments = vars(parsed)
+    nodes_max = torchrun.parse_min_max_nnodes(arguments["nnodes"])[1]
+    if arguments["rdzv_backend"] == "static" and not arguments["standalone"] and nodes_max > 1:
+        port = arguments["master_port"] or PORT
+        arguments["rdzv_endpoint"] = arguments["rdzv_endpoint"] or f"{arguments['master_addr']}:{port}"
+        arguments["rdzv_backend"] = "c10d"
+        arguments["node_rank"] = 0  # c10d numbers the nodes itself
+
+
+def _tell(message: str) -> None:
+    print(f"[cpsr run] {' '.join(message.split())}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,117 @@
+"""Starts jobs with the real launchers, and reads what they print."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+LIMIT_SECONDS = 120.0
+
+# Two ranks of plain torch on gloo: `argv` is the run directory, the last iteration and the seconds of a step.
+SCRIPT = """
+import sys, time, torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from cpsr import CPSRRecovery, TorchAdapter
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(4000, 4))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+config = {"run_dir": sys.argv[1], "mode": "exact", "checkpoint": {"interval_iterations": 5, "fsync": False}}
+with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:
+    for (batch,) in recovery.resume(loader):
+        optimizer.zero_grad()
+        module(batch).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(float(sys.argv[3]))
+        if dist.get_rank() == 0:
+            print("iteration", recovery.iteration, flush=True)
+        if recovery.iteration == int(sys.argv[2]):
+            break
+dist.destroy_process_group()
+"""
+
+
+class Launched:
+    """One launcher, running or ended.
+
+    Args:
+        directory: where it runs; its output goes to a file there.
+        command: begins with the name of an installed script.
+        environment: more variables.
+    """
+
+    def __init__(self, directory: Path, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.log = directory / f"output-{len(list(directory.glob('output-*')))}"
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
+        variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
+        with self.log.open("w") as output:
+            arguments = [str(BIN / command[0]), *command[1:]]
+            self.process = subprocess.Popen(arguments, cwd=directory, env=variables, stdout=output, stderr=output)
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            for pid in self.pids():  # what a killed launcher leaves behind
+                if Path(f"/proc/{pid}").exists():
+                    os.kill(pid, 9)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def lines(self) -> list[str]:
+        """What `cpsr run` itself has printed."""
+        return [line.removeprefix("[cpsr run] ") for line in self.output.splitlines() if line.startswith("[cpsr run]")]
+
+    def pids(self) -> list[int]:
+        """Of the ranks that were started last."""
+        started = [line for line in self.lines() if line.startswith("Started")]
+        return [int(pid) for pid in re.findall(r"\d+", started[-1].partition("(")[2])] if started else []
+
+    def children(self) -> list[int]:
+        """Processes that the launcher has started and that still run."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+
+    def until(self, condition: Callable[["Launched"], object]) -> None:
+        """Wait until the condition holds."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not condition(self):
+            assert self.process.poll() is None, self.output[-4000:]
+            assert time.monotonic() < deadline, self.output[-4000:]
+            time.sleep(0.05)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.output[-4000:]) from None
+
+
+def iterations(launched: Launched) -> list[int]:
+    """Iterations that rank 0 of `SCRIPT` has printed."""
+    return [int(at) for at in re.findall(r"^iteration (\d+)$", launched.output, re.MULTILINE)]
+
+
+def has_reached(launched: Launched, iteration: int) -> bool:
+    """Whether rank 0 of `SCRIPT` has finished that iteration."""
+    reached = iterations(launched)
+    return bool(reached) and reached[-1] >= iteration
+
+
+def has_said(launched: Launched, text: str, times: int) -> bool:
+    """Whether something was printed so often."""
+    return launched.output.count(text) >= times

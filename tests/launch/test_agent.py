@@ -1,0 +1,133 @@
+"""When a job is started again: by what the ranks' counters and notes in real files say."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.progress import ProgressCounter, progress_path
+from cpsr.exits import Exit, cause_of, exits_of, note_exit
+from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError
+from cpsr.launch.link import REFUSED_STATUS, Opened, Report
+
+RANKS = 2
+
+
+class Launch:
+    """A launcher's directory and a run's, with what was told."""
+
+    def __init__(self, tmp_path: Path, restarts_max: int = 3) -> None:
+        (tmp_path / "launcher").mkdir()
+        self.run_dir = tmp_path / "run"
+        self.run_dir.mkdir()
+        self.report = Report(tmp_path / "launcher")
+        self.told: list[str] = []
+        self.failures = Failures(self.report, restarts_max, self.told.append)
+        self.counters = [ProgressCounter(progress_path(self.run_dir, rank)) for rank in range(RANKS)]
+
+    def reach(self, iteration: int) -> None:
+        for counter in self.counters:
+            counter.reset(iteration, iteration)
+
+    def open(self, life: int) -> None:
+        self.report.clear()
+        self.report.open(Opened(str(self.run_dir), life, RANKS))
+
+    def kill(self, rank: int = 1) -> float:
+        return self.failures.after([Exit.of_status(rank, -9, time.time())], RANKS)
+
+
+def test_a_job_that_gains_something_in_each_life_may_fail_as_often_as_it_likes(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=2)
+    for life in range(10):
+        launch.open(life)
+        launch.reach(10 * life + 5)
+        assert launch.kill() == 0.0
+    assert launch.told[-1] == "Rank 1 was killed (SIGKILL) after iteration 95. All ranks start again"
+
+
+def test_a_job_that_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=2)
+    launch.open(0)
+    launch.reach(7)
+    assert launch.kill() == 0.0
+    assert launch.kill() == 1.0
+    launch.reach(5)  # recomputing, not yet where it was
+    assert launch.kill() == 2.0
+    with pytest.raises(JobEndedError, match=r"after 3 failures without a new iteration \(--max-restarts=2\)") as ended:
+        launch.kill()
+    assert ended.value.status == 1
+
+
+def test_what_was_gained_counts_from_there_on(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=1)
+    launch.open(0)
+    launch.reach(7)
+    assert [launch.kill(), launch.kill()] == [0.0, 1.0]
+    launch.reach(8)
+    assert [launch.kill(), launch.kill()] == [0.0, 1.0]
+
+
+def test_a_job_that_opens_no_run_is_given_up_too(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=1)
+    assert launch.failures.after([Exit(0, status=3)], RANKS) == 1.0
+    assert launch.told == [
+        "Rank 0 ended with status 3 before it opened a run. All ranks start again in 1 s (restart 1 of 1 without a new "
+        "iteration)"
+    ]
+    with pytest.raises(JobEndedError):
+        launch.failures.after([Exit(0, status=3)], RANKS)
+
+
+def test_the_wait_grows_to_a_bound(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=100)
+    waits = [launch.failures.after([Exit(0, status=3)], RANKS) for _ in range(12)]
+    assert waits[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert set(waits[6:]) == {BACK_OFF_SECONDS_MAX}
+
+
+def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=0)
+    launch.open(0)
+    launch.reach(7)
+    with pytest.raises(JobEndedError, match=r"Rank 1 was killed \(SIGKILL\) after iteration 7. The job is not started"):
+        launch.kill()
+
+
+def test_a_refusal_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    for _ in range(RANKS):
+        launch.report.refuse("ConfigError: 'intervall' is unknown")
+    exits = [Exit(0, status=REFUSED_STATUS), Exit(1, signal="SIGTERM")]
+    with pytest.raises(JobEndedError) as ended:
+        launch.failures.after(exits, RANKS)
+    assert (ended.value.status, str(ended.value)) == (REFUSED_STATUS, "ConfigError: 'intervall' is unknown")
+
+
+def test_ranks_that_left_after_sigterm_are_no_failure(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.open(0)
+    with pytest.raises(JobEndedError, match="left after SIGTERM") as ended:
+        launch.failures.after([Exit(0, status=143), Exit(1, signal="SIGTERM")], RANKS)
+    assert ended.value.status == 143
+
+
+def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.open(3)
+    launch.reach(7)
+    now = time.time()
+    exits = [Exit.of_status(1, -9, now), Exit.of_status(0, -15, now), Exit.of_status(2, -9, now + 30.0)]
+    assert launch.failures.after(exits, 3) == 0.0
+    assert launch.told == ["Rank 1 was killed (SIGKILL) after iteration 7. All ranks start again"]
+    assert cause_of(exits_of(launch.run_dir, 3), 3) == "rank 1 was killed (SIGKILL)"
+
+
+def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.open(0)
+    launch.reach(7)
+    note_exit(launch.run_dir, 0, Exit(0, error="RuntimeError: Connection reset by peer", unix_seconds=20.0))
+    note_exit(launch.run_dir, 0, Exit(1, error="ValueError: bad batch", unix_seconds=19.5))
+    launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)], RANKS)
+    assert launch.told[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")

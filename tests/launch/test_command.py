@@ -1,0 +1,124 @@
+"""`cpsr run` with real processes: what it starts again, what it does not, and what it says."""
+
+import os
+import re
+import signal
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import SCRIPT, Launched, has_reached, has_said, iterations
+
+REFUSED = """
+import sys
+from cpsr import CPSRConfig
+with open("starts", "a") as starts:
+    starts.write("started ")
+CPSRConfig.load({"run_dir": "run", "checkpoints": {}})
+"""
+FAILS = """
+import json, os, sys
+with open("starts", "a") as starts:
+    starts.write(json.dumps(sys.argv[1:]) + os.environ["TORCHELASTIC_RESTART_COUNT"] + " ")
+sys.exit(3)
+"""
+
+
+def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REFUSED)
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "train.py"]) as launched:
+        assert launched.wait() == 78
+        refusals = [line for line in launched.output.splitlines() if "checkpoints" in line]
+    assert len(refusals) == 1
+    assert refusals[0].startswith("[cpsr run] ConfigError: ")
+    assert "Traceback" not in launched.output
+    assert len((tmp_path / "starts").read_text().split()) <= 2
+
+
+def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    command = ["cpsr", "run", "--nproc-per-node", "1", "--max-restarts=1", "train.py", "--verbose", "--help"]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 1
+        said = [line for line in launched.lines() if not line.startswith("Started")]
+    assert said == [
+        "Rank 0 ended with status 3 before it opened a run. All ranks start again in 1 s (restart 1 of 1 without a new "
+        "iteration)",
+        "Rank 0 ended with status 3 before it opened a run. The job is not started again, after 2 failures without a "
+        "new iteration (--max-restarts=1)",
+    ]
+    assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]0 ["--verbose", "--help"]1 '
+
+
+@pytest.mark.parametrize("everybody", [False, True], ids=["launcher", "every process"])
+def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Path, everybody: bool) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["cpsr", "run", "--nproc-per-node=2", "train.py", "run"]
+    with Launched(tmp_path, [*command, "100000", "0.02"]) as launched:
+        launched.until(partial(has_reached, iteration=12))
+        for pid in launched.pids() if everybody else []:
+            os.kill(pid, signal.SIGTERM)
+        launched.process.send_signal(signal.SIGTERM)
+        launched.process.send_signal(signal.SIGTERM)  # a second one while the ranks commit
+        assert launched.wait() == 143
+        left = re.findall(r"leaving at iteration (\d+) after SIGTERM: its state is committed", launched.output)
+        assert len(left) == 1
+        assert "left after SIGTERM; start it with the same command to go on" in launched.lines()[-1]
+    if everybody:
+        return
+    iteration = int(left[0])
+    with Launched(tmp_path, [*command, str(iteration + 5), "0"]) as again:
+        assert again.wait() == 0
+        assert f"All ranks continue at iteration {iteration}, exact from" in again.output
+        assert iterations(again)[:2] == [iteration + 1, iteration + 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", [["cpsr", "run"], ["torchrun", "--max-restarts=5"]], ids=["cpsr run", "torchrun"])
+def test_five_kills_are_recovered_from(tmp_path: Path, launcher: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [*launcher, "--nproc-per-node=2", "train.py", "run", "120", "0.05"]
+    # As README's line for torchrun has it; `cpsr run` sets it by itself.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher[0] == "torchrun" else {}
+    with Launched(tmp_path, command, variables) as launched:
+        for kill in range(5):
+            launched.until(partial(has_reached, iteration=10 * (kill + 1)))
+            back = launched.output.count("All ranks continue")
+            os.kill(launched.children()[-1], signal.SIGKILL)
+            launched.until(partial(has_said, text="All ranks continue", times=back + 1))
+        assert launched.wait() == 0
+    assert iterations(launched)[-1] == 120
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output
+
+
+@pytest.mark.slow
+def test_torchrun_without_it_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", "train.py", "run", "3", "0"]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 0
+    assert launched.output.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
+    assert "cpsr run" in launched.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_nodes_with_torchruns_static_arguments_come_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    script = ["train.py", "run", "60", "0.05"]
+    nodes = [Launched(tmp_path, ["cpsr", "run", *shared, f"--node-rank={node}", *script]) for node in range(2)]
+    with nodes[0], nodes[1]:
+        nodes[0].until(lambda _: any(has_reached(node, 15) for node in nodes))
+        os.kill(nodes[1].pids()[0], signal.SIGKILL)
+        assert [node.wait() for node in nodes] == [0, 0]
+    recovered = [line for node in nodes for line in node.lines() if "continue at iteration" in line]
+    assert len(recovered) == 1
+    assert "was killed (SIGKILL) after iteration" in recovered[0]
+    assert max(iterations(nodes[0]) + iterations(nodes[1])) == 60

@@ -1,0 +1,87 @@
+"""What a rank tells its launcher, and what becomes of a refusal, in real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpsr.launch.link import LAUNCHER, REFUSED_STATUS, Opened, Report, report, restart_obstacle
+
+
+def child(code: str, directory: Path | None) -> "subprocess.CompletedProcess[str]":
+    """A process that imports CPSR under a launcher, or under none."""
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+    if directory is not None:
+        environment[LAUNCHER] = str(directory)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+REFUSAL = "from cpsr.errors import ConfigError; import cpsr; raise ConfigError('the key is unknown')"
+
+
+def test_a_refusal_has_a_status_of_its_own_under_a_launcher(tmp_path: Path) -> None:
+    ended = child(REFUSAL, tmp_path)
+    assert (ended.returncode, ended.stderr) == (REFUSED_STATUS, "")
+    assert Report(tmp_path).refusals() == ["ConfigError: the key is unknown"]
+
+
+def test_without_one_it_is_an_exception_like_any_other() -> None:
+    ended = child(REFUSAL, None)
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+
+
+def test_any_other_error_keeps_its_traceback(tmp_path: Path) -> None:
+    ended = child("import cpsr; raise ValueError('bad batch')", tmp_path)
+    assert ended.returncode == 1
+    assert "ValueError: bad batch" in ended.stderr
+    assert not Report(tmp_path).refusals()
+
+
+def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:
+    caught = REFUSAL.replace("raise", "\ntry: raise").replace("unknown')", "unknown')\nexcept ConfigError: pass")
+    assert child(caught, tmp_path).returncode == 0
+    assert not Report(tmp_path).refusals()
+
+
+def test_what_is_told_is_read_and_forgotten(tmp_path: Path) -> None:
+    told = Report(tmp_path)
+    assert told.opened() is None
+    assert told.take_recovered() is None
+    told.open(Opened("/run", 3, 8))
+    told.recovered("All ranks continue at iteration 7.")
+    assert told.opened() == Opened("/run", 3, 8)
+    assert [told.take_recovered(), told.take_recovered()] == ["All ranks continue at iteration 7.", None]
+    told.clear()
+    assert told.opened() is None
+
+
+def test_there_is_no_report_without_a_launcher_or_once_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    assert report() is None
+    monkeypatch.setenv(LAUNCHER, str(tmp_path / "gone"))
+    assert report() is None
+    monkeypatch.setenv(LAUNCHER, str(tmp_path))
+    assert report() is not None
+
+
+@pytest.mark.parametrize(
+    ("store", "restarts", "warned"),
+    [("True", "3", True), ("False", "3", False), ("True", "0", False), (None, None, False)],
+)
+def test_torchrun_that_cannot_restart_is_named(
+    monkeypatch: pytest.MonkeyPatch, store: str | None, restarts: str | None, warned: bool
+) -> None:
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", store), ("TORCHELASTIC_MAX_RESTARTS", restarts)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    obstacle = restart_obstacle()
+    assert (obstacle is not None) == warned
+    if obstacle is not None:
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in obstacle
+        assert "cpsr run" in obstacle

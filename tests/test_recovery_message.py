@@ -1,0 +1,116 @@
+"""The one line on how a run came back answers: what was lost, from where each rank continues, what it costs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.tiers import Source, Tier
+from cpsr.predictor.protocol import Forecast
+from cpsr.recovery_message import recovery_message
+from cpsr.restore import Restored
+
+KILLED = "rank 1 was killed (SIGKILL)"
+LINE = Forecast("line", True, {}, 12.4, "the numbers of the fit", {"used_iterations": [60, 70, 80]})
+CHECKED: dict[str, Any] = {"loss": {"accepted": True, "reason": "", "loss_predicted": 1.2412, "loss_checkpoint": 1.52}}
+REFUSED: dict[str, Any] = {
+    "tried": [1.0],
+    "loss": {"accepted": False, "reason": "", "loss_predicted": 2.31, "loss_checkpoint": 1.52},
+}
+
+
+def sources(*tiers: Tier, iteration: int = 91) -> tuple[Source, ...]:
+    return tuple(Source(rank, tier, iteration) for rank, tier in enumerate(tiers))
+
+
+EXACT = Restored("exact", 80, 80, 91, "mode exact: 11 iterations", sources=sources("disk", "disk", iteration=80))
+PREDICTED = Restored("line", 91, 80, 91, "", sources=sources("predicted", "predicted"), forecast=LINE, guard=CHECKED)
+
+
+@pytest.mark.parametrize(
+    ("restored", "cause", "message"),
+    [
+        (
+            replace(PREDICTED, sources=sources("departure", "predicted")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
+            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Expected cost: "
+            "12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+        ),
+        (
+            replace(PREDICTED, sources=sources("predicted", "departure")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
+            "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. Expected "
+            "cost: 12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+        ),
+        (
+            replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
+            "checkpoint 80 (line over 3 checkpoints). Expected cost: 12 iterations (recomputing: 11). Not checked: no "
+            "probe batches.",
+        ),
+        (
+            EXACT,
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed.",
+        ),
+        (
+            replace(EXACT, reason="the plan finds recomputing cheaper than predicting; 11 iterations are recomputed"),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, which is cheaper than predicting.",
+        ),
+        (
+            replace(EXACT, forecast=LINE, guard=REFUSED),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, because the check refused the prediction. Check failed: loss 2.31, "
+            "checkpoint 1.52.",
+        ),
+        (
+            replace(EXACT, forecast=replace(LINE, feasible=False, reason="2 checkpoints, 3 are needed")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, because nothing can be predicted (2 checkpoints, 3 are needed).",
+        ),
+        (
+            replace(EXACT, restored_iteration=91, sources=sources("memory", "memory")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, exact from memory. "
+            "Nothing is lost.",
+        ),
+        (
+            replace(EXACT, restored_iteration=90, sources=sources("memory")),
+            "the job was killed (no rank noted how)",
+            "The job was killed (no rank noted how) after iteration 91. Training continues at iteration 90, exact "
+            "from memory. 1 iteration is recomputed.",
+        ),
+        (
+            replace(EXACT, method="departure", restored_iteration=91, sources=sources("departure", "departure")),
+            "rank 1 failed (ValueError: bad batch)",
+            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, exact from "
+            "memory. Random states and registered objects are those of checkpoint 80.",
+        ),
+        (
+            replace(EXACT, failure_iteration=None),
+            None,
+            "All ranks continue at iteration 80, exact from checkpoint 80. Nothing is lost.",
+        ),
+        (
+            replace(EXACT, method="stale"),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from checkpoint 80, "
+            "with older experts as they were saved. 11 iterations are recomputed.",
+        ),
+        (
+            Restored("scratch", 0, None, None, "no checkpoint has been committed yet"),
+            KILLED,
+            "Rank 1 was killed (SIGKILL). Training begins at iteration 0: no checkpoint was committed yet.",
+        ),
+    ],
+)
+def test_the_line_says_what_a_user_asks(restored: Restored, cause: str | None, message: str) -> None:
+    assert recovery_message(restored, cause) == message
