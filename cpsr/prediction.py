@@ -204,7 +204,10 @@ class StatePrediction:
         if history.partial_iterations:  # no rank's own word: what is measured is of all of them
             own_series = int(self._group.sum(settings.get("own_series_operators", 0)))
             settings |= {"own_series_operators": own_series}
-        return replace(limited, settings=settings), guard
+        # A rank may hold only tensors that kept the line's direction: all name what any of them did.
+        methods = self._group.gather(limited.method)
+        method = self._predictor.name if self._predictor.name in methods else methods[0]
+        return replace(limited, method=method, settings=settings), guard
 
     def _scales(self, moved: Displacements) -> dict[str, float]:
         return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))

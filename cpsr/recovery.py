@@ -32,7 +32,7 @@ from cpsr.coordinator.pace import bubbles_of, pace_of
 from cpsr.coordinator.recovered import RecoveredLag
 from cpsr.coordinator.schedule import Rehearsals
 from cpsr.departure import Departure
-from cpsr.engines import adapt
+from cpsr.engines import adapt, require_loader
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
 from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit
@@ -141,8 +141,8 @@ class CPSRRecovery:
         probe_batches: Sequence[Any] | None = None,
         mode: Literal["auto", "predict", "exact"] | None = None,
     ) -> None:
-        self.config = _configuration(engine, config, mode)
         self._adapter = adapt(engine)
+        self.config = _configuration(engine, config, mode)
         self._loss_fn = loss_fn
         self._probes = Probes(self._adapter, self.config.guard.probe_batches, loss_fn, probe_batches)
         self._losses = LossRecorder(self.config.journal.flush_iterations)
@@ -218,6 +218,7 @@ class CPSRRecovery:
 
         Raises:
             ConfigError: outside the `with` block, where nothing is restored yet; or both `epochs` and `repeat`.
+            UnsupportedEngineError: a loader of another package that would not deal the same batches again.
         """
         if not self._entered:
             raise ConfigError(
@@ -225,6 +226,7 @@ class CPSRRecovery:
             )
         if repeat and epochs is not None:
             raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")
+        require_loader(loader)
         stream = self._state.stream(loader, epochs, repeat)
         if self._watch is not None and not stream.can_seek:
             self._recorder.event(

@@ -46,7 +46,7 @@ class Restored:
         method: `scratch`, `exact`, `departure` (every tensor as the ranks left it when the group broke, the small
             state stepped ahead from the checkpoint's), `stale` (exactly what the checkpoint holds, or a snapshot in
             memory, some experts of which are older than it is), `experts` (what the checkpoint holds with those experts
-            predicted up to it), or the predictor's name.
+            predicted up to it), or how it was predicted: `line`, or `vitp` where the network turned the line.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,14 +148,34 @@ def _check(
             )
     if known["world_size"] != world_size:
         raise RunMismatchError(
-            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}: its shards fit only "
-            f"{known['world_size']} ranks with the same parallel layout; {kept}"
+            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, and its checkpoints fit "
+            f"only {known['world_size']}; nothing in it was changed. {_way_out(path, known)}"
         )
     for key in ("zero_stage", "precision", "optimizer"):
         if known[key] != description[key]:
             raise RunMismatchError(
                 f"{path} holds a run with {key} {known[key]!r}, this job has {description[key]!r}; {kept}"
             )
+
+
+def _way_out(path: Path, known: dict[str, Any]) -> str:
+    """How to go on with another number of ranks, as far as the engine and the optimizer allow it."""
+    if known["engine"] == "PipelineEngine":
+        return "A pipeline cannot go on with another number of ranks: start with as many, or use another run_dir"
+    if known["engine"] == "torch" or not str(known["optimizer"]).endswith(("Adam", "AdamW")):
+        out = f"{path}.safetensors"
+        return (
+            f"To go on from its weights: `cpsr export {shlex.quote(str(path))} --out {shlex.quote(out)} --format "
+            f"safetensors`, then model.load_state_dict(safetensors.torch.load_file({out!r})) before CPSRRecovery, and "
+            "another run_dir; the optimizer's state, the schedule and the position in the data begin anew"
+        )
+    out = f"{path}-universal"
+    return (
+        f"To go on with its weights, moments and schedule: `cpsr export {shlex.quote(str(path))} --out "
+        f'{shlex.quote(out)}`, then "checkpoint": {{"load_universal": true}} in the DeepSpeed configuration (ZeRO 1, 2 '
+        f"or 3), engine.load_checkpoint({out!r}) before CPSRRecovery, and another run_dir; the position in the data "
+        "begins anew"
+    )
 
 
 def _check_shared(path: Path, group: Group, run_id: str) -> None:

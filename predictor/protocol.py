@@ -70,7 +70,7 @@ class Forecast:
     The predicted weights are `sum_k coefficients[operator][k] * history.read(operator, k, ...)`.
 
     Attributes:
-        method: name of the predictor.
+        method: how the state is formed: the direction that was taken, where a predictor has several, else its name.
         feasible: False where the predictor advises against itself; `reason` says why.
         coefficients: operator -> one float per history entry.
         expected_lag_iterations: what this recovery is expected to cost, from the prior or from measurements.

@@ -196,8 +196,9 @@ class VITPPredictor(LinePredictor):
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
-        Settings say the `direction` taken, how many updates its network has had (`updates`), and which operators keep
-        the line's row (`line_operators`, their number, and up to 8 `line_names`).
+        The forecast's `method` is `vitp` where the network turned any operator's direction, else `line`. Settings say
+        the `direction` taken, how many updates its network has had (`updates`), and which operators keep the line's row
+        (`line_operators`, their number, and up to 8 `line_names`).
 
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
@@ -370,9 +371,10 @@ class VITPPredictor(LinePredictor):
                 full[position] = value
             coefficients[operator] = tuple(full)
         line = [operator for operator in asked if operator not in rows]
+        direction = "vitp" if rows else "line"
         settings = {
             **forecast.settings,
-            "direction": "vitp" if rows else "line",
+            "direction": direction,
             "updates": self._updates,
             "line_operators": len(line),
             "line_names": line[:MAX_NAMES],
@@ -382,7 +384,7 @@ class VITPPredictor(LinePredictor):
             reason += f"; {len(rows)} operators in a learned direction"
         elif forecast.feasible and "vitp" not in self._directions() and self._forced is None:
             reason += f"; in the line's direction, the network has had {self._updates} of {MIN_UPDATES} updates"
-        return replace(forecast, coefficients=coefficients, settings=settings, reason=reason)
+        return replace(forecast, method=direction, coefficients=coefficients, settings=settings, reason=reason)
 
 
 def _names_between_ranks(history: History, forecast: Forecast, asked: Mapping[str, OperatorFit]) -> dict[str, str]:

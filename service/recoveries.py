@@ -26,7 +26,7 @@ class Recovery(BaseModel):
                     "failure_iteration": 4321,
                     "checkpoint_iteration": 4200,
                     "restored_iteration": 4321,
-                    "method": "predicted",
+                    "method": "line",
                     "requested_mode": "auto",
                     "feasible": ["predicted", "exact"],
                     "outcome": "kept",
@@ -49,7 +49,9 @@ class Recovery(BaseModel):
     failure_iteration: int | None = Field(description="null where the run continued without a failure.")
     checkpoint_iteration: int | None
     restored_iteration: int
-    method: str = Field(description="`scratch`, `exact`; anything else is a predicted state.")
+    method: str = Field(
+        description="`scratch`, `exact`; anything else is a predicted state: `line`, or `vitp` (a turned line)."
+    )
     requested_mode: str
     feasible: list[str] = Field(description="Methods that could have been taken.")
     outcome: Literal["kept", "vetoed", "rolled_back", "watching"]

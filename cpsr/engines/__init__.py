@@ -4,10 +4,11 @@ import sys
 from typing import Any, cast
 
 from cpsr.engines.adapter import EngineAdapter, StepObserver
+from cpsr.engines.foreign import require_engine, require_loader
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt"]
+__all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt", "require_loader"]
 
 _INTERFACE = tuple(name for name in (*vars(EngineAdapter), *EngineAdapter.__annotations__) if not name.startswith("_"))
 
@@ -21,15 +22,14 @@ def adapt(engine: Any) -> EngineAdapter:
     Raises:
         UnsupportedEngineError: anything else, or an engine whose state CPSR cannot see; the message names it.
     """
-    if isinstance(engine, type):
-        raise UnsupportedEngineError(f"{engine.__name__} is a class; pass an instance")
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and isinstance(engine, deepspeed.DeepSpeedEngine):
         from cpsr.engines.deepspeed import DeepSpeedAdapter
 
         return DeepSpeedAdapter(engine)
-    if all(hasattr(engine, name) for name in _INTERFACE):
+    if not isinstance(engine, type) and all(hasattr(engine, name) for name in _INTERFACE):
         return cast(EngineAdapter, engine)
+    require_engine(engine)
     raise UnsupportedEngineError(
         f"{type(engine).__name__} is not a training engine that CPSR knows: pass the engine that deepspeed.initialize "
         "returned, or wrap module and optimizer as TorchAdapter(module, optimizer)"

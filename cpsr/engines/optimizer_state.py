@@ -13,6 +13,7 @@ __all__ = [
     "create_absent",
     "flat_view",
     "hyperparameters",
+    "keeps_state_in_kernel",
     "learning_rate",
     "load_hyperparameters",
     "load_step_scalars",
@@ -102,7 +103,7 @@ def create_absent(optimizer: torch.optim.Optimizer, group: dict[str, Any], maste
                 "use dampening=0"
             )
         keys = ["momentum_buffer"] if group["momentum"] else []
-    elif _name(kind) == _CPU_ADAM or (_name(kind) == _FUSED_ADAM and master.device.type == "cpu"):
+    elif keeps_state_in_kernel(optimizer, master.device):
         raise UnsupportedEngineError(
             f"the CPU kernel of {kind.__name__} keeps state of its own that cannot be restored; pass a "
             "torch.optim.AdamW to deepspeed.initialize as its optimizer"
@@ -118,6 +119,12 @@ def create_absent(optimizer: torch.optim.Optimizer, group: dict[str, Any], maste
     for key in keys:
         if state.get(key) is None:
             state[key] = torch.zeros_like(master, memory_format=torch.preserve_format).detach()
+
+
+def keeps_state_in_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether this is one of DeepSpeed's optimizers whose kernel for processors keeps state of its own."""
+    name = _name(type(optimizer))
+    return name == _CPU_ADAM or (name == _FUSED_ADAM and device.type == "cpu")
 
 
 def _name(kind: type) -> tuple[str, str]:

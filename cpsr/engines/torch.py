@@ -10,6 +10,7 @@ from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
+from cpsr.engines.foreign import require_parts
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -54,8 +55,9 @@ class TorchAdapter:
         experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
-        UnsupportedEngineError: FSDP, parameters that overlap in memory, parameters outside the module, or an
-            optimizer whose state is not per tensor; the message names it.
+        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP,
+            parameters that overlap in memory, parameters outside the module, or an optimizer whose state is not per
+            tensor; the message names it.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TorchAdapter:
     ) -> None:
         if micro_batches_per_iteration < 1:
             raise ValueError(f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}")
+        require_parts(module, optimizer, scheduler, grad_scaler)
         self._called = module
         self._module = unwrapped(module)
         self._optimizer = optimizer

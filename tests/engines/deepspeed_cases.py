@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from cpsr.coordinator.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_order
-from cpsr.engines import adapt
+from cpsr.engines import TorchAdapter, adapt
 from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
 from cpsr.engines.hooks import Hooks
 from cpsr.errors import UnsupportedEngineError
@@ -399,6 +399,12 @@ def refusals() -> None:
     engine.lr_scheduler.extra = object()
     with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.extra"):
         adapt(engine).scalars()
+    with pytest.raises(UnsupportedEngineError, match=r"tuple that deepspeed\.initialize returns.*engine, \*_ ="):
+        adapt((engine, engine.optimizer, None, None))
+    with pytest.raises(UnsupportedEngineError, match="is a DeepSpeed engine, which needs no TorchAdapter"):
+        TorchAdapter(engine, engine.optimizer)
+    with pytest.raises(UnsupportedEngineError, match="belongs to a DeepSpeed engine"):
+        TorchAdapter(engine.module, engine.optimizer)
 
 
 def pipeline(stage: int, precision: str) -> None:

@@ -162,6 +162,8 @@ def test_it_says_what_it_did(make_history: MakeHistory, taught: dict[str, Any]) 
     assert forecast.settings["updates"] == 11 * STEPS_PER_CHECKPOINT  # the first window has 6 checkpoints
     assert (forecast.settings["line_operators"], forecast.settings["line_names"]) == (0, [])
     refused = loaded(taught, direction="line").forecast(history, ahead(history))
+    assert refused.method == "line"  # named by what was done, not by whose learned state it is
+    assert loaded(taught).state_dict()["predictor"] == "vitp"
     assert refused.coefficients == LinePredictor(**LINE).forecast(history, ahead(history)).coefficients
     assert refused.settings["direction"] == "line"
 

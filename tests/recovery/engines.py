@@ -61,8 +61,11 @@ def loader(data: TensorDataset, parts: int, part: int) -> "DataLoader[Any]":
 
 
 def initialize(module: nn.Module, config: Any) -> Any:
-    """A DeepSpeed engine with AdamW and a falling learning rate."""
+    """A DeepSpeed engine with AdamW and a falling learning rate, or with what the configuration alone asks for."""
     parameters: Any = module.parameters()
+    if "optimizer" in config:
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
+        return engine
     if isinstance(module, Mixture):
         group = {"params": list(parameters), "name": "dense"}
         parameters = split_params_into_different_moe_groups_for_optimizer(group)

@@ -371,7 +371,7 @@ def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -
 
     one_life(20, True, "exact")
     back = one_life(24, False, "predict")
-    assert back.restored.method == "vitp", back.restored.reason
+    assert back.restored.method == "line", back.restored.reason
     assert back.restored.guard["loss"]["loss_checkpoint"] > 0
 
 
@@ -408,7 +408,7 @@ def test_a_killed_process_is_found_by_its_counter(tmp_path: Path) -> None:
     recovery, _ = life(tmp_path, 12, mode="predict")
     assert recovery.restored.failure_iteration == 11
     assert recovery.restored.checkpoint_iteration == 9
-    assert recovery.restored.method == "vitp"
+    assert recovery.restored.method == "line"
     assert recovery.restored.restored_iteration == 11
 
 

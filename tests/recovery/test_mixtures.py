@@ -88,7 +88,7 @@ def test_replicas_are_predicted_alike(job: Job) -> None:
     assert back.statuses == [0, 0], back.output[0][-3000:]
     began = []
     for rank in range(RANKS):
-        assert (back.result(rank)["started"]["iteration"], back.result(rank)["started"]["method"]) == (FAILURE, "vitp")
+        assert (back.result(rank)["started"]["iteration"], back.result(rank)["started"]["method"]) == (FAILURE, "line")
         began.append(load_file(job.directory / f"life-2.{rank}.safetensors"))
     shared = began[0].keys() & began[1].keys()
     assert {name for name in began[0] if name not in shared} == {

@@ -58,7 +58,7 @@ def test_prediction(job: Job, uninterrupted: Uninterrupted, stages: int, probes:
     reference = uninterrupted(ranks=stages, stages=stages, **PIPELINE)
     for rank in range(stages):
         mine = back.result(rank)
-        assert (mine["started"]["iteration"], mine["started"]["method"]) == (FAILURE, "vitp")
+        assert (mine["started"]["iteration"], mine["started"]["method"]) == (FAILURE, "line")
         assert mine["batches"] == reference.result(rank)["batches"][FAILURE * MICRO_BATCHES :]
         assert mine["iteration"] == ITERATIONS
     loss = guard_of(job)["loss"]

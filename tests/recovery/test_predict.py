@@ -35,7 +35,7 @@ def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: i
     for rank in range(2):
         result = back.result(rank)
         assert result["started"]["iteration"] == FAILURE
-        assert result["started"]["method"] == "vitp"
+        assert result["started"]["method"] == "line"
         # The batch after the failure's is the next; nothing is trained twice and nothing is left out.
         assert result["batches"] == uninterrupted(zero).result(rank)["batches"][FAILURE:]
         assert result["learning_rate"] == uninterrupted(zero).result(rank)["learning_rate"]
@@ -44,7 +44,7 @@ def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: i
 
     recovery = recovery_of(job)
     assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (FAILURE, CHECKPOINT)
-    assert recovery.method == "vitp"
+    assert recovery.method == "line"
     assert recovery.settings["used_iterations"][-1] == CHECKPOINT
     assert recovery.guard["loss"]["accepted"] is True
     assert recovery.guard["finite"]["not_finite"] == 0
@@ -158,7 +158,7 @@ def test_killed_again_during_the_watch(job: Job, uninterrupted: Uninterrupted) -
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(2):
         assert back.result(rank)["started"]["iteration"] == again
-        assert back.result(rank)["started"]["method"] == "vitp"
+        assert back.result(rank)["started"]["method"] == "line"
         assert back.result(rank)["batches"] == uninterrupted().result(rank)["batches"][again:]
     recovery = recovery_of(job)
     assert (recovery.failure_iteration, recovery.checkpoint_iteration) == (again, CHECKPOINT)

@@ -57,7 +57,7 @@ def test_ranks_predict_alike(job: Job) -> None:
     assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
     back = job.launch(mode="predict", settings=SHARED, zero=0)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["vitp", "vitp"]
+    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["line", "line"]
     assert back.result(0)["started"]["iteration"] == FAILURE
     assert back.result(0)["state_at_start"] == back.result(1)["state_at_start"]
 

@@ -136,7 +136,7 @@ def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
     back = restarted(job, settings(), mode="predict")
     for rank in range(RANKS):
         assert back.result(rank)["started"]["iteration"] == FAILURE
-        assert back.result(rank)["started"]["method"] == "vitp"
+        assert back.result(rank)["started"]["method"] == "line"
 
 
 def test_mode_exact_goes_behind_experts_of_other_ages(job: Job) -> None:

@@ -44,7 +44,7 @@ def test_a_prediction_uses_nothing_from_before_the_load(job: Job) -> None:
     assert (job.run_dir / "checkpoints" / "step-0000000004").exists()  # it is there, and shows another training
     back = job.launch(mode="predict")
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    assert back.result()["started"]["method"] == "vitp"
+    assert back.result()["started"]["method"] == "line"
     assert back.result()["started"]["iteration"] == failure
     with JournalReader(job.run_dir / "journal.db") as journal:
         recovery = journal.latest_recovery()

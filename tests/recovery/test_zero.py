@@ -1,5 +1,7 @@
 """Every ZeRO stage, bf16 and gradient accumulation: killed, and back at the checkpoint bit for bit."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -8,12 +10,22 @@ from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import ITERATIONS, OF_THE_START, RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 22
+
+
+def in_json(kind: str, **params: Any) -> dict[str, Any]:
+    """The sections of a DeepSpeed configuration that names its optimizer and schedule itself."""
+    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 5}}
+    return {"optimizer": {"type": kind, "params": {"lr": 2e-2, **params}}, "scheduler": warm_up}
+
+
 ENGINES: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
     "bf16": {"precision": "bf16"},
     "accumulating": {"micro_batches": 2},
+    "AdamW of the JSON": {"optimizer": in_json("AdamW", torch_adam=True)},
+    "Adam of the JSON": {"optimizer": in_json("Adam", torch_adam=True, adam_w_mode=False), "zero": 3},
 }
 
 
@@ -33,6 +45,21 @@ def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -
         assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
 
 
+@pytest.mark.slow  # DeepSpeed compiles its kernel for processors first
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_a_kernel_of_the_json_is_refused_with_the_line_that_works(job: Job, kind: str) -> None:
+    refused = job.launch(optimizer=in_json(kind, betas=[0.9, 0.95]), seconds=300.0)
+    assert 0 not in refused.statuses
+    found = re.search(r'"optimizer": (\{.*\}\})', refused.output[0])
+    assert found is not None, refused.output[0][-3000:]
+    line = json.loads(found[1])
+    assert line == {
+        "type": kind,
+        "params": {"lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True},
+    }
+    assert job.launch(optimizer={**in_json(kind), "optimizer": line}).statuses == [0] * RANKS
+
+
 def test_prediction_continues_with_the_next_micro_batch(job: Job, uninterrupted: Uninterrupted) -> None:
     """Two batches a step: what a step that was not finished has used is dealt again."""
     killed = job.launch(fault=f"micro:1:{FAILURE}", committed=CHECKPOINT, micro_batches=2)
@@ -41,6 +68,6 @@ def test_prediction_continues_with_the_next_micro_batch(job: Job, uninterrupted:
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(RANKS):
         assert back.result(rank)["started"]["iteration"] == FAILURE
-        assert back.result(rank)["started"]["method"] == "vitp"
+        assert back.result(rank)["started"]["method"] == "line"
         assert back.result(rank)["batches"] == uninterrupted(micro_batches=2).result(rank)["batches"][2 * FAILURE :]
         assert back.result(rank)["iteration"] == ITERATIONS

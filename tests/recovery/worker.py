@@ -56,6 +56,8 @@ class Options:
         committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
         held: an iteration that shared memory must hold of every rank before, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
+        optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
+        universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
@@ -82,6 +84,8 @@ class Options:
     zero: int = 1
     precision: str = "fp32"
     micro_batches: int = 1
+    optimizer: dict[str, Any] | None = None
+    universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
     probes: str = ""
@@ -101,6 +105,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     initialize_ranks(options.result, rank, ranks)
     seed()
     engine, batches = build(options, rank)
+    if options.universal:
+        engine.load_checkpoint(options.universal)
     loop = train_pipeline if options.stages else train
     config = None if options.block else options.config
     with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
@@ -155,7 +161,9 @@ def seed() -> None:
 
 def build(options: Options, rank: int) -> tuple[Any, Any]:
     """The engine and the data, both the same in every life."""
-    ds_config: Any = configuration(options.zero, options.precision, options.micro_batches)
+    ds_config: Any = configuration(options.zero, options.precision, options.micro_batches) | (options.optimizer or {})
+    if options.universal:
+        ds_config["checkpoint"] = {"load_universal": True}
     if options.block:
         ds_config["cpsr"] = options.config
     if options.block == "file":

@@ -1,0 +1,201 @@
+"""What people pass in place of a training engine or its parts: told by name, with what to pass instead.
+
+Nothing of other packages is imported: a class is known by its name and its module, also where it was derived from.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpsr.errors import UnsupportedEngineError
+
+__all__ = ["require_engine", "require_loader", "require_parts"]
+
+PLAIN_LOOP = "write the loop yourself and pass CPSRRecovery(TorchAdapter(model, optimizer), ...)"
+BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Classes of one package, and what is said of their objects."""
+
+    packages: tuple[str, ...]
+    classes: tuple[str, ...]
+    said: str
+
+    def made(self, given: Any) -> bool:
+        return any(
+            base.__name__ in self.classes and any(f"{base.__module__}.".startswith(f"{at}.") for at in self.packages)
+            for base in type(given).__mro__
+        )
+
+
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+FABRIC = (
+    "is Lightning Fabric's, which CPSR cannot use yet: pass the objects that were not set up by Fabric, in a plain loop"
+)
+SHARDED = (
+    "is sharded by FSDP, whose parameters CPSR cannot see yet: use DistributedDataParallel, or DeepSpeed's ZeRO-3 "
+    "where the model must be sharded"
+)
+ENGINES = (
+    _Kind(
+        ("accelerate",),
+        ("Accelerator",),
+        "is accelerate's, which CPSR cannot use by itself: pass TorchAdapter(model, optimizer.optimizer) with the "
+        "model and the optimizer that prepare() returned; do not prepare the DataLoader and the scheduler",
+    ),
+    _Kind(
+        ("accelerate.utils.deepspeed",),
+        ("DeepSpeedEngineWrapper",),
+        "is accelerate's wrapper: pass the DeepSpeed engine itself, which is its attribute engine",
+    ),
+    _Kind(
+        ("transformers",),
+        ("Trainer",),
+        f"is a Hugging Face Trainer, which runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
+    ),
+    _Kind(
+        LIGHTNING,
+        ("Trainer", "LightningModule"),
+        f"belongs to Lightning, whose Trainer runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
+    ),
+    _Kind(LIGHTNING, ("Fabric", "_FabricModule"), FABRIC),
+    _Kind(("torch",), ("FullyShardedDataParallel", "FSDPModule"), SHARDED),
+    _Kind(
+        ("torch",),
+        ("DistributedDataParallel", "Module"),
+        "is a model without its optimizer: pass TorchAdapter(model, optimizer) with this model",
+    ),
+    _Kind(
+        ("torch",),
+        ("Optimizer",),
+        "is an optimizer without its model: pass TorchAdapter(model, optimizer) with this optimizer",
+    ),
+)
+MODULES = (
+    _Kind(
+        ("deepspeed",),
+        ("DeepSpeedEngine",),
+        "is a DeepSpeed engine, which needs no TorchAdapter: pass it to CPSRRecovery itself",
+    ),
+    _Kind(LIGHTNING, ("_FabricModule",), FABRIC),
+)
+OPTIMIZERS = (
+    _Kind(
+        ("accelerate",),
+        ("AcceleratedOptimizer",),
+        "is accelerate's wrapper: pass the optimizer inside, TorchAdapter(model, optimizer.optimizer)",
+    ),
+    _Kind(LIGHTNING, ("_FabricOptimizer", "FabricOptimizer", "LightningOptimizer"), FABRIC),
+    _Kind(
+        ("deepspeed.runtime",),
+        ("ZeROOptimizer", "DeepSpeedOptimizer", "BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer"),
+        "belongs to a DeepSpeed engine, which needs no TorchAdapter: pass the engine to CPSRRecovery itself",
+    ),
+)
+SCHEDULERS = (
+    _Kind(
+        ("accelerate",),
+        ("AcceleratedScheduler",),
+        "is accelerate's wrapper, which steps once for every process: do not prepare() the scheduler, and pass that",
+    ),
+)
+LOADERS = (
+    _Kind(
+        ("accelerate",),
+        ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"),
+        "is a loader that accelerate prepared, whose batches CPSR cannot deal again after a restart: pass a DataLoader "
+        "that was not prepared, with a DistributedSampler where there are several processes",
+    ),
+    _Kind(
+        LIGHTNING,
+        ("_FabricDataLoader",),
+        "is a loader that Fabric set up, whose batches CPSR cannot deal again after a restart: pass a DataLoader that "
+        "Fabric did not set up",
+    ),
+)
+
+
+def require_engine(given: Any) -> None:
+    """Refuse what is known to be no training engine.
+
+    Raises:
+        UnsupportedEngineError: it says what was given and what to pass instead.
+    """
+    if isinstance(given, tuple | list):
+        if any(base.__name__ == "DeepSpeedEngine" for one in given for base in type(one).__mro__):
+            raise UnsupportedEngineError(
+                "this is the tuple that deepspeed.initialize returns, not an engine: pass its first element, as in "
+                "`engine, *_ = deepspeed.initialize(...)`"
+            )
+        kinds = ", ".join(type(one).__name__ for one in given)
+        raise UnsupportedEngineError(
+            f"a {type(given).__name__} ({kinds}) is no training engine, and CPSR follows one engine: {BOTH_WAYS}"
+        )
+    _require_instance(given, "engine", BOTH_WAYS)
+    _refuse(given, ENGINES)
+
+
+def require_parts(module: Any, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    """Refuse what cannot be the parts of a plain torch loop, each by what it is.
+
+    Raises:
+        UnsupportedEngineError: it says what was given and what to pass instead.
+    """
+    _require_instance(module, "model", "pass the torch.nn.Module that the loop calls")
+    _refuse(module, MODULES)
+    if not isinstance(module, torch.nn.Module):
+        raise UnsupportedEngineError(
+            f"TorchAdapter takes the model first, and this is {_named(module)}: pass the torch.nn.Module that the loop "
+            "calls"
+        )
+    if isinstance(optimizer, tuple | list):
+        raise UnsupportedEngineError(
+            f"a {type(optimizer).__name__} of {len(optimizer)} objects is given as the optimizer, and CPSR follows "
+            "one: put all parameters into one optimizer, each set as a group of its own, as in "
+            'torch.optim.AdamW([{"params": first}, {"params": second, "lr": 1e-4}])'
+        )
+    _require_instance(optimizer, "optimizer", "pass a torch.optim.Adam, AdamW or SGD over the model's parameters")
+    _refuse(optimizer, OPTIMIZERS)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UnsupportedEngineError(
+            f"{_named(optimizer)} is no torch optimizer: pass a torch.optim.Adam, AdamW or SGD over the model's "
+            "parameters"
+        )
+    if isinstance(scheduler, tuple | list):
+        raise UnsupportedEngineError(
+            f"a {type(scheduler).__name__} of {len(scheduler)} objects is given as the scheduler, and CPSR follows "
+            "one: pass torch.optim.lr_scheduler.ChainedScheduler or SequentialLR over them"
+        )
+    _refuse(scheduler, SCHEDULERS)
+    for name, part in (("scheduler", scheduler), ("grad_scaler", scaler)):
+        if isinstance(part, type | bool):
+            raise UnsupportedEngineError(f"{name} is {_named(part)}: pass the {name} object that the loop uses")
+
+
+def require_loader(loader: Any) -> None:
+    """Refuse a loader of another package that would not deal the same batches again.
+
+    Raises:
+        UnsupportedEngineError: it says what was given and what to pass instead.
+    """
+    _refuse(loader, LOADERS)
+
+
+def _require_instance(given: Any, what: str, instead: str) -> None:
+    if given is None:
+        raise UnsupportedEngineError(f"None is given as the {what}: {instead}")
+    if isinstance(given, type):
+        raise UnsupportedEngineError(f"{given.__name__} is a class, given as the {what}: pass an instance; {instead}")
+
+
+def _refuse(given: Any, kinds: tuple[_Kind, ...]) -> None:
+    kind = next((kind for kind in kinds if kind.made(given)), None)
+    if kind is not None:
+        raise UnsupportedEngineError(f"this {type(given).__name__} {kind.said}")
+
+
+def _named(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"an object of {type(given).__name__}"
