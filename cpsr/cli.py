@@ -26,6 +26,39 @@ RUN_FILES = ("run.json", "journal.db", "checkpoints")  # any of them shows that 
 TABLE_ROWS_MAX = 20  # newest checkpoints in a table; --json has all
 
 
+PLAN_HELP = """When a described job should take checkpoints, what that costs, and what other rules would choose.
+
+A description, all of it, as job.yaml (more keys are in docs/planning.md):
+
+\b
+    iteration_seconds: 0.6
+    checkpoint: {stall_seconds: 0.5, persist_seconds: 4}
+    failures: {mtbf_hours: 12, restart_seconds: 30}
+    recovery:
+      predictable_interval_iterations: 200
+      lag: {per_horizon_iteration: 0.8}
+"""
+SIMULATE_HELP = """Simulate what failures cost a job, by checkpoint policy; nothing is trained.
+
+It takes what `cpsr plan` takes, and more. A description, all of it, as
+simulation.yaml (more keys are in docs/simulation.md):
+
+\b
+    iteration_seconds: 3.0
+    checkpoint: {stall_seconds: 4, persist_seconds: 60}
+    failures: {mtbf_hours: 3, restart_seconds: 120, process: poisson}
+    recovery:
+      predict_seconds: 10
+      predictable_interval_iterations: 300
+      lag: {per_horizon_iteration: 0.3}
+    wall_days: 54
+    policies:
+      - young
+      - checkfreq
+      - cpsr
+"""
+
+
 class _Commands(TyperGroup):
     """Prints our own exceptions as one line; anything else is a defect and keeps its traceback."""
 
@@ -240,26 +273,26 @@ def export(
         typer.echo(line)
 
 
-@app.command()
+@app.command(help=PLAN_HELP)
 def plan(
     spec: Annotated[Path, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")],
     policy: Annotated[list[str] | None, typer.Option(help="Name; may be repeated. By default cpsr.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
-    """When a described job should take checkpoints, what that costs, and what other rules would choose."""
     from cpsr.planner.command import run_plan
+    from cpsr.simulate.spec import require_no_simulation
 
+    require_no_simulation(spec)
     run_plan(spec, policy or [], as_json)
 
 
-@app.command("simulate")
+@app.command("simulate", help=SIMULATE_HELP)
 def simulate_command(
     spec: Annotated[Path, typer.Option(help="Describes the job, its checkpoints and failures; YAML.")],
     trace: Annotated[Path | None, typer.Option(help="File of recorded failures, in place of the spec's.")] = None,
     policies: Annotated[str | None, typer.Option(help="Names, comma-separated, in place of the spec's.")] = None,
     json_path: JsonPath = None,
 ) -> None:
-    """Simulate what failures cost a job, by checkpoint policy; nothing is trained."""
     from cpsr.simulate.command import run_simulation
 
     run_simulation(spec, trace, policies.split(",") if policies is not None else None, json_path)

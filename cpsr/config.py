@@ -30,6 +30,7 @@ __all__ = [
     "PredictorConfig",
     "RehearsalConfig",
     "ServiceConfig",
+    "read_mapping",
     "read_model",
 ]
 
@@ -447,15 +448,28 @@ def read_model(model: type[Model], path: Path) -> Model:
     Raises:
         ConfigError: as `CPSRConfig.load`.
     """
+    return _validated(model, str(path), read_mapping(path))
+
+
+def read_mapping(path: Path) -> Mapping[str, Any]:
+    """The keys of a YAML or JSON file, as they are.
+
+    Raises:
+        ConfigError: the file is absent, not readable, or holds no mapping.
+    """
     where, data = _read_file(path)
-    return _validated(model, where, data)
+    return _mapping(where, data)
+
+
+def _mapping(where: str, data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
+    return data
 
 
 def _validated(model: type[Model], where: str, data: Any) -> Model:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
     try:
-        return model.model_validate(dict(data))
+        return model.model_validate(dict(_mapping(where, data)))
     except ValidationError as error:
         raise ConfigError(f"{where}: " + "; ".join(_explain(model, error))) from error
 

@@ -115,10 +115,10 @@ class RecoveryRow:
 
     `method` is `scratch`, `exact`, or else a predicted state: `line` where it followed the line through the
     checkpoints, `vitp` where the network turned that line (older journals have `vitp` for both). `restored_iteration`
-    is where training goes on; `failure_iteration` is None where the run had not failed. `feasible` lists the methods that could
-    have been taken, `expected_lag_iterations` is what the recovery was expected to cost, `guard` holds what the guard
-    measured. Where `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` took the place of
-    the predicted.
+    is where training goes on; `failure_iteration` is None where the run had not failed. `feasible` lists the methods
+    that could have been taken, `expected_lag_iterations` is what the recovery was expected to cost, `guard` holds what
+    the guard measured. Where `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` took the
+    place of the predicted.
     """
 
     id: str

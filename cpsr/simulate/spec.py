@@ -10,18 +10,21 @@ For example, what a plan needs and then what only a simulation does:
     policies: [young, checkfreq, cpsr]
 """
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cpsr.config import read_model
+from cpsr.config import read_mapping, read_model
+from cpsr.errors import ConfigError
 from cpsr.planner.plan import policy_names
 from cpsr.planner.spec import FailureSpec, PlanSpec
 from cpsr.planner.units import SECONDS_PER_HOUR
 from cpsr.simulate.iteration import Collective, Pipeline, iteration_seconds
 
-__all__ = ["ArrivalSpec", "SimulationSpec", "SystemSpec", "read_spec"]
+__all__ = ["ArrivalSpec", "SimulationSpec", "SystemSpec", "read_spec", "require_no_simulation"]
 
 SECONDS_PER_DAY = 86400.0
 
@@ -144,3 +147,23 @@ def read_spec(path: Path) -> SimulationSpec:
             each.
     """
     return read_model(SimulationSpec, path)
+
+
+def require_no_simulation(path: Path) -> None:
+    """Refuse a simulation's description where a job's is wanted, by the keys that only a simulation knows.
+
+    Raises:
+        ConfigError: it has such keys, which the message names with the command that takes them; or it cannot be read.
+    """
+    data = read_mapping(path)
+    failures = data.get("failures")
+    found = [key for key in data if key in SimulationSpec.model_fields.keys() - PlanSpec.model_fields.keys()]
+    if isinstance(failures, Mapping):
+        only = ArrivalSpec.model_fields.keys() - FailureSpec.model_fields.keys()
+        found += [f"failures.{key}" for key in failures if key in only]
+    if found:
+        raise ConfigError(
+            f"{path} describes a simulation: {', '.join(found)} {'are keys' if len(found) > 1 else 'is a key'} of "
+            f"`cpsr simulate`, which a plan does not take. Run `cpsr simulate --spec {shlex.quote(str(path))}`, or leave "
+            f"{'them' if len(found) > 1 else 'it'} out for a plan"
+        )

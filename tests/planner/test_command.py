@@ -1,4 +1,8 @@
 import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,48 @@ def test_for_people(description: str) -> None:
     assert result.exit_code == 0, result.output
     for word in ("cpsr", "200", "predict", "checkfreq", "theorem1"):
         assert word in result.stdout
+
+
+def samples() -> Iterator[tuple[str, str, str]]:
+    """Command, name and text of every description that the help texts and the page show."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    for name, text in re.findall(r"^```yaml\n# (\S+)[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        yield "plan", name, text
+    for command, name in (("plan", "job.yaml"), ("simulate", "simulation.yaml")):
+        printed = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+        assert name in printed
+        shown = re.search(r"^ +iteration_seconds:.*?(?=^\s*$)", printed, re.DOTALL | re.MULTILINE)
+        assert shown is not None, printed
+        yield command, name, textwrap.dedent(shown[0])
+
+
+def test_every_sample_is_taken_as_it_is_printed(tmp_path: Path) -> None:
+    found = list(samples())
+    assert [(command, name) for command, name, _ in found] == [
+        ("plan", "job.yaml"),
+        ("plan", "job.yaml"),
+        ("simulate", "simulation.yaml"),
+    ]
+    for command, name, text in found:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        result = CliRunner().invoke(app, [command, "--spec", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+
+
+def test_a_simulation_is_told_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "simulation.yaml"
+    failures = {"mtbf_hours": 6, "process": "poisson"}
+    path.write_text(yaml.safe_dump(JOB | {"wall_days": 2.0, "runs": 2, "failures": failures}), encoding="utf-8")
+    refused = CliRunner().invoke(app, ["plan", "--spec", str(path)])
+    assert refused.exit_code == 2
+    said = " ".join(refused.output.split())
+    assert "describes a simulation: runs, wall_days, failures.process are keys of `cpsr simulate`" in said
+    assert "unknown key" not in said
+    named = re.search(r"`cpsr (simulate --spec [^`]+)`", said)
+    assert named is not None
+    assert CliRunner().invoke(app, shlex.split(named[1])).exit_code == 0
+    path.write_text(yaml.safe_dump(JOB), encoding="utf-8")  # the other way round nothing has to be left out
+    assert CliRunner().invoke(app, ["simulate", "--spec", str(path)]).exit_code == 0
 
 
 def test_mistakes_are_one_line(description: str, tmp_path: Path) -> None:
