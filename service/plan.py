@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cpsr.errors import JournalError
 from cpsr.journal import JournalReader, PhaseRow, PlanRow, RecoveryRow, RehearsalRow, json_ready
+from cpsr.planner.inputs import Origin
 from cpsr.service.checkpoints import Checkpoint, checkpoint_of
 from cpsr.service.health import RECENT_STEPS, iteration_seconds
 from cpsr.service.identity import identity_of
@@ -95,7 +96,7 @@ class PlanInput(BaseModel):
     name: str
     value: float | str | None = Field(description="A number that is not finite is told by its name.")
     unit: str | None
-    source: str | None = Field(description="`measured`, `prior` or `configured`; null where the plan does not say.")
+    source: str | None = Field(description="`measured`, `prior` (nothing was measured yet) or `configured`; null: not said.")
     samples: int | None = Field(description="Measurements behind it.")
     age_iterations: int | None = Field(description="Since the newest of them, now; null where it was not measured.")
 
@@ -292,6 +293,8 @@ def _inputs(explanation: Mapping[str, Any], since_iterations: int) -> list[PlanI
         if not isinstance(value, int | float | str):
             continue  # curves have several figures; they are in the explanation
         origin = origins.get(name, {})
+        if origin.get("kind") == "measured" and not origin.get("samples"):
+            origin = vars(Origin("prior"))  # as older versions wrote it
         age = origin.get("age_iterations")
         found.append(
             PlanInput(

@@ -36,7 +36,7 @@ class Origin:
     """Where one input comes from.
 
     Attributes:
-        kind: measured in this run, expected by the offline prior, or set by the user.
+        kind: measured in this run, expected beforehand (nothing of it was seen yet), or set by the user.
         samples: measurements behind it.
         age_iterations: since the newest of them; None where it was not measured.
     """
@@ -44,6 +44,11 @@ class Origin:
     kind: Literal["measured", "prior", "configured"]
     samples: int = 0
     age_iterations: int | None = None
+
+    @classmethod
+    def of_samples(cls, samples: int, age_iterations: int | None) -> "Origin":
+        """Measured so many times; without a single sample it is a prior's."""
+        return cls("measured", samples, age_iterations) if samples else cls("prior")
 
 
 @dataclass(frozen=True)

@@ -58,23 +58,24 @@ def planner_inputs(
         second_moments: of how many ranks the phases' are.
     """
     iteration = situation.schedule.iteration
-    saves = Origin("measured", costs.saves, max(0, iteration - costs.iteration))
+    saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
     fitted = max(0, iteration - curves.iteration)
     failures = curves.failures
     origins = {
-        "iteration_seconds": Origin("measured", situation.timed_iterations, 0),
+        "iteration_seconds": Origin.of_samples(situation.timed_iterations, 0),
         "stall_seconds": saves,
         "persist_seconds": saves,
-        "failures_per_second": Origin("measured", failures.failures, fitted)
+        # Time without a failure lowers the rate, and says no more than that it is not higher.
+        "failures_per_second": Origin.of_samples(failures.failures, fitted)
         if failures.exposure_seconds
         else Origin("configured"),
-        "recovery": Origin("measured", len(curves.lags), fitted) if curves.lags else Origin("prior"),
-        "predict_seconds": Origin("measured", curves.predictions, fitted) if curves.predictions else Origin("prior"),
+        "recovery": Origin.of_samples(len(curves.lags), fitted),
+        "predict_seconds": Origin.of_samples(curves.predictions, fitted),
         "lead_after_iterations": Origin("prior"),
     }
     phase = _phase(costs, curves, phases)
     if phase is not None and curves.loss is not None:
-        origins["phase"] = Origin("measured", curves.loss.points, fitted)
+        origins["phase"] = Origin.of_samples(curves.loss.points, fitted)
         origins["xi"] = second_moments
     return PlannerInputs(
         situation.iteration_seconds,

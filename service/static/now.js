@@ -59,7 +59,8 @@ export function mtbf({ inputs }) {
 
 function source({ inputs }) {
   const rate = inputs.find((one) => one.name === "failures_per_second");
-  return rate?.source ? `${rate.source}, ${number(rate.samples ?? 0, 9)} seen` : "not planned with";
+  if (!rate?.source) return "not planned with";
+  return rate.samples ? `${rate.source}, ${number(rate.samples, 9)} seen` : `${rate.source}, none seen`;
 }
 
 function state({ descends_from_predicted: predicted }) {

@@ -199,7 +199,9 @@ def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, recorde
     planner.consider(situation(150, plan))
     later = proposed(planner)
     assert later is not None
-    assert later.explanation["origins"]["failures_per_second"]["kind"] == "measured"
+    rate = later.explanation["origins"]["failures_per_second"]
+    assert rate == {"kind": "prior", "samples": 0, "age_iterations": None}, "read now: it has not failed yet"
+    assert all(one["samples"] for one in later.explanation["origins"].values() if one["kind"] == "measured")
     planner.close()
 
 

@@ -70,6 +70,17 @@ def test_inputs_have_their_unit_their_source_and_their_age_now(client: TestClien
     assert (inputs["persist_iterations"]["unit"], inputs["mtbf_hours"]["unit"]) == ("iterations", "h")
 
 
+def test_what_was_never_measured_is_a_prior(client: TestClient, journal: Journal) -> None:
+    """Also where an older version wrote it as measured."""
+    plan = measured_plan()
+    origins = {"failures_per_second": {"kind": "measured", "samples": 0, "age_iterations": 3}}
+    journal.record_plan(plan_row(plan, explanation={**plan.explanation, "origins": origins}))
+    flushed(journal)
+    inputs = {one["name"]: one for one in client.get("/plan").json()["inputs"]}
+    rate = inputs["failures_per_second"]
+    assert (rate["source"], rate["samples"], rate["age_iterations"]) == ("prior", 0, None)
+
+
 def test_ranks_with_intervals_of_their_own(tmp_path: Path, client: TestClient, journal: Journal) -> None:
     (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 2}')
     ranks = [measured_inputs(), measured_inputs(stall_seconds=5.0)]
