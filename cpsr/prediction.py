@@ -266,7 +266,7 @@ def _refusal(forecast: Forecast, recomputed_iterations: int | None, *, stale: bo
         expected = float(forecast.settings.get("expected_lag_iterations", expected))
     if recomputed_iterations is not None and expected >= recomputed_iterations:
         return (
-            f"recomputing {recomputed_iterations} iterations is not dearer than the {expected:.0f} expected of a "
-            "prediction"
+            f"recomputing {recomputed_iterations} iterations costs no more than a prediction, which is expected to "
+            f"cost {expected:.0f}"
         )
     return None

@@ -230,7 +230,7 @@ def _checked(iterations: ArrayLike, losses: ArrayLike) -> tuple[Array, Array]:
     if places.ndim != 1 or places.shape != values.shape:
         raise ValueError(f"expected iterations and losses of one shape (points,), got {places.shape}, {values.shape}")
     if len(places) < POINTS_MIN:
-        raise ValueError(f"{len(places)} losses are too few for a curve; {POINTS_MIN} are needed")
+        raise ValueError(f"it needs {POINTS_MIN} losses, and there are {len(places)} so far")
     if not numpy.all(numpy.diff(places) > 0) or not numpy.all(numpy.isfinite(places)):
         raise ValueError("iterations of a loss curve must be finite and ascend without repeats")
     wrong = numpy.flatnonzero(~(numpy.isfinite(values) & (values > 0)))

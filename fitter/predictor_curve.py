@@ -70,7 +70,9 @@ def fit_predictor_curve(counts: ArrayLike, errors: ArrayLike) -> PredictorCurve:
     if places.ndim != 1 or places.shape != values.shape:
         raise ValueError(f"expected counts and errors of one shape (points,), got {places.shape} and {values.shape}")
     if len(places) < POINTS_MIN:
-        raise ValueError(f"{len(places)} backtests are too few for a curve; {POINTS_MIN} are needed")
+        raise ValueError(
+            f"it needs {POINTS_MIN} checkpoints that were predicted as a check; there are {len(places)} so far"
+        )
     wrong = numpy.flatnonzero(~(numpy.isfinite(places) & numpy.isfinite(values) & (values > 0)))
     if wrong.size:
         raise ValueError(
@@ -78,7 +80,9 @@ def fit_predictor_curve(counts: ArrayLike, errors: ArrayLike) -> PredictorCurve:
             "positive errors have an exponential curve; leave the others out"
         )
     if numpy.ptp(places) == 0:
-        raise ValueError(f"all {len(places)} backtests rest on {places[0]:g} checkpoints: they show no curve")
+        raise ValueError(
+            f"all {len(places)} checkpoints that were predicted as a check rest on {places[0]:g} others each"
+        )
     order = numpy.argsort(places, kind="stable")
     places, values = places[order], values[order]
     curve = Exponential()

@@ -183,7 +183,10 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
     """Why the line cannot be fitted over this window; None where it can."""
     fitted = points[window_start(points, window) :]
     if len(fitted) < prior.MIN_CHECKPOINTS:
-        return f"{len(fitted)} usable checkpoints within {window} iterations; {prior.MIN_CHECKPOINTS} are needed"
+        return (
+            f"a prediction needs {prior.MIN_CHECKPOINTS} usable checkpoints within {window} iterations, and there are "
+            f"{len(fitted)}"
+        )
     return too_far(target, fitted)
 
 

@@ -15,10 +15,10 @@ def too_few(entries: Sequence[HistoryEntry], needed: int) -> str | None:
     if len(entries) >= needed:
         return None
     if len(entries) == 0:
-        return "no usable checkpoint in the history"
+        return "there is no usable checkpoint to predict from"
     if len(entries) == 1:
-        return "one usable checkpoint shows no direction; restart exactly from it"
-    return f"{len(entries)} usable checkpoints are too few to average their noise out; {needed} are needed"
+        return f"a prediction needs {needed} usable checkpoints, and there is one"
+    return f"a prediction needs {needed} usable checkpoints, and there are {len(entries)}"
 
 
 def too_far(target: Target, fitted: Sequence[HistoryEntry], extrapolates: bool = True) -> str | None:
@@ -45,10 +45,15 @@ def too_far(target: Target, fitted: Sequence[HistoryEntry], extrapolates: bool =
     if not extrapolates:
         return None
     if horizon > span:
-        return f"the failure is {horizon} iterations ahead, further than the {span} that are extrapolated from"
+        return (
+            f"the failure is {horizon} iterations after the checkpoint, further than the {span} that are predicted from"
+        )
     ahead, fitted_time = target.time - fitted[-1].time, fitted[-1].time - fitted[0].time
     if ahead > fitted_time:
-        return f"learning rates sum to {ahead:g} since the checkpoint, to {fitted_time:g} over the whole window"
+        return (
+            f"since the checkpoint the learning rates sum to {ahead:g}, more than the {fitted_time:g} over the whole "
+            "window that is predicted from"
+        )
     return None
 
 

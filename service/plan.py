@@ -96,7 +96,9 @@ class PlanInput(BaseModel):
     name: str
     value: float | str | None = Field(description="A number that is not finite is told by its name.")
     unit: str | None
-    source: str | None = Field(description="`measured`, `prior` (nothing was measured yet) or `configured`; null: not said.")
+    source: str | None = Field(
+        description="`measured`, `prior` (nothing was measured yet) or `configured`; null: not said."
+    )
     samples: int | None = Field(description="Measurements behind it.")
     age_iterations: int | None = Field(description="Since the newest of them, now; null where it was not measured.")
 

@@ -119,9 +119,9 @@ class Rehearsals:
         self._off = False
         state.on_batch.append(self._on_batch)
         if config.mode == "exact":
-            self._turn_off("mode 'exact' never predicts")
+            self._turn_off("mode 'exact' never predicts", logging.DEBUG)
         elif self._config.budget_fraction == 0:
-            self._turn_off("rehearsal.budget_fraction is 0")
+            self._turn_off("rehearsal.budget_fraction is 0", logging.DEBUG)
         elif account.killed > KILLED_MAX:
             self._turn_off(
                 f"{account.killed} earlier lives of this run ended during one (the journal's rehearsals that still say "

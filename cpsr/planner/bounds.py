@@ -90,14 +90,16 @@ def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     low, high = limits.interval_min_iterations, limits.interval_max_iterations
     persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
     if math.isnan(persist):
-        return Bounds(low, high, notes=("persist time in iterations is unknown, it bounds nothing",))
+        return Bounds(low, high, notes=("the persist time is not known, so that it sets no shortest interval",))
     if persist > ITERATIONS_MAX:
-        note = "a checkpoint is never durable before the next is due; the maximum holds and saves are skipped"
+        note = (
+            "a checkpoint is never durable before the next is due; the longest interval is taken and saves are skipped"
+        )
         return Bounds(high, high, "maximum", "maximum", (note,))
     if persist <= low:
         return Bounds(low, high)
     shortest = math.ceil(persist)
     if shortest <= high:
         return Bounds(shortest, high, "persist", "maximum")
-    note = f"persisting takes {plain(persist)} iterations, more than interval_max_iterations, which cannot be kept"
+    note = f"a checkpoint is durable after {plain(persist)} iterations: interval_max_iterations cannot be kept"
     return Bounds(shortest, shortest, "persist", "persist", (note,))

@@ -6,10 +6,13 @@ from typing import Protocol
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.units import ITERATIONS_MAX
 
-__all__ = ["LONGEST", "SHORTEST", "Choice", "Rule"]
+__all__ = ["LONGEST", "LONGEST_TAKEN", "SHORTEST", "SHORTEST_TAKEN", "Choice", "Rule"]
 
 SHORTEST = 1
 LONGEST = ITERATIONS_MAX
+# What becomes of them, for people.
+SHORTEST_TAKEN = "the shortest allowed interval is taken"
+LONGEST_TAKEN = "the longest allowed interval is taken"
 
 
 @dataclass(frozen=True)

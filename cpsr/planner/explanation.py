@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 
 from cpsr.planner.bounds import Limits, Mode
-from cpsr.planner.choice import Rule
+from cpsr.planner.choice import SHORTEST_TAKEN, Rule
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs
 from cpsr.planner.ranks import Optimum
@@ -18,7 +18,7 @@ from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 __all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
 
 RULES = {
-    "cpsr": "least expected cost: stalls per second + failures_per_second * mean recovery",
+    "cpsr": "the interval at which stalls and failures together are expected to cost least",
     "theorem1": "CPSR, Theorem 1 as printed: tau1 / (B + r)",
     "untruncated": "CPSR, Theorem 1 without its last truncation: (tau1 - lambda sqrt(A T_s)) / (B + r)",
     "sinh": "CPSR, exact stationarity of Eq. 17: tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)",
@@ -117,11 +117,11 @@ def _unusual(job: PlannerInputs) -> list[str]:
     for name in INPUT_FIELDS[:4]:
         value = getattr(job, name)
         if not value >= 0:
-            notes.append(f"{name} is {value}: not known, the minimum holds")
+            notes.append(f"{name} is not known ({value}); {SHORTEST_TAKEN}")
     for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
         value = getattr(job, name)
         if value == 0 or math.isinf(value):
-            notes.append(f"{name} is {value}: the cost has no interior optimum, a bound holds")
+            notes.append(f"{name} is {value}: one end of the allowed intervals costs least")
     return notes
 
 

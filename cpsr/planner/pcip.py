@@ -16,7 +16,7 @@ subtrahend: too long by `r T_s / (B + r)`.
 import math
 from dataclasses import dataclass
 
-from cpsr.planner.choice import LONGEST, SHORTEST, Choice
+from cpsr.planner.choice import LONGEST, LONGEST_TAKEN, SHORTEST, SHORTEST_TAKEN, Choice
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.units import in_iterations, whole_iterations
 
@@ -57,30 +57,30 @@ def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     """The terms of the theorem, or what holds where it has none."""
     phase = inputs.phase
     if phase is None:
-        return Choice(SHORTEST, "the paper's curves are not fitted yet: the bounds decide")
+        return Choice(SHORTEST, f"the curves of loss and accuracy are not known yet; {SHORTEST_TAKEN}")
     stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
     failures = inputs.failures_per_second * inputs.iteration_seconds
     if math.isnan(stall) or math.isnan(failures) or failures < 0:
-        return Choice(SHORTEST, "stall, iteration time or failure rate is not known: the bounds decide")
+        return Choice(SHORTEST, f"stall, iteration time or failure rate is not known; {SHORTEST_TAKEN}")
     if failures == 0:
-        return Choice(LONGEST, "no failures are expected (lambda = 0): the bounds decide")
+        return Choice(LONGEST, f"no failures are expected (lambda = 0); {LONGEST_TAKEN}")
     if stall == 0:
-        return Choice(SHORTEST, "checkpoints cost nothing (T_s = 0): the bounds decide")
+        return Choice(SHORTEST, f"checkpoints cost nothing (T_s = 0); {SHORTEST_TAKEN}")
     if not phase.tau1_per_checkpoint > 0:
-        return Choice(LONGEST, "more checkpoints do not make the predictor better (tau1 <= 0): the bounds decide")
+        return Choice(LONGEST, f"more checkpoints do not make the predictor better (tau1 <= 0); {LONGEST_TAKEN}")
     if not phase.alpha1_per_iteration > 0:
-        return Choice(SHORTEST, "the loss does not fall (alpha1 <= 0), the paper's cost has no meaning: bounds decide")
+        return Choice(SHORTEST, f"the loss does not fall (alpha1 <= 0); {SHORTEST_TAKEN}")
     exponent = phase.tau2 - phase.alpha2
     growth = math.exp(exponent) if exponent < EXPONENT_MAX else math.inf
     size = phase.xi * phase.parameters * phase.tau1_per_checkpoint
     deviation = size * growth / (2 * phase.alpha1_per_iteration)
     if deviation == 0:
-        return Choice(LONGEST, "predictions deviate by nothing (A = 0): the bounds decide")
+        return Choice(LONGEST, f"predictions deviate by nothing (A = 0); {LONGEST_TAKEN}")
     if not deviation > 0:
-        return Choice(SHORTEST, "the second moment xi is not known: the bounds decide")
+        return Choice(SHORTEST, f"the gradients' second moment (xi) is not known; {SHORTEST_TAKEN}")
     terms = PaperTerms(phase.tau1_per_checkpoint, stall, failures, deviation, phase.alpha1_per_iteration - failures)
     if not all(math.isfinite(value) for value in (*vars(terms).values(), terms.rate_per_iteration)):
-        return Choice(SHORTEST, "a term of the theorem is not finite: the bounds decide")
+        return Choice(SHORTEST, f"a term of the theorem is not finite; {SHORTEST_TAKEN}")
     return terms
 
 
@@ -91,9 +91,9 @@ def _linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
         return terms
     stall_root = terms.failures_per_iteration * math.sqrt(terms.deviation_iterations * terms.stall_iterations)
     if terms.tau1 <= stall_root:
-        return Choice(SHORTEST, "tau1 <= lambda sqrt(A T_s), the cost rises with the interval: the bounds decide")
+        return Choice(SHORTEST, f"the cost only rises with the interval (tau1 <= lambda sqrt(A T_s)); {SHORTEST_TAKEN}")
     if terms.decay_per_iteration + terms.rate_per_iteration <= 0:
-        return Choice(LONGEST, "B + r <= 0, the cost falls with the interval: the bounds decide")
+        return Choice(LONGEST, f"the cost only falls with the interval (B + r <= 0); {LONGEST_TAKEN}")
     return terms
 
 
@@ -139,7 +139,7 @@ class Exact:
             return terms
         interval = exact_iterations(terms)
         if interval is None:
-            return Choice(SHORTEST, "the exact cost rises with the interval from the start: the bounds decide")
+            return Choice(SHORTEST, f"the cost only rises with the interval; {SHORTEST_TAKEN}")
         return _chosen(interval)
 
 

@@ -132,7 +132,7 @@ def make_plan(
         rank_intervals = multiples(ranks, taken)
         base = min(best.interval_iterations for best in taken)
         notes.append(
-            f"ranks have their own intervals; what is expected is that of one for all, {chosen.interval_iterations}"
+            f"each rank has its own interval; the expected cost is that of {chosen.interval_iterations} for all of them"
         )
     explanation = explain(job, limits, policy, chosen, by_mode, FORMS, others, notes)
     if len(ranks) > 1:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy
 
-from cpsr.planner.choice import LONGEST, SHORTEST, Choice
+from cpsr.planner.choice import LONGEST, LONGEST_TAKEN, SHORTEST, SHORTEST_TAKEN, Choice
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs, cheapest, cost_per_second
 from cpsr.planner.units import in_iterations, root, whole_iterations
@@ -111,10 +111,10 @@ class CheckFreq(_Recomputing):
         persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
         stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
         if math.isnan(persist) or math.isnan(stall):
-            return Choice(SHORTEST, _remark(inputs) or "the persist time is not known")
+            return Choice(SHORTEST, _remark(inputs) or f"the persist time is not known; {SHORTEST_TAKEN}")
         longest = max(persist, stall / self.overhead_fraction if self.overhead_fraction > 0 else math.inf)
         if longest >= LONGEST:
-            return Choice(LONGEST, "its overhead is above the limit at every interval")
+            return Choice(LONGEST, f"its overhead is above the limit at every interval; {LONGEST_TAKEN}")
         shortest = max(math.ceil(persist), 1)
         rounds = math.ceil(max(stall / self.overhead_fraction - shortest, 0.0) / CHECKFREQ_STEP_ITERATIONS)
         return Choice(shortest + CHECKFREQ_STEP_ITERATIONS * rounds)
@@ -141,7 +141,7 @@ class PCcheck:
         """Its interval; a bound where the time of an iteration or of a checkpoint is unknown."""
         write = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
         if math.isnan(write):
-            return Choice(SHORTEST, "the persist time in iterations is not known")
+            return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
         iterations = write / (self.concurrent * self.slowdown_factor)
         return Choice(whole_iterations(math.ceil(iterations)) if iterations < LONGEST else LONGEST)
 
@@ -218,7 +218,7 @@ def _remark(inputs: PlannerInputs) -> str:
     for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
         value = getattr(inputs, name)
         if math.isnan(value) or value < 0:
-            notes.append(f"{name} is {value}: not known, the minimum holds")
+            notes.append(f"{name} is not known ({value}); {SHORTEST_TAKEN}")
         elif value == 0 or math.isinf(value):
-            notes.append(f"{name} is {value}: the rule has no interior optimum, a bound holds")
+            notes.append(f"{name} is {value}: one end of the allowed intervals costs least")
     return "; ".join(notes)

@@ -143,7 +143,7 @@ def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: 
     try:
         return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
     except ValueError as error:
-        missing.append(f"loss: {error}")
+        missing.append(f"the loss curve is not known yet ({error})")
         return None
 
 
@@ -158,5 +158,5 @@ def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> Predic
     try:
         return fit_predictor_curve([count for count, _ in told], [error for _, error in told])
     except ValueError as error:
-        missing.append(f"predictor: {error}")
+        missing.append(f"the predictor's accuracy is not known yet ({error})")
         return None

@@ -15,7 +15,7 @@ from cpsr.fitter.phases import Phase, PhaseDetector
 from cpsr.journal import JournalReader, PlanOverride, reported_failures
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PlannerInputs
-from cpsr.planner.plan import Plan, fixed_plan, make_plan
+from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan
 from cpsr.planner.recovery_curve import LagCurve
 from cpsr.planning.curves import Curves, fit_curves, prior_curves
 from cpsr.planning.inputs import Situation, planner_inputs, unmeasured_inputs
@@ -206,8 +206,8 @@ class JobPlanner:
                     self._heed(world_size, recorder)
         except Exception as error:
             self._failure = (
-                f"the planner stopped for the rest of this life ({type(error).__name__}: {error}); the interval that "
-                "holds goes on to hold, training is not affected"
+                f"the planner stopped for the rest of this life ({type(error).__name__}: {error}): it keeps the "
+                "current interval, and training is not affected"
             )
             logger.exception("planning failed")
 
@@ -294,15 +294,24 @@ class JobPlanner:
                 iteration = situation.schedule.iteration
                 curves = fit_curves(reader, accuracy, iteration, span, self._config, reported)
         except JournalError as error:
-            logger.warning("the curves are not fitted anew, the earlier ones hold: %s", error)
+            logger.warning("the planner cannot read the journal now, and keeps what it knew: %s", error)
             return False
         self._curves = curves
         for kind, result in curves.to_rows():
             recorder.fit(kind, result, curves.iteration)
         if curves.missing and curves.missing != self._missing:
             self._missing = curves.missing
-            recorder.event("not fitted", f"no curve: {'; '.join(curves.missing)}", curves.iteration)
+            self._say_missing(recorder)
         return True
+
+    def _say_missing(self, recorder: Recorder) -> None:
+        """Curves that are not known yet matter to those who chose a rule that rests on them."""
+        missing, policy = "; ".join(self._missing), self._config.planner.policy
+        if policy in FORMS and self._config.checkpoint.interval_iterations is None:
+            told = f"policy {policy!r} cannot choose an interval yet, and the plan keeps to its limits: {missing}"
+            recorder.event("not fitted", told, self._curves.iteration)
+        else:
+            logger.debug("not known yet, and not needed by the plan: %s", missing)
 
     def _propose(
         self, situation: Situation, costs: Sequence[RankCosts], world_size: int, recorder: Recorder, anew: bool

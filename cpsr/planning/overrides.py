@@ -37,7 +37,9 @@ class OverrideWatch:
             self._unreadable = False
         except JournalError as error:
             if not self._unreadable:
-                logger.warning("overrides of the plan cannot be read, the last one that was holds: %s", error)
+                logger.warning(
+                    "overrides of the interval cannot be read; the last one that was read stays in force: %s", error
+                )
             self._unreadable = True
         held = self._read
         return held if held is not None and held.holds(time.time()) else None

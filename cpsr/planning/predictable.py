@@ -61,13 +61,15 @@ def predictable(
     sides = _sides(counted, spacings_iterations)
     out = numpy.flatnonzero(_certainty(sides) >= CONFIDENCE)
     useless, useful = sides.sum(axis=1)
-    measured = f"{len(counted)} measured recoveries (weights: {useful:.1f} of use, {useless:.1f} of none)"
+    measured = (
+        f"of {len(counted)} measured recoveries about {useful:.0f} cost less than recomputing and {useless:.0f} did not"
+    )
     below = [longest_iterations] if not out.size else list(spacings_iterations[: out[0]])
     if below and below[-1] >= longest_iterations:
-        return Predictable(longest_iterations, f"{EXPECTED}; {measured} do not lower it")
+        return Predictable(longest_iterations, f"{EXPECTED}; {measured}, which does not lower it")
     because = (
-        f"{measured}: beyond it most cost no less than recomputing, with a probability of {CONFIDENCE:.0%} or more; "
-        f"{EXPECTED} would allow {longest_iterations}"
+        f"{measured}: from longer intervals most would not (at least {CONFIDENCE:.0%} sure); {EXPECTED} would allow "
+        f"{longest_iterations} iterations"
     )
     return Predictable(below[-1] if below else None, because)
 

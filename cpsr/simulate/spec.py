@@ -164,6 +164,6 @@ def require_no_simulation(path: Path) -> None:
     if found:
         raise ConfigError(
             f"{path} describes a simulation: {', '.join(found)} {'are keys' if len(found) > 1 else 'is a key'} of "
-            f"`cpsr simulate`, which a plan does not take. Run `cpsr simulate --spec {shlex.quote(str(path))}`, or leave "
-            f"{'them' if len(found) > 1 else 'it'} out for a plan"
+            f"`cpsr simulate`, which a plan does not take. Run `cpsr simulate --spec {shlex.quote(str(path))}`, or "
+            f"leave {'them' if len(found) > 1 else 'it'} out for a plan"
         )

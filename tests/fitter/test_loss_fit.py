@@ -176,7 +176,7 @@ def test_any_positive_losses_have_a_finite_curve(losses: list[float], start: int
 
 def test_what_is_no_curve_is_refused() -> None:
     places, losses = numpy.arange(20), numpy.full(20, 2.0)
-    with pytest.raises(ValueError, match="9 losses are too few for a curve; 10 are needed"):
+    with pytest.raises(ValueError, match="needs 10 losses, and there are 9 so far"):
         fit_loss(places[:9], losses[:9])
     with pytest.raises(ValueError, match=r"\(20,\), \(19,\)"):
         fit_loss(places, losses[:19])

@@ -54,11 +54,11 @@ def test_its_plain_form_is_json() -> None:
 
 
 def test_what_is_no_curve_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 backtests are too few"):
+    with pytest.raises(ValueError, match="there are 3 so far"):
         fit_predictor_curve([1, 2, 3], [1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="one shape"):
         fit_predictor_curve([1, 2, 3, 4], [1.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="all 4 backtests rest on 5 checkpoints"):
+    with pytest.raises(ValueError, match="all 4 checkpoints that were predicted as a check rest on 5"):
         fit_predictor_curve([5, 5, 5, 5], [1.0, 2.0, 1.0, 2.0])
     for wrong in (math.nan, math.inf, 0.0, -1.0):
         with pytest.raises(ValueError, match="backtest 2 has the error"):

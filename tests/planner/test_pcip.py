@@ -159,7 +159,7 @@ def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
 @pytest.mark.parametrize(
     ("inputs", "interval", "word"),
     [
-        (replace(JOB, phase=None), SHORTEST, "not fitted"),
+        (replace(JOB, phase=None), SHORTEST, "not known yet"),
         (replace(JOB, failures_per_second=0.0), LONGEST, "lambda = 0"),
         (replace(JOB, stall_seconds=0.0), SHORTEST, "T_s = 0"),
         (job(phase=replace(PHASE, tau1_per_checkpoint=0.0)), LONGEST, "tau1 <= 0"),
@@ -177,7 +177,7 @@ def test_where_the_theorem_has_no_solution_the_bounds_decide(inputs: PlannerInpu
         choice = rule.choose(inputs)
         assert choice.interval_iterations == interval
         assert word in choice.note
-        assert "bounds decide" in choice.note
+        assert "allowed interval is taken" in choice.note
     assert Exact().choose(inputs).interval_iterations == interval
 
 

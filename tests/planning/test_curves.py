@@ -88,8 +88,8 @@ def test_what_cannot_be_fitted_is_said(journal: Journal) -> None:
     with JournalReader(journal.path) as reader:
         found = fit_curves(reader, [], 4, 100, CONFIG)
     assert (found.loss, found.predictor) == (None, None)
-    assert found.missing[0].startswith("loss: 1 ")
-    assert found.missing[1].startswith("predictor: 0 backtests")
+    assert found.missing[0].startswith("the loss curve is not known yet (it needs 10 losses, and there are 1")
+    assert found.missing[1].endswith("there are 0 so far)")
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate"]
 
 

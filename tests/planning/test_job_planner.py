@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_what_fails_ends_planning_and_is_told_once(tmp_path: Path, recorder: Rec
     failure = planner.failure()
     assert failure is not None
     assert "no backtests today" in failure
-    assert "goes on to hold" in failure
+    assert "keeps the current interval" in failure
     assert planner.failure() is None
     planner.close()
 
@@ -203,6 +204,29 @@ def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, recorde
     assert rate == {"kind": "prior", "samples": 0, "age_iterations": None}, "read now: it has not failed yet"
     assert all(one["samples"] for one in later.explanation["origins"].values() if one["kind"] == "measured")
     planner.close()
+
+
+@pytest.mark.parametrize("policy", ["cpsr", "theorem1"])
+def test_curves_that_are_not_known_are_told_to_those_who_need_them(
+    tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    caplog.set_level("INFO")
+    planner = planner_of(configured(tmp_path, planner={"policy": policy}))
+    planner.start(tmp_path, 1, recorder)
+    planner.note(saved(5))
+    planner.consider(situation(6, replace(planner.first_plan({}), interval_iterations=1000)))
+    assert proposed(planner) is not None
+    planner.close()
+    written(recorder)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        told = [event.message for event in reader.events() if event.kind == "not fitted"]
+    if policy == "cpsr":
+        assert told == []
+        assert "not known yet" not in caplog.text
+    else:
+        (message,) = told
+        assert message.startswith("policy 'theorem1' cannot choose an interval yet, and the plan keeps to its limits: ")
+        assert "the predictor's accuracy is not known yet (it needs 4 checkpoints that were predicted" in message
 
 
 def test_an_optimizer_without_second_moments_has_phases_by_length(tmp_path: Path, recorder: Recorder) -> None:
@@ -399,7 +423,7 @@ def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: 
     assert after is not None
     bounds = after.explanation["bounds"]
     assert bounds["predictable_interval_iterations"] == 75
-    assert bounds["predictable_by"].startswith("4 measured recoveries (weights: 0.0 of use, 4.0 of none)")
+    assert bounds["predictable_by"].startswith("of 4 measured recoveries about 0 cost less than")
     assert (after.mode, bounds["maximum_by"]) == ("predict", "predictor")
     assert after.interval_iterations <= 75
 

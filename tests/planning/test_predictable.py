@@ -85,9 +85,12 @@ def test_it_comes_back_as_measurements_pass() -> None:
 
 def test_it_says_what_was_measured() -> None:
     held = predictable(200, [seen(140, GOOD)] * 3, SPACINGS).because
-    assert held == f"{EXPECTED}; 3 measured recoveries (weights: 3.0 of use, 0.0 of none) do not lower it"
+    assert (
+        held == f"{EXPECTED}; of 3 measured recoveries about 3 cost less than recomputing and 0 did not, "
+        "which does not lower it"
+    )
     lowered = predictable(200, [seen(140, BAD)] * 5, SPACINGS).because
-    assert lowered.startswith("5 measured recoveries (weights: 0.0 of use, 5.0 of none): beyond it most cost no less")
+    assert lowered.startswith("of 5 measured recoveries about 0 cost less than recomputing and 5 did not: from longer")
 
 
 LAGS = st.lists(st.builds(seen, st.floats(1, 600), st.floats(-500, 500), st.floats(0, 200), st.floats(0, 100)))

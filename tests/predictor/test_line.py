@@ -131,8 +131,8 @@ def test_a_time_that_is_not_finite_is_an_error(make_history: MakeHistory) -> Non
 @pytest.mark.parametrize(
     ("iterations", "failure", "words"),
     [
-        ([1000], 1010, "one usable"),
-        ([950, 1000], 1010, "2 usable checkpoints are too few"),
+        ([1000], 1010, "there is one"),
+        ([950, 1000], 1010, "needs 3 usable checkpoints, and there are 2"),
         (ITERATIONS, 1501, "more than 10 intervals|further"),
     ],
 )
@@ -170,7 +170,7 @@ def test_damage_that_leaves_two_checkpoints_is_infeasible(make_history: MakeHist
         weights[bad]["w"][0] = math.nan
     forecast = LinePredictor().forecast(make_history(ITERATIONS, weights), Target(1030, 1030.0, 1.0))
     assert not forecast.feasible
-    assert "2 usable" in forecast.reason
+    assert "there are 2" in forecast.reason
     assert forecast.settings["left_out_not_finite"] == ITERATIONS[:5]
 
 
@@ -271,7 +271,7 @@ def test_nothing_to_predict_for_any_operator_is_infeasible(make_history: MakeHis
     history = make_history(ITERATIONS, weights, taken={"w": [650] * 7, "still": [650] * 7})
     forecast = LinePredictor().forecast(history, Target(1030, 1030.0, 1.0))
     assert not forecast.feasible
-    assert "'w': one usable" in forecast.reason
+    assert "'w': a prediction needs 3 usable checkpoints, and there is one" in forecast.reason
 
 
 def test_a_tensor_that_changed_its_shape_is_an_error(make_history: MakeHistory) -> None:

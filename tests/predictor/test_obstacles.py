@@ -14,7 +14,7 @@ def to(failure: int) -> Target:
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(0, "no usable"), (1, "one usable"), (2, "2 usable checkpoints are too few")]
+    ("count", "words"), [(0, "no usable"), (1, "there is one"), (2, "needs 3 usable checkpoints, and there are 2")]
 )
 def test_too_few_says_how_many(count: int, words: str) -> None:
     reason = too_few(at([10, 20])[:count], 3)
@@ -45,7 +45,7 @@ def test_more_learning_rate_ahead_than_in_the_window_is_too_far() -> None:
     assert too_far(Target(1010, 110.0, 1.0), entries) is None
     reason = too_far(Target(1010, 110.1, 1.0), entries)
     assert reason is not None
-    assert "to 10 over the whole window" in reason
+    assert "more than the 10 over the whole window" in reason
     assert too_far(Target(1010, 110.1, 1.0), entries, extrapolates=False) is None
 
 
@@ -62,4 +62,4 @@ def test_the_window_counts_iterations_before_the_newest() -> None:
 def test_a_window_given_by_the_user_must_hold_three_checkpoints() -> None:
     reason = LinePredictor(window_iterations=150)._obstacle(at([800, 900, 1000]), to(1010))
     assert reason is not None
-    assert "2 usable checkpoints within 150" in reason
+    assert "3 usable checkpoints within 150 iterations, and there are 2" in reason
