@@ -84,7 +84,9 @@ def place(members: Sequence[Member], replicas: int) -> Placement:
         for owner, chosen in enumerate(table.chosen)
     )
     shortfall = None
-    if count < replicas:
+    if count < replicas and len(nodes) == 1:
+        shortfall = "the job runs on one node: no other one can hold replicas of its state (peers.replicas)"
+    elif count < replicas:
         shortfall = (
             f"{replicas} replicas of each rank's state are asked for and {count} possible: the job runs on "
             f"{len(nodes)} node{'s' * (len(nodes) > 1)}, and no two copies of a state lie on the same one"

@@ -197,7 +197,7 @@ def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(tmp_path: Path
     first, second = run(ONE_NODE, tmp_path, ["a", "a"])
     (told,) = first["told"]
     assert told[0] == "replicas"
-    assert "0 possible: the job runs on 1 node" in told[1]
+    assert "the job runs on one node" in told[1]
     assert told[3] == logging.INFO
     assert second == {"told": [], "states": 2}
 
