@@ -6,6 +6,7 @@ and put back before a pass is continued, so that the sampler deals the same batc
 skipped in the sampler, without loading them.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,8 @@ from cpsr.errors import RecoveryError
 from cpsr.scalars import DataPosition, capture_host_rng, restore_host_rng
 
 __all__ = ["ResumableLoader", "is_repeating"]
+
+logger = logging.getLogger(__name__)
 
 
 class ResumableLoader(Iterator[Any]):
@@ -35,6 +38,7 @@ class ResumableLoader(Iterator[Any]):
         on_positioned: called whenever the loader was moved to a saved position, before the next batch is fetched: the
             random states of training are put back here, since positioning draws from them.
         on_batch: called with every batch before it is dealt.
+        on_request: called before a batch is fetched, where there is one: not at the known end of the last pass.
         waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Where
             there are none it loads the batch itself, which is no waiting, and any other iterable does who knows what.
     """
@@ -48,6 +52,7 @@ class ResumableLoader(Iterator[Any]):
         sets_epoch: bool = True,
         on_positioned: Callable[[], None] = lambda: None,
         on_batch: Callable[[Any], None] = lambda batch: None,
+        on_request: Callable[[], None] = lambda: None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         given = loader
@@ -60,6 +65,7 @@ class ResumableLoader(Iterator[Any]):
         self._generators = _generators(loader)
         self._on_positioned = on_positioned
         self._on_batch = on_batch
+        self._on_request = on_request
         self._waiting = waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
         self.position = self._normalised(position)
@@ -94,6 +100,8 @@ class ResumableLoader(Iterator[Any]):
         while True:
             if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
                 raise StopIteration
+            if not self._pass_is_over():
+                self._on_request()
             if self._iterator is None:
                 self._iterator = self._open()
             try:
@@ -106,6 +114,16 @@ class ResumableLoader(Iterator[Any]):
             self.position = replace(position, batches=position.batches + 1, batch=position.batch + 1)
             self._on_batch(batch)
             return batch
+
+    def _pass_is_over(self) -> bool:
+        """Whether what is left of the present pass is its end; the loader may draw random numbers there."""
+        return self._length is not None and self.position.batch >= self._length
+
+    def saved_position(self) -> DataPosition:
+        """The position for a checkpoint: before the first batch of a pass, with the random states that decide it."""
+        if self._iterator is None and self.position.states is None and self.position.batches:
+            return replace(self.position, states=self._capture(), states_epoch=self.position.epoch)
+        return self.position
 
     def _normalised(self, position: DataPosition) -> DataPosition:
         """A position at the end of a pass becomes the start of the next one."""
@@ -125,6 +143,8 @@ class ResumableLoader(Iterator[Any]):
         if moved and position.states is not None:
             self._put_back(position.states)
             if position.states_epoch == position.epoch:
+                self._put_back_epoch(position.states.get("epochs", []))
+            if position.states_epoch == position.epoch and position.batch:
                 iterator = self._pass(position.epoch, skip=position.batch)
                 self._on_positioned()
                 return iterator
@@ -164,7 +184,28 @@ class ResumableLoader(Iterator[Any]):
                 sampler.set_epoch(epoch)
 
     def _capture(self) -> dict[str, Any]:
-        return {"host": capture_host_rng(), "generators": [item.get_state() for item in self._generators]}
+        generators = [item.get_state() for item in self._generators]
+        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs()}
+
+    def _epochs(self) -> list[int]:
+        """What samplers were last told by `set_epoch`, as far as they show it."""
+        told = [sampler for sampler in _samplers(self._loader) if hasattr(sampler, "set_epoch")]
+        return [sampler.epoch for sampler in told if isinstance(getattr(sampler, "epoch", None), int)]
+
+    def _put_back_epoch(self, saved: list[int]) -> None:
+        """Continue a pass in its own order, whatever the user's loop over passes has told the sampler."""
+        now = self._epochs()
+        if self._sets_epoch or now == saved or len(set(saved)) != 1:
+            return
+        logger.warning(
+            "the sampler stands at epoch %s, but the pass that goes on began with set_epoch(%d), which is put back. "
+            "Begin your own loop over passes at recovery.epoch: for epoch in range(recovery.epoch, epochs)",
+            now[0] if now else None,
+            saved[0],
+        )
+        for sampler in _samplers(self._loader):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(saved[0])
 
     def _put_back(self, states: dict[str, Any]) -> None:
         if len(states["generators"]) != len(self._generators):

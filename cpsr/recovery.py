@@ -20,7 +20,7 @@ from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.memory import held_bytes
 from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life
 from cpsr.checkpoint.resources import check_disk, check_host_memory
-from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.snapshot import Part, SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
@@ -39,6 +39,7 @@ from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit
 from cpsr.expert_saving import ExpertSaving, trained_experts
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.naming import experts_of
+from cpsr.first_batches import FirstBatches
 from cpsr.group import Group, Votes
 from cpsr.host_memory import HostMemory
 from cpsr.ladder import Ladder
@@ -46,6 +47,7 @@ from cpsr.launch.link import Opened, report, restart_obstacle
 from cpsr.learner import Learner
 from cpsr.liveness import Liveness
 from cpsr.loader import ResumableLoader
+from cpsr.loop_tail import LoopTail
 from cpsr.losses import LossRecorder, Step
 from cpsr.planner.plan import Plan
 from cpsr.planning.inputs import Situation
@@ -57,7 +59,7 @@ from cpsr.record import Recorder
 from cpsr.recovery_message import recovery_message
 from cpsr.recovery_watch import RecoveryWatch, start_watch
 from cpsr.restore import Restored, Restorer
-from cpsr.run_state import RunState, Stateful
+from cpsr.run_state import RunState
 from cpsr.rundir import RunDirectory, open_run
 from cpsr.saver import Saver, disk_bytes
 from cpsr.scalars import Scalars
@@ -66,6 +68,7 @@ from cpsr.sharing import Sharing
 from cpsr.state import Shard
 from cpsr.target.target import CheckpointTarget
 from cpsr.terminal import log_to_terminal
+from cpsr.unsaved import Unsaved
 from cpsr.write_sharing import WriteSharing
 
 __all__ = ["CPSRRecovery"]
@@ -128,6 +131,8 @@ class CPSRRecovery:
     _bubble_log: BubbleLog
     _rehearsals: Rehearsals
     _votes: Votes
+    _tail: LoopTail
+    _first_batches: FirstBatches
     _restored: Restored
     _opened: ExitStack
     _experts: ExpertSaving | None
@@ -237,15 +242,16 @@ class CPSRRecovery:
             )
         return stream
 
-    def register(self, name: str, stateful: Stateful) -> None:
-        """Save and restore an object of yours with every checkpoint.
+    def register(self, name: str, stateful: Any) -> None:
+        """Save and restore an object of yours with every checkpoint; before the loop.
 
         Args:
             name: unique in the run and the same after a restart.
-            stateful: has `state_dict` and `load_state_dict`; its state must be plain data and tensors.
+            stateful: has `state_dict` and `load_state_dict`; or a generator of torch, NumPy or Python; or a dictionary,
+                whose content is the state. Its state must be plain data and tensors.
 
         Raises:
-            ConfigError: the name is taken.
+            ConfigError: the name is taken, or it is none of these.
         """
         self._state.register(name, stateful)
 
@@ -258,8 +264,12 @@ class CPSRRecovery:
                 self._abandon(error)
             if kind is None:
                 try:
+                    self._tail.finish()  # may leave: it was asked to after the last step
                     self._votes.finish()
                     self._group.barrier()  # every rank is at its end; a dead one raises here and not in the last save
+                except _Leave:
+                    self._end_left()
+                    raise
                 except BaseException as failure:
                     self._abandon(failure)
                     raise
@@ -267,12 +277,19 @@ class CPSRRecovery:
                 self._liveness.finish()
                 self._save_last()
                 self._ending = "clean"
+                self._end_unfinished_watch()
             elif kind is _Leave:
-                self._votes.finish()
-                self._ending = "sigterm"
-            if kind in (None, _Leave) and self._watch is not None:
-                reason = "the life ended before the watch"
-                self._end_watch("kept", {"status": "unfinished", "iteration": self.iteration, "reason": reason})
+                self._end_left()
+
+    def _end_left(self) -> None:
+        self._votes.finish()
+        self._ending = "sigterm"
+        self._end_unfinished_watch()
+
+    def _end_unfinished_watch(self) -> None:
+        if self._watch is not None:
+            reason = "the life ended before the watch"
+            self._end_watch("kept", {"status": "unfinished", "iteration": self.iteration, "reason": reason})
 
     def _abandon(self, error: BaseException | None) -> None:
         """The group is broken: keep the state of the last step boundary, and watch the others no longer."""
@@ -280,7 +297,7 @@ class CPSRRecovery:
         self._departure.dump(f"the training loop was left with {type(error).__name__}")
         self._liveness.close(ended=False)
 
-    def _leave(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Another rank is gone, or the training hangs: this process ends, from another thread."""
         note_exit(self._run.path, self._recorder.life, Exit(self._group.rank, left=reason))
         self._departure.leave(reason)
@@ -290,6 +307,7 @@ class CPSRRecovery:
     def before_update(self) -> None:
         """The optimizer is about to change the state that a snapshot may still be copying."""
         self._liveness.sign()
+        self._tail.finish()
         self._learning_rate = self._adapter.learning_rate()
         self._saver.before_update()
 
@@ -322,6 +340,8 @@ class CPSRRecovery:
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
         self._bubbles.end_iteration()
+        self._tail.after_step()
+        self._first_batches.after_step()
         now = time.perf_counter()
         seconds, self._stepped = now - self._stepped, now
         if applied:
@@ -342,9 +362,7 @@ class CPSRRecovery:
         # While a predicted state is watched it is not committed: it may yet be given up, and the checkpoint it came
         # from must stay the newest.
         if self._watch is None and self._saver.is_due(iteration):
-            self._saver.begin(iteration, self._capture, self._state.place)
-            self._bubble_log.at_checkpoint(iteration)
-            self._planner.consider(self._situation(iteration))
+            self._tail.put_off(partial(self._begin_checkpoint, iteration, self._saver.take(iteration)))
         elif iteration == self._restored.restored_iteration + FIRST_PLAN_ITERATIONS:
             self._planner.consider(self._situation(iteration))  # a failure has changed the rate
         if self._recovered is not None and iteration >= self._recovered.due_iteration:
@@ -360,6 +378,7 @@ class CPSRRecovery:
     def before_external_load(self) -> None:
         """The user's own load_checkpoint is about to overwrite what a snapshot may still be copying."""
         self._departure.begin_update()
+        self._tail.drop()
         self._saver.finish()
 
     def after_external_load(self, iteration: int) -> None:
@@ -430,6 +449,8 @@ class CPSRRecovery:
         opened.callback(self._close_writer)
         self._adapter.attach(self)
         opened.callback(self._adapter.detach)
+        unsaved = Unsaved(self._adapter, lambda: self._state.objects, asked == "exact", self._recorder.event)
+        opened.callback(unsaved.close)
         opened.enter_context(
             offloaded_activations(self._adapter, self.config.coordinator, free_bytes, self._recorder.event)
         )
@@ -536,7 +557,7 @@ class CPSRRecovery:
             rank,
             self._group.size,
             config.liveness,
-            self._leave,
+            self._give_up,
             self._recorder.event,
         )
         opened.callback(lambda: self._liveness.close(ended=self._ending != "error"))
@@ -628,6 +649,10 @@ class CPSRRecovery:
             lambda: self._stop,
         )
         self._votes = group.votes()
+        self._tail = LoopTail(group, possible=self._adapter.pipeline_stage is None)
+        self._state.on_request = self._tail.on_request
+        self._first_batches = FirstBatches(self._adapter, group, config.mode != "exact", self._recorder.event)
+        self._state.on_batch.append(self._first_batches.on_batch)
         self._stepped = time.perf_counter()
         self._learning_rate = self._adapter.learning_rate()
 
@@ -817,12 +842,21 @@ class CPSRRecovery:
         if rehearsed:
             self._rehearsals.prepare(rehearsed, iteration)
         if leave:
-            self._departure.leave_in_order()
-            self._liveness.finish()
-            saved = self._last_is_safe = self._saver.save_now(iteration, self._capture)
-            told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
-            self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
-            raise _Leave
+            self._tail.put_off(partial(self._leave, iteration))
+
+    def _leave(self, iteration: int) -> None:
+        """Commit this iteration and leave; a collective."""
+        self._departure.leave_in_order()
+        self._liveness.finish()
+        saved = self._last_is_safe = self._saver.save_now(iteration, self._capture)
+        told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
+        self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
+        raise _Leave
+
+    def _begin_checkpoint(self, iteration: int, part: Part) -> None:
+        self._saver.begin(iteration, part, self._capture, self._state.place)
+        self._bubble_log.at_checkpoint(iteration)
+        self._planner.consider(self._situation(iteration))
 
     def _may_rehearse(self) -> bool:
         """Not beside a state that is watched, nor with steps that are longer for another one's sake."""

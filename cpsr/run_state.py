@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from cpsr import codec
+from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import ConfigError
 from cpsr.learner import Learner
@@ -16,20 +17,11 @@ from cpsr.losses import LossRecorder
 from cpsr.probes import Probes
 from cpsr.restore import Restored
 from cpsr.scalars import DataPosition, Scalars, capture_rng, restore_rng
+from cpsr.stateful import Stateful, stateful
 
-__all__ = ["RunState", "Stateful"]
+__all__ = ["RunState"]
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """What `register` takes."""
-
-    def state_dict(self) -> Any:
-        """Plain data and tensors."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Put back what `state_dict` returned."""
 
 
 class RunState:
@@ -57,8 +49,10 @@ class RunState:
         self._learner = learner
         self._waiting = waiting
         self._registered: dict[str, Stateful] = {}
+        self.objects: list[Any] = []  # as they were registered
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
+        self._rates: tuple[int, list[dict[str, Any]]] = -1, []  # parameter groups as restored, and at which iteration
         self._pending_rng: dict[str, Any] | None = None
         self._stream: ResumableLoader | None = None
         self._data = DataPosition()
@@ -67,6 +61,7 @@ class RunState:
         self._lineage: list[dict[str, int]] = []
         self.history_start = 0
         self.on_batch: list[Callable[[Any], None]] = [probes.on_batch]  # told of every batch before it is dealt
+        self.on_request: Callable[[], None] = lambda: None  # told when the loop asks for a batch that there is
 
     @property
     def position(self) -> DataPosition:
@@ -103,25 +98,39 @@ class RunState:
             sets_epoch=repeat or epochs is not None,
             on_positioned=self._put_back_rng,
             on_batch=self._deal,
+            on_request=lambda: self.on_request(),
             waiting=self._waiting,
         )
         return self._stream
 
-    def register(self, name: str, stateful: Stateful) -> None:
+    def register(self, name: str, given: Any) -> None:
         """Save and restore a user's object with every checkpoint.
 
+        Args:
+            name: unique in the run.
+            given: as for `stateful`.
+
         Raises:
-            ConfigError: the name is taken.
+            ConfigError: the name is taken, or it is no object with state.
             UnsupportedEngineError: its state is not plain data and tensors.
         """
         if name in self._registered:
             raise ConfigError(f"an object named '{name}' is registered already")
-        codec.encode(stateful.state_dict(), name)
-        self._registered[name] = stateful
+        item = stateful(name, given)
+        codec.encode(item.state_dict(), name)
+        self._registered[name] = item
+        self.objects.append(given)
         if name in self._unclaimed:
-            stateful.load_state_dict(self._unclaimed.pop(name))
+            item.load_state_dict(self._unclaimed.pop(name))
+            self._put_back_rates()
         elif self._restored:
             logger.warning("'%s' is registered, but the checkpoint holds no state of that name: it keeps its own", name)
+
+    def _put_back_rates(self) -> None:
+        """A schedule that is made after the state was restored has set the rates that a run begins with."""
+        iteration, rates = self._rates
+        if self._adapter.iteration == iteration:
+            optimizer_state.load_hyperparameters(self._adapter.optimizer, rates)
 
     def count_update(self, learning_rate: float) -> None:
         """An update with this learning rate was applied."""
@@ -143,7 +152,7 @@ class RunState:
             history_start=self.history_start,
             engine=self._adapter.scalars(),
             rng=capture_rng(),
-            data=self.position,
+            data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
             recent_losses=list(self._losses.recent),
             probes=self._probes.saved(),
@@ -189,6 +198,7 @@ class RunState:
                 self._registered[name].load_state_dict(state)
             else:
                 self._unclaimed[name] = state
+        self._rates = self._adapter.iteration, optimizer_state.hyperparameters(self._adapter.optimizer)
         restore_rng(scalars.rng)
         self._pending_rng = scalars.rng  # once more when the loader is positioned, which draws random numbers
         if self._stream is not None:

@@ -101,15 +101,21 @@ class Saver:
         """Whether a checkpoint belongs after this iteration."""
         return self._cadence.is_due(self.plan, iteration)
 
-    def begin(self, iteration: int, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]) -> None:
+    def take(self, iteration: int) -> Part:
+        """Count the checkpoint that is due after this iteration; returns what of it is this rank's, for `begin`."""
+        return _PARTS[self._cadence.take(self.plan, iteration)]
+
+    def begin(
+        self, iteration: int, part: Part, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
+    ) -> None:
         """Start the snapshot of a finished iteration that is due; returns while it is being copied.
 
         Args:
             iteration: that is finished.
+            part: what `take` said.
             scalars: captures the small state for a checkpoint of all ranks.
             place: captures what a partial checkpoint keeps of it.
         """
-        part = _PARTS[self._cadence.take(self.plan, iteration)]
         if part == "whole":
             self._begin_for_all(iteration, scalars, whole=False)
             return

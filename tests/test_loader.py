@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -206,3 +207,51 @@ def test_only_batches_of_other_processes_are_waited_for(workers: int) -> None:
     )
     assert next(stream)[0].tolist() == list(range(ITEMS))
     assert waits == (["begins", "ends", "dealt"] if workers else ["dealt"])
+
+
+def test_a_request_is_told_of_every_batch_that_there_is() -> None:
+    """Not of the end of the last pass, after which a loop still has to do what it does between two passes."""
+    told: list[int] = []
+    stream = ResumableLoader(
+        LOADERS["shuffled, own generator"](),
+        DataPosition(),
+        until_epoch=2,
+        on_request=lambda: told.append(stream.position.batches),
+    )
+    assert len(list(stream)) == 12
+    assert told == [*range(6), *range(6, 12)]
+
+
+@pytest.mark.parametrize("kind", ["shuffled, own generator", "shuffled, global generator", "augmented", "iterable"])
+def test_a_checkpoint_before_a_pass_continues_bitwise(kind: str) -> None:
+    """A loop over passes of the user's own: saved after what lies between two of them, before the next one begins."""
+    torch.manual_seed(0)
+    loader = LOADERS[kind]()
+    first = ResumableLoader(loader, DataPosition(), until_epoch=1)
+    list(first)
+    torch.rand(2)
+    between = replace(first.position.advanced(0), states=None)
+    second = ResumableLoader(loader, between, until_epoch=2, sets_epoch=False)
+    saved, states = second.saved_position(), capture_rng()
+    expected = [value(batch) for batch in second]
+    torch.manual_seed(1)
+    again = ResumableLoader(
+        LOADERS[kind](), saved, until_epoch=2, sets_epoch=False, on_positioned=lambda: restore_rng(states)
+    )
+    assert [value(batch) for batch in again] == expected
+
+
+def test_a_pass_goes_on_in_its_own_order_whatever_the_sampler_was_told(caplog: pytest.LogCaptureFixture) -> None:
+    def stream(position: DataPosition, epoch: int) -> ResumableLoader:
+        loader = DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 1, seed=3))
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        return ResumableLoader(loader, position, until_epoch=3, sets_epoch=False)
+
+    started = stream(DataPosition(batches=6, epoch=2), 2)
+    next(started)
+    position = started.position
+    rest = [value(batch) for batch in started]
+    assert [value(batch) for batch in stream(position, 2)] == rest
+    assert caplog.records == []
+    assert [value(batch) for batch in stream(position, 0)] == rest
+    assert "for epoch in range(recovery.epoch, epochs)" in caplog.text

@@ -105,6 +105,10 @@ class EngineAdapter(Protocol):
         """
 
     @property
+    def loop_parts(self) -> list[Any]:
+        """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
 

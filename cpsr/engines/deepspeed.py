@@ -112,6 +112,11 @@ class DeepSpeedAdapter:
         return torch_optimizer(self._engine)
 
     @property
+    def loop_parts(self) -> list[Any]:
+        """The engine's schedule."""
+        return [] if self._engine.lr_scheduler is None else [self._engine.lr_scheduler]
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """The engine's stage in its pipeline."""
         if not self._pipeline or self._engine.num_stages < 2:

@@ -1,5 +1,6 @@
 """Plain torch training: any module with one optimizer, alone or wrapped in DistributedDataParallel."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,6 +30,8 @@ from cpsr.experts.token_counts import HookedTokenCounts
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
+
+_log = logging.getLogger(__name__)
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
@@ -75,6 +78,7 @@ class TorchAdapter:
         self._called = module
         self._module = unwrapped(module)
         self._optimizer = optimizer
+        self._scheduler = scheduler
         self._schedule = Schedule(scheduler)
         self._scaler = grad_scaler
         self._micro_batches = micro_batches_per_iteration
@@ -112,6 +116,11 @@ class TorchAdapter:
     def optimizer(self) -> torch.optim.Optimizer:
         """The one that was given."""
         return self._optimizer
+
+    @property
+    def loop_parts(self) -> list[Any]:
+        """As given to the constructor."""
+        return [part for part in (self._scheduler, self._scaler) if part is not None]
 
     @property
     def pipeline_stage(self) -> Stage | None:
@@ -183,13 +192,17 @@ class TorchAdapter:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.
 
+        A scaler that the saved run was not told of keeps its own state, and that is logged.
+
         Raises:
-            UnsupportedEngineError: a gradient scaler then and none now, or the other way round.
+            UnsupportedEngineError: a gradient scaler then and none now; parts of another number or kind.
         """
-        if (scalars["grad_scaler"] is None) != (self._scaler is None):
+        if scalars["grad_scaler"] is not None and self._scaler is None:
             raise UnsupportedEngineError(
-                "the saved run and this one do not both have a grad_scaler; give TorchAdapter the same parts"
+                "the saved run had a grad_scaler and this one has none; give TorchAdapter the same parts"
             )
+        if scalars["grad_scaler"] is None and self._scaler is not None:
+            _log.warning("the saved run was not told of a grad_scaler: this one begins with a scale of its own")
         self._create_state()
         optimizer_state.load_step_scalars(self._optimizer, self._masters(), scalars["optimizer_steps"])
         self._schedule.load(scalars["schedule"], [group["lr"] for group in scalars["param_groups"]])

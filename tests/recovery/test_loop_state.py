@@ -1,0 +1,177 @@
+"""What usual loops keep: after a kill every loss is that of the run left alone, or CPSR has said what it cannot see."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recovery.job import Ended, Job
+
+WORKER = "tests.recovery.loop_worker"
+OWN = "from recovery.epoch"
+PASS = 10  # batches; a checkpoint at iteration 20 is one at the end of a pass
+KILL = "SIGKILL"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop and the failure of one of its lives.
+
+    Attributes:
+        keeps: as in `loop_worker.Options`, like `given` and what is in `options`.
+        fault: before which micro-batch, and by what.
+        committed: a checkpoint that is awaited before.
+        iterations: end of the run.
+    """
+
+    keeps: str
+    given: str
+    fault: str
+    committed: int | None
+    options: tuple[tuple[str, Any], ...] = ()
+    iterations: int = 25
+
+    def launch(self, job: Job, *, fails: bool = False, ranks: int = 1, mode: str = "exact") -> Ended:
+        more: dict[str, Any] = {"fault": self.fault, "committed": self.committed} if fails else {}
+        return job.launch(
+            mode,
+            worker=WORKER,
+            ranks=ranks,
+            keeps=self.keeps,
+            given=self.given,
+            iterations=self.iterations,
+            survivor_seconds=3,
+            **dict(self.options),
+            **more,
+        )
+
+
+def case(
+    keeps: str, given: str = "", at: int = 14, how: str = KILL, committed: int | None = 12, **options: Any
+) -> Case:
+    return Case(keeps, given, f"{at}:{how}", committed, tuple(options.items()))
+
+
+AT_THE_END_OF_A_PASS: dict[str, Any] = {"at": 23, "committed": 20, "own_epochs": OWN}
+CASES = {
+    "scaler": case("scaler", "adapter"),
+    "schedule by step, registered": case("schedule", "register"),
+    "schedule by pass": case("schedule by epoch", "register", **AT_THE_END_OF_A_PASS),
+    "average": case("average", "register"),
+    "random numbers after a pass": case("draws", **AT_THE_END_OF_A_PASS),
+    "accumulation, in the middle": case("nothing", at=40, accumulate=3),
+}
+MORE_CASES = {
+    "nothing": case("nothing"),
+    "scaler that overflows": case("scaler that overflows", "adapter"),
+    "scaler, registered": case("scaler", "register"),
+    "scaler that is off": case("scaler that is off"),
+    "schedule by step": case("schedule", "adapter"),
+    "schedule in parts": case("schedule in parts", "register"),
+    "schedule made late": case("schedule", "register", late=True),
+    "schedule by metric": case("schedule by metric", "register", **AT_THE_END_OF_A_PASS),
+    "average, at the end of a pass": case("average", "register", **AT_THE_END_OF_A_PASS),
+    "average by hand": case("average by hand", "register"),
+    "counters": case("counters", "register", **AT_THE_END_OF_A_PASS),
+    "generator": case("generator", "register"),
+    "NumPy generator": case("NumPy generator", "register"),
+    "random numbers after a step": case("draws"),
+    "accumulation, told": case("nothing", at=40, accumulate=3, told_accumulate=3),
+    "sampler with set_epoch": case("nothing", at=23, committed=20, own_epochs=OWN, sampler="sets epoch"),
+    "sampler with set_epoch, in a pass": case("nothing", own_epochs=OWN, sampler="sets epoch"),
+    "sampler without set_epoch": case("nothing", own_epochs=OWN, sampler="keeps epoch"),
+    "average after SIGTERM": case("average", "register", how="SIGTERM", committed=None),
+    # Leaves at iteration 20, whose pass is over then.
+    "random numbers after SIGTERM": case("draws", at=19, how="SIGTERM", committed=None, own_epochs=OWN),
+}
+
+
+def losses(job: Job, life: int, rank: int = 0) -> dict[tuple[int, int], str]:
+    lines = (job.directory / f"life-{life}.{rank}.losses").read_text().splitlines()
+    return {(iteration, micro): loss for iteration, micro, loss in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(
+    "tried", [*CASES.values(), *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_CASES.values())],
+    ids=[*CASES, *MORE_CASES],
+)  # fmt: skip
+def test_every_loss_is_that_of_the_run_left_alone(tmp_path: Path, tried: Case) -> None:
+    check(tmp_path, tried)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_scaler(tmp_path: Path) -> None:
+    check(tmp_path, case("scaler", "adapter", own_epochs=OWN, sampler="sets epoch"), ranks=2)
+
+
+def check(directory: Path, tried: Case, ranks: int = 1) -> None:
+    alone, job = Job(directory / "alone"), Job(directory / "job")
+    whole = tried.launch(alone, ranks=ranks)
+    assert whole.statuses == [0] * ranks, whole.output
+    failed = tried.launch(job, fails=True, ranks=ranks)
+    assert failed.statuses[0] in (-9, 128 + 15), failed.output
+    back = tried.launch(job, ranks=ranks)
+    assert back.statuses == [0] * ranks, back.output
+    for rank in range(ranks):
+        expected, before, after = losses(alone, 1, rank), losses(job, 1, rank), losses(job, 2, rank)
+        assert min(after)[0] >= (tried.committed or 13)
+        assert max(after) == max(expected)
+        assert {**expected, **before, **after} == expected
+        assert before.keys() | after.keys() == expected.keys()
+        assert back.result(rank) == whole.result(rank)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "names"),
+    [
+        ("scaler", "The GradScaler .* grad_scaler=scaler"),
+        ("scaler that overflows", "The OwnScaler .* grad_scaler=scaler"),
+        ("schedule in parts", r"The schedule SequentialLR .* recovery.register\(.scheduler., scheduler\)$"),
+        ("schedule by metric", r"The schedule ReduceLROnPlateau .* recovery.register"),
+        ("average", r"AveragedModel\) are not registered .* recovery.register\(.average., averaged_model\)"),
+    ],
+)
+def test_what_nobody_saves_is_refused_before_anything_is_trained(tmp_path: Path, keeps: str, names: str) -> None:
+    job = Job(tmp_path)
+    refused = case(keeps, own_epochs=OWN).launch(job)
+    assert refused.statuses == [1]
+    last = refused.output[0].strip().splitlines()[-1]
+    assert last.startswith("cpsr.errors.UnsupportedEngineError: ")
+    assert re.search(names, last), last
+    assert max(losses(job, 1)) < (10, 0)
+    done = case(keeps, "register", own_epochs=OWN).launch(job)
+    assert done.statuses == [0], done.output[0]
+    assert min(losses(job, 2)) == (0, 0)
+
+
+def test_in_other_modes_it_is_said_once_and_the_advice_can_be_followed(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    said = case("scaler", accumulate=2, at=20, committed=4).launch(job, fails=True, mode="auto")
+    assert said.output[0].count("The GradScaler that scales the loss was not given to CPSR") == 1
+    assert "micro_batches_per_iteration=2)" in said.output[0]
+    better = case("scaler", "adapter", accumulate=2, told_accumulate=2).launch(job, mode="auto")
+    assert better.statuses == [0], better.output[0]
+    assert "was not told of a grad_scaler" in better.output[0]
+    assert "was not given" not in better.output[0]
+    assert "micro_batches_per_iteration=" not in better.output[0]
+
+
+def test_ranks_that_train_the_same_batches_are_told_once(tmp_path: Path) -> None:
+    told = case("nothing").launch(Job(tmp_path / "same"), ranks=2)
+    assert told.statuses == [0, 0], told.output
+    assert told.output[0].count("ranks 0 and 1 train on the same batches") == 1
+    assert "sampler=DistributedSampler(dataset)" in told.output[0]
+    assert "same batches" not in told.output[1]
+    apart = case("nothing", sampler="sets epoch", own_epochs=OWN).launch(Job(tmp_path / "apart"), ranks=2)
+    assert apart.statuses == [0, 0], apart.output
+    assert "same batches" not in apart.output[0]
+
+
+def test_a_loop_over_passes_that_begins_anew_is_told(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    tried = case("nothing", at=17, committed=12, own_epochs="from 0", sampler="sets epoch")
+    tried.launch(job, fails=True)
+    assert "for epoch in range(recovery.epoch, epochs)" in tried.launch(job).output[0]
