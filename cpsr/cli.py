@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
+from cpsr.tables import print_table
 
 if TYPE_CHECKING:
     from cpsr.journal import CheckpointRow, LifeRow, RecoveryRow, RehearsalRow
@@ -181,10 +183,14 @@ def inspect(
         return
     console = Console()
     for table in (_lives_table(rows["lives"], causes), _checkpoints_table(rows["checkpoints"])):
-        console.print(table)
-    console.print(_recoveries_table(rows["recoveries"]) if rows["recoveries"] else "No recovery so far.")
+        table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
+        print_table(console, table)
+    if rows["recoveries"]:
+        print_table(console, _recoveries_table(rows["recoveries"]))
+    else:
+        console.print("No recovery so far.")
     if rows["rehearsals"]:
-        console.print(_rehearsals_table(rows["rehearsals"]))
+        print_table(console, _rehearsals_table(rows["rehearsals"]))
     for plan in rows["plans"]:
         console.print(
             f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations "
@@ -554,7 +560,9 @@ def _checkpoints_table(checkpoints: "list[CheckpointRow]") -> Table:
     table = Table("iteration", "status", "bytes", "origin", "stall s", "reason", title=title)
     for row in shown:
         bytes_ = "-" if row.bytes is None else f"{row.bytes:,}"
-        table.add_row(str(row.iteration), row.status, bytes_, row.origin, _number(row.stall_seconds), row.reason)
+        table.add_row(
+            str(row.iteration), row.status, bytes_, row.origin, _number(row.stall_seconds), escape(row.reason)
+        )
     return table
 
 
@@ -562,7 +570,9 @@ def _recoveries_table(recoveries: "list[RecoveryRow]") -> Table:
     table = Table("failed at", "checkpoint", "restored at", "method", "outcome", "reason", title="Recoveries")
     for row in recoveries:
         iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
-        table.add_row(*("-" if at is None else str(at) for at in iterations), row.method, row.outcome, row.reason)
+        table.add_row(
+            *("-" if at is None else str(at) for at in iterations), row.method, row.outcome, escape(row.reason)
+        )
     return table
 
 
@@ -572,7 +582,7 @@ def _rehearsals_table(rehearsals: "list[RehearsalRow]") -> Table:
         error = row.lag_standard_error_iterations
         lag = "-" if row.lag_iterations is None else f"{row.lag_iterations:+.0f} ± {_number(error)}"
         iterations = str(row.failure_iteration), str(row.checkpoint_iteration)
-        table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), row.reason)
+        table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), escape(row.reason))
     return table
 
 

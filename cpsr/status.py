@@ -54,7 +54,7 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for line in [*_lines(found["health"], found["plan"]), *_bubble_lines(found["bubbles"])]:
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _of_directory(run_dir: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cpsr.benchmarks.experts.sizes import EXPERTS, SAVED_TOKENS, RankBytes, Snap
 from cpsr.benchmarks.experts.written import Written
 from cpsr.benchmarks.intervals import Estimate
 from cpsr.benchmarks.output import interval_text, verdict
+from cpsr.tables import print_table
 
 __all__ = ["show"]
 
@@ -28,14 +29,14 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
     if result.arithmetic is not None:
         _show_arithmetic(console, result.arithmetic)
     if result.stalls:
-        console.print(_stalls(result.stalls))
+        print_table(console, _stalls(result.stalls))
     if result.written:
-        console.print(_written(result.written))
+        print_table(console, _written(result.written))
     if result.recovered:
-        console.print(_recovered(result.recovered))
+        print_table(console, _recovered(result.recovered))
         if result.compared:
-            console.print(_compared(result.compared))
-        console.print(_reaches(result.reaches))
+            print_table(console, _compared(result.compared))
+        print_table(console, _reaches(result.reaches))
         console.print("Lost tokens are counted as the papers do, whether experts are predicted or not.")
     for aim, met in result.aims().items():
         console.print(f"{verdict(met)}  {aim}")
@@ -43,14 +44,14 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
 
 
 def _show_arithmetic(console: Console, arithmetic: Arithmetic) -> None:
-    console.print(_sizes(arithmetic.sizes))
-    console.print(_ranks(arithmetic.rank_bytes))
-    console.print(_sweep(arithmetic.sweep))
-    console.print(_exposures(arithmetic.exposures))
+    print_table(console, _sizes(arithmetic.sizes))
+    print_table(console, _ranks(arithmetic.rank_bytes))
+    print_table(console, _sweep(arithmetic.sweep))
+    print_table(console, _exposures(arithmetic.exposures))
     table = _columns(f"Choosing among {OPERATORS:,} operators", "policy", "ranks", "ms", "chosen")
     for one in arithmetic.scheduling:
         table.add_row(one.policy, str(one.ranks), f"{MILLISECONDS * one.seconds:.1f}", f"{one.chosen:,}")
-    console.print(table)
+    print_table(console, table)
 
 
 def _columns(title: str, *headings: str) -> Table:

@@ -19,6 +19,7 @@ from cpsr.benchmarks.faults.worker import campaign
 from cpsr.benchmarks.machine import describe_machine
 from cpsr.benchmarks.output import progress_bar, verdict, work_directory
 from cpsr.errors import ConfigError, CPSRError
+from cpsr.tables import print_table
 
 __all__ = ["main", "parts_asked_for"]
 
@@ -57,9 +58,9 @@ def main(
         lived = _progressing(console, live(directory.resolve() / LIVE, scenarios))
     rows = _rows(stored)
     if rows:
-        console.print(_table(rows))
+        print_table(console, _table(rows))
     if lived:
-        console.print(_live_table(lived))
+        print_table(console, _live_table(lived))
     bad = [outcome for outcome in [*stored, *lived] if not outcome.good]
     for outcome in bad[:SHOWN_MAX]:
         console.print(f"{outcome.scenario}, {outcome.fault}: {outcome.what}", markup=False, highlight=False)

@@ -13,6 +13,7 @@ from cpsr.benchmarks.loss_fit.result import CONFIDENCE, PhaseFit, fit_phases, su
 from cpsr.benchmarks.machine import describe_machine
 from cpsr.benchmarks.output import save
 from cpsr.errors import CPSRError
+from cpsr.tables import print_table
 
 __all__ = ["PHASE_ITERATIONS", "main"]
 
@@ -80,7 +81,7 @@ def _show(console: Console, curves: Curves) -> None:
                 f"{1000 * phase.seconds:.0f}",
             )
         table.add_section()
-    console.print(table)
+    print_table(console, table)
     for summary in summarise([fit for _, fits in curves for fit in fits]):
         console.print(
             f"{summary.kind}: {summary.forecasts} forecasts, median RMSE {summary.rmse_nats:.4f} in sample and "

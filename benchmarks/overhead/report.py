@@ -11,6 +11,7 @@ from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS
 from cpsr.benchmarks.overhead.bubbles import BubbleResult, Simulated
 from cpsr.benchmarks.overhead.memory import MemoryResult
 from cpsr.benchmarks.overhead.result import VariantResult
+from cpsr.tables import print_table
 
 __all__ = ["show"]
 
@@ -27,19 +28,19 @@ def show(
 ) -> None:
     """Print what was measured."""
     if variants:
-        console.print(_overheads(variants))
+        print_table(console, _overheads(variants))
         console.print(
             f"Wrapper: blocks of {BLOCK_STEPS} steps without a checkpoint; with it, without, without, with. Predictor: "
             "checkpoint intervals in which it works, and in which it does not. Medians with 95% bootstrap intervals."
         )
     if bubbles is not None:
-        console.print(_stages(bubbles))
-        console.print(_simulated(bubbles.simulated))
+        print_table(console, _stages(bubbles))
+        print_table(console, _simulated(bubbles.simulated))
         if any(stage.taken_in_share < 1.0 for stage in bubbles.stages):
             console.print("[yellow]The work of what was not learned in time is missing in what is simulated.[/yellow]")
         _show_aims(console, bubbles.aims())
     if memory is not None:
-        console.print(_memory(memory))
+        print_table(console, _memory(memory))
         _show_aims(console, memory.aims())
     console.print(f"{machine['cpu_model']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}")
 

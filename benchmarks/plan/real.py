@@ -14,6 +14,7 @@ from cpsr.benchmarks.plan.forecast import median_iteration_seconds
 from cpsr.benchmarks.plan.injection import Injection, Mode, failing_job, fault_free_job
 from cpsr.benchmarks.plan.judgement import JobResult, judge
 from cpsr.benchmarks.plan.real_report import draw, report, tables
+from cpsr.tables import print_table
 
 __all__ = ["CACHE", "main"]
 
@@ -45,7 +46,7 @@ def main(
     with progress_bar(console) as progress:
         results = [result for seed in range(seeds) for result in _run_seed(lengths, seed, cache, progress)]
     for table in tables(results):
-        console.print(table)
+        print_table(console, table)
     if json_path is not None:
         plot = save(json_path, report(results, lengths, machine), draw(results))
         console.print(f"figures: {json_path}   plot: {plot}")

@@ -18,6 +18,7 @@ from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PhaseInputs, PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
+from cpsr.tables import print_table
 
 __all__ = ["Timing", "main", "measure"]
 
@@ -83,7 +84,7 @@ def main(json_path: Path | None = None) -> None:
             f"{MILLISECONDS * timing.longest_seconds:.1f}",
             aim if timing.ranks == AIM_RANKS else "",
         )
-    console.print(table)
+    print_table(console, table)
     if json_path is not None:
         report = {
             "benchmark": "plan",

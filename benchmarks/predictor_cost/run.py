@@ -19,6 +19,7 @@ from cpsr.benchmarks.predictor_cost.result import MEGABYTE, MethodResult, summar
 from cpsr.benchmarks.predictor_cost.training import training_seconds
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError
+from cpsr.tables import print_table
 
 __all__ = ["CACHE", "main"]
 
@@ -128,7 +129,7 @@ def _report(
 def _show(
     console: Console, results: list[MethodResult], machine: dict[str, Any], title: str, repeats: int, tokens: int
 ) -> None:
-    console.print(_table(results, title))
+    print_table(console, _table(results, title))
     console.print(
         f"Memory: RssAnon of the predicting process above its level before; the mapped history is page cache. Rates: "
         f"forecast and prediction against summing every value of the same checkpoints once, both with the files in "

@@ -14,6 +14,7 @@ from cpsr.benchmarks.prior.collect import collect, collect_directions
 from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_without, fit, leave_one_run_out, read, read_pairs
 from cpsr.benchmarks.prior.runs import RUNS
 from cpsr.predictor.calibration import FEATURES, Table
+from cpsr.tables import print_table
 
 __all__ = ["CACHE", "DATA", "main"]
 
@@ -83,14 +84,14 @@ def _show(console: Console, table: Table, left: list[Left]) -> None:
         coefficients.add_column(heading, justify="left" if heading == "term" else "right")
     for name, mean, variance in zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True):
         coefficients.add_row(name, f"{mean:+.3f}", f"{variance**0.5:.3f}")
-    console.print(coefficients)
+    print_table(console, coefficients)
     judged = TextTable(title="Each run, by the table without it", title_justify="left")
     for heading in ("run", "recoveries", "rank correlation", "over the best measured", "restart from c over it"):
         judged.add_column(heading, justify="left" if heading == "run" else "right")
     for one in left:
         row = f"{one.correlation:+.2f}", f"{one.regret_iterations:.0f}", f"{one.stale_regret_iterations:.0f}"
         judged.add_row(one.run, str(one.recoveries), *row)
-    console.print(judged)
+    print_table(console, judged)
 
 
 def _draw(recoveries: Recoveries) -> Figure:

@@ -18,6 +18,7 @@ from cpsr.benchmarks.recovery.plot import COLOURS, where
 from cpsr.benchmarks.recovery.run import measure_grid
 from cpsr.benchmarks.recovery.statistics import Mean, differences, grid_mean, samples_of
 from cpsr.benchmarks.recovery.workers import describe
+from cpsr.tables import print_table
 
 __all__ = ["Arm", "compare", "draw_ablation", "main"]
 
@@ -119,7 +120,7 @@ def _show(console: Console, arms: Sequence[Arm]) -> None:
         f"means over {max((arm.cells for arm in arms), default=0)} cells with their 95% intervals; more: paired by "
         "failure; declined: recomputed"
     )
-    console.print(table)
+    print_table(console, table)
 
 
 def draw_ablation(arms: Sequence[Arm], machine: dict[str, Any]) -> Figure:

@@ -22,6 +22,7 @@ from cpsr.benchmarks.recovery.plot import COLOURS, ZERO_WITHIN_NATS, where
 from cpsr.benchmarks.recovery.result import PAPER_BELOW
 from cpsr.benchmarks.recovery.workers import Workers, describe
 from cpsr.benchmarks.recovery.workload import WORKLOADS
+from cpsr.tables import print_table
 
 __all__ = ["FailuresResult", "draw_failures", "main"]
 
@@ -144,7 +145,7 @@ def _show(console: Console, results: Sequence[FailuresResult]) -> None:
                 f"{numpy.mean([result.final_recomputing_gap_nats for result in runs]):+.4f}",
             )
         table.caption = "below: share of the time since the first failure; gaps are over the run that never failed"
-        console.print(table)
+        print_table(console, table)
     for method in dict.fromkeys(result.failing.method for result in results):
         shares = [result.below for result in results if result.failing.method == method]
         console.print(

@@ -19,6 +19,7 @@ from cpsr.benchmarks.recovery.result import (
     RecoveryResult,
 )
 from cpsr.benchmarks.recovery.statistics import MIN_CLUSTERS, CellResult, Mean
+from cpsr.tables import print_table
 
 __all__ = ["show"]
 
@@ -34,16 +35,16 @@ def show(console: Console, result: RecoveryResult) -> None:
     """Cells by workload and interval, means over the grid, verdicts."""
     for workload in result.selection.workloads:
         for interval in result.selection.intervals:
-            console.print(_cells_table(result, workload, interval))
+            print_table(console, _cells_table(result, workload, interval))
     console.print(
         "Persistent lag over the horizon u (1 is what recomputing costs, below 0 is ahead of the run that never "
         "failed), mean over failure points with its 95% bootstrap interval where there are "
         f"{MIN_CLUSTERS} independent ones; green is better than recomputing, red is worse."
     )
-    console.print(_means_table(result))
-    console.print(_whole_table(result))
+    print_table(console, _means_table(result))
+    print_table(console, _whole_table(result))
     if REHEARSED in result.methods:
-        console.print(_rehearsals_table(result))
+        print_table(console, _rehearsals_table(result))
     for line in _anchor_lines(result):
         console.print(line)
     for line in _verdict_lines(result):

@@ -20,6 +20,7 @@ from cpsr.benchmarks.recovery.plot import COLOURS, COST_RANGE, where
 from cpsr.benchmarks.recovery.statistics import Mean, mean_interval, samples_of
 from cpsr.benchmarks.recovery.workers import Workers, describe
 from cpsr.benchmarks.recovery.workload import WORKLOADS
+from cpsr.tables import print_table
 
 __all__ = ["PLACES", "Place", "draw_warm_up", "main", "summarise_places", "warm_up_points"]
 
@@ -143,7 +144,7 @@ def _show(console: Console, places: Sequence[Place]) -> None:
             at = {place.method: place for place in mine if place.iteration == iteration}
             table.add_row(f"{iteration:.0f}", *(_text(at.get(method)) for method in methods))
         table.caption = f"recomputed where in brackets; the paper's predictor settled after {PAPER_SETTLED} iterations"
-        console.print(table)
+        print_table(console, table)
 
 
 def draw_warm_up(

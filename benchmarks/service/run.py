@@ -29,6 +29,7 @@ from cpsr.benchmarks.service.result import (
 )
 from cpsr.config import JournalConfig
 from cpsr.errors import CPSRError
+from cpsr.tables import print_table
 
 __all__ = ["CACHE", "main"]
 
@@ -140,7 +141,7 @@ def _show(console: Console, results: list[Result], clients: int) -> None:
     }
     for name, values in rows.items():
         table.add_row(name, *values)
-    console.print(table)
+    print_table(console, table)
     for result in results:
         for aim, met in result.aims().items():
             console.print(f"{verdict(met)}  {aim}")

@@ -12,6 +12,7 @@ from cpsr.benchmarks.machine import describe_machine
 from cpsr.benchmarks.output import save, verdict
 from cpsr.benchmarks.simulate import fault_cost, moevement, planner_grid
 from cpsr.benchmarks.simulate.plot import draw_fault_cost, draw_moevement, draw_planner
+from cpsr.tables import print_table
 
 __all__ = ["SUBJECTS", "Subject", "main"]
 
@@ -29,16 +30,16 @@ def main(subject: Subject, json_path: Path | None = None) -> None:
     console = Console()
     if subject == "moevement":
         cells, scaled = moevement.table_3(), moevement.figure_11()
-        console.print(_table_3(cells), _figure_11(scaled))
+        print_table(console, _table_3(cells), _figure_11(scaled))
         report, figure = moevement.report(cells, scaled), draw_moevement(cells, scaled)
     elif subject == "planner":
         bar = track(planner_grid.cases(), "cases", planner_grid.CASES, console=console, disable=not console.is_terminal)
         found = list(bar)
-        console.print(_worst(found), _cases(found))
+        print_table(console, _worst(found), _cases(found))
         report, figure = planner_grid.report(found), draw_planner(found)
     else:
         compared, swept = fault_cost.comparisons(), fault_cost.sweeps()
-        console.print(_comparisons(compared), _sweeps(swept))
+        print_table(console, _comparisons(compared), _sweeps(swept))
         for point in fault_cost.LAG_POINTS:
             console.print(f"{point.share:+.2f} u: {point.label}")
         report, figure = fault_cost.report(compared, swept), draw_fault_cost(compared, swept)

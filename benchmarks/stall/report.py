@@ -11,6 +11,7 @@ from cpsr.benchmarks.stall.damage import DAMAGES
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult
 from cpsr.benchmarks.stall.roster import INSTALL
 from cpsr.benchmarks.stall.trial import Trial
+from cpsr.tables import print_table
 
 __all__ = ["show"]
 
@@ -28,14 +29,14 @@ def show(
 ) -> None:
     """Print one table a size, the table of damage, what was left out, and the aims."""
     for result in results:
-        console.print(_stalls(result))
+        print_table(console, _stalls(result))
     console.print(
         "Stall: extra time of the training thread over the checkpoint's step and the next one, against the pairs of "
         "steps before and after it; until durable: the same over all steps that began before it was durable. Medians "
         f"of {pairs} with 95% bootstrap intervals. *: its files are not forced to the disk; durable is when it calls "
         "them complete. Host memory: peak above training alone, its own processes included, in copies of the state."
     )
-    console.print(_damage(trials))
+    print_table(console, _damage(trials))
     console.print(
         "Each file of a checkpoint was damaged in turn, in the middle, and the state restored from the files alone. "
         "Verified: the checkpoint before it came back; unharmed: the right one did; error: an exception."

@@ -14,6 +14,7 @@ from cpsr.demo.launch import train
 from cpsr.demo.report import table, write_report
 from cpsr.demo.result import failure_iteration, measure
 from cpsr.errors import ConfigError
+from cpsr.tables import print_table
 
 __all__ = ["run_demo"]
 
@@ -52,7 +53,7 @@ def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS) -> None:
     result = measure(fault_free, killed, kill)
     (run_dir / "result.json").write_text(json.dumps(result.to_json(), indent=2))
     write_report(result, run_dir)
-    console.print(table(result))
+    print_table(console, table(result))
     console.print(f"report: {run_dir / 'report.html'}   plot: {run_dir / 'loss.png'}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 import numpy
 from matplotlib.axes import Axes
+from rich.markup import escape
 from rich.table import Table
 
 from cpsr.demo.result import DemoResult
@@ -25,7 +26,7 @@ def table(result: DemoResult) -> Table:
     shown.add_column(style="bold", no_wrap=True)
     shown.add_column(overflow="fold")
     for what, value in result.rows():
-        shown.add_row(what, value)
+        shown.add_row(what, escape(value))
     return shown
 
 

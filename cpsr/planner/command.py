@@ -11,6 +11,7 @@ from rich.table import Table
 from cpsr.errors import ConfigError
 from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
 from cpsr.planner.spec import PlanSpec, read_plan_spec
+from cpsr.tables import print_table
 
 __all__ = ["run_plan"]
 
@@ -41,8 +42,8 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
         print(json.dumps({"plans": [_plain(plan) for plan in plans]}, allow_nan=False))  # noqa: T201
         return
     console = Console()
-    console.print(_plans_table(plans))
-    console.print(_rules_table(plans[0]))
+    print_table(console, _plans_table(plans))
+    print_table(console, _rules_table(plans[0]))
     for note in dict.fromkeys(note for plan in plans for note in plan.explanation["notes"]):
         console.print(f"- {note}")
 
@@ -64,20 +65,20 @@ def _plain(plan: Plan) -> dict[str, Any]:
 def _plans_table(plans: Sequence[Plan]) -> Table:
     inputs = plans[0].explanation["inputs"]
     title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (restarts apart)"
-    table = Table("policy", "interval", "mode", "bound", "stalls %", "recoveries %", "total %", title=title)
+    table = Table("policy", "interval", "mode", "bound", "stall %", "recover %", "total %", title=title)
     for plan in plans:
         expected: Mapping[str, Any] = plan.explanation["expected"]
         shares = [expected[f"{part}_per_second"] for part in ("stall", "recovery", "cost")]
         interval = str(plan.interval_iterations)
         if len(set(plan.rank_interval_iterations)) > 1:
-            interval += f" (ranks: to {max(plan.rank_interval_iterations)})"
+            interval += f" (to {max(plan.rank_interval_iterations)})"
         table.add_row(plan.origin, interval, plan.mode, plan.explanation["bound"], *map(_percent, shares))
     return table
 
 
 def _rules_table(plan: Plan) -> Table:
     """What every rule would choose before any bound; a rival's cost is by its own recovery."""
-    table = Table("rule", "interval", "expected cost %", "note", title="What others would choose, unbounded")
+    table = Table("rule", "interval", "cost %", "note", title="What others would choose, unbounded")
     for name, said in {**plan.explanation["forms"], **plan.explanation["rivals"]}.items():
         table.add_row(name, str(said["interval_iterations"]), _percent(said["cost_per_second"]), said["note"])
     return table

@@ -19,6 +19,7 @@ from cpsr.simulate.run import simulate
 from cpsr.simulate.spec import SECONDS_PER_DAY, SimulationSpec, read_spec
 from cpsr.simulate.system import Job
 from cpsr.simulate.trace import Trace, read_trace
+from cpsr.tables import print_table
 
 __all__ = ["run_simulation"]
 
@@ -55,7 +56,7 @@ def run_simulation(
     watched = track(chosen, "systems", console=console, transient=True, disable=not console.is_terminal)
     outcomes = [simulate(job, system, arrivals, spec.runs, spec.seed) for system in watched]
     title = _title(spec, trace, mtbf_seconds)
-    console.print(_table(outcomes, title))
+    print_table(console, _table(outcomes, title))
     if json_path is not None:
         report = _report(spec, trace, mtbf_seconds, outcomes)
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,9 +111,12 @@ def _title(spec: SimulationSpec, trace: Trace | None, mtbf_seconds: float) -> st
 
 def _table(outcomes: Sequence[Outcome], title: str) -> Table:
     error = max(outcome.mean_and_error(outcome.ettr)[1] for outcome in outcomes)
-    note = f"Shares of the wall time; down: restarting and waiting. Standard error of a mean ETTR: up to {error:.5f}."
+    note = (
+        "every: iterations between checkpoints; stall, lost and down (restarting and waiting): % of the wall time; "
+        f"standard error of a mean ETTR: up to {error:.5f}"
+    )
     table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
-    table.add_column("system", min_width=9)
+    table.add_column("system")
     for heading in ("every", "ETTR", "5%", "95%", "stall", "lost", "down", "fails"):
         table.add_column(heading, justify="right")
     for outcome in outcomes:
@@ -122,9 +126,9 @@ def _table(outcomes: Sequence[Outcome], title: str) -> Table:
             outcome.system.name,
             str(figures["interval_iterations"]),
             *(f"{value:.4f}" for value in (figures["ettr_mean"], quantiles["0.05"], quantiles["0.95"])),
-            *(f"{100 * share:.2f}%" for share in (shares["stall"], shares["lost"])),
-            f"{100 * (shares['restart'] + shares['waiting']):.2f}%",
-            f"{figures['failures_mean']:.1f}",
+            *(f"{100 * share:.2f}" for share in (shares["stall"], shares["lost"])),
+            f"{100 * (shares['restart'] + shares['waiting']):.2f}",
+            f"{figures['failures_mean']:.0f}",
             style="bold" if outcome.system.name == "cpsr" else None,
         )
     return table

@@ -173,7 +173,7 @@ def test_a_method_that_advises_against_itself_costs_the_horizon(cache: Path) -> 
     outcome = PointMeasurement(trajectory(cache), early).outcome("line")
     assert not outcome.predicted
     assert outcome.lag_iterations == 48.0
-    assert "2 usable checkpoints" in outcome.reason
+    assert "3 usable checkpoints, and there are 2" in outcome.reason
 
 
 def test_a_diverged_recovery_has_no_lag(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,216 @@
+"""Every table that a user sees fits a terminal of 80 columns, and leaves nothing out."""
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+from cpsr.cli import app
+from cpsr.demo.launch import Kill
+from cpsr.demo.report import table
+from cpsr.demo.result import DemoResult
+from cpsr.demo.timeline import Part, Restart
+from cpsr.fitter.curve import LossCurve
+from cpsr.fitter.lag import Lag, Transient
+from cpsr.journal import CheckpointRow, Journal, RecoveryRow, RecoverySource, RehearsalRow
+from cpsr.tables import print_table
+
+ROOT = Path(__file__).parents[1]
+WIDTH = 80
+REASON = (
+    "line over 8 checkpoints (300 iterations), gain 2.00, base 0.00, 12345 iterations ahead; expected lag -38 +- 12; "
+    "[rank 1] the loss of 4 probe batches is 1.2345 nats, 0.0123 below the checkpoint's; rank 1's state was lost with "
+    "/mnt/storage/experiments/llama-7b/run-2026-11-23/checkpoints/step-0001234567/rank-00001.params.safetensors"
+)
+PLAN: dict[str, Any] = {
+    "iteration_seconds": 0.6,
+    "checkpoint": {"state_bytes": 4e9, "snapshot_bytes_per_second": 5e9, "persist_bytes_per_second": 1e9},
+    "failures": {"mtbf_hours": 0.5, "restart_seconds": 120},
+    "recovery": {"predictable_interval_iterations": 200, "lag": {"per_horizon_iteration": 0.3}},
+    "fixed_interval_iterations": 1000,
+    "intervals": "per_rank",
+    "ranks": [{"count": 7}, {"state_bytes": 4e10}],
+}
+SIMULATION: dict[str, Any] = {
+    "policies": ["young", "daly", "checkfreq", "pccheck", "gemini", "theorem1", "untruncated", "cpsr"],
+    "systems": [{"name": "moevement-with-sparse-snapshots", "interval_iterations": 10000, "stall_seconds": 0.3}],
+    "runs": 3,
+}
+
+
+def printed(*tables: Table, width: int = WIDTH) -> str:
+    written = io.StringIO()
+    print_table(Console(width=width, file=written), *tables)
+    return written.getvalue()
+
+
+def require_fit(text: str, *words: str, width: int = WIDTH) -> None:
+    """No line is longer, nothing is elided, and the words are there, each in one piece."""
+    assert max(cell_len(line) for line in text.splitlines()) <= width, text
+    assert "…" not in text
+    for word in words:
+        assert word in text, text
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(WIDTH)})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def written_run(tmp_path: Path) -> Path:
+    """A journal with long numbers, long reasons and every outcome."""
+    for _ in range(2):
+        journal = Journal.open(tmp_path / "journal.db")
+        life = journal.start_life("predict")
+        for status in ("committed", "skipped", "failed"):
+            journal.record_checkpoint(
+                CheckpointRow(
+                    life=life,
+                    iteration=1234567,
+                    status=status,  # type: ignore[arg-type]
+                    bytes=1_234_567_890_123,
+                    stall_seconds=12.345,
+                    origin="predicted",
+                    reason=REASON,
+                )
+            )
+        journal.record_recovery(
+            RecoveryRow(
+                id=f"r{life}",
+                life=life,
+                failure_iteration=1234567,
+                checkpoint_iteration=1234000,
+                restored_iteration=1234567,
+                method="departure",
+                requested_mode="predict",
+                outcome="rolled_back",
+                reason=REASON,
+            )
+        )
+        journal.record_rehearsal(
+            RehearsalRow(
+                id=f"h{life}",
+                life=life,
+                iteration=1234627,
+                failure_iteration=1234567,
+                checkpoint_iteration=1234000,
+                outcome="measured",
+                lag_iterations=-123.4,
+                lag_standard_error_iterations=12.3456,
+                cost_seconds=123.456,
+                reason=REASON,
+            )
+        )
+        journal.close()
+    return tmp_path
+
+
+def test_inspect(tmp_path: Path) -> None:
+    words = (
+        "1234567",
+        "1,234,567,890,123",
+        "committed",
+        "departure",
+        "rolled_back",
+        "measured",
+        "-123",
+        "123.456",
+        "[rank",
+    )
+    require_fit(run("inspect", str(written_run(tmp_path))), *words)
+
+
+def test_plan(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(PLAN), encoding="utf-8")
+    policies = [word for name in ("cpsr", "untruncated", "checkfreq", "fixed") for word in ("--policy", name)]
+    require_fit(run("plan", "--spec", str(path), *policies), "untruncated", "checkfreq", "predict", "theorem1")
+
+
+def test_simulate(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(PLAN | SIMULATION), encoding="utf-8")
+    require_fit(run("simulate", "--spec", str(path)), "checkfreq", "untruncated", "moevement-with", "10000", "fails")
+
+
+def test_demo() -> None:
+    losses = LossCurve(numpy.array([10, 20]), numpy.array([[2.0, 2.1], [1.0, 1.1]]))
+    result = DemoResult(
+        kill=Kill(rank=1, iteration=442, time=0.0),
+        failure_iteration=442,
+        checkpoint_iteration=400,
+        recovery=RecoveryRow(
+            id="a",
+            life=1,
+            failure_iteration=442,
+            checkpoint_iteration=400,
+            restored_iteration=442,
+            method="line",
+            requested_mode="auto",
+            reason=REASON,
+            sources=(
+                RecoverySource(rank=0, source="departure", iteration=442),
+                RecoverySource(rank=1, source="predicted", iteration=442),
+            ),
+        ),
+        lag=Lag(-12.3, 4.5, -12.0, -0.0123, 0.0045, 0.001, 9, (60, 160)),
+        transient=Transient(0.0123, 0.0045, 45, 0.01),
+        restart=Restart((Part("the other rank notices, closes the run", 1.23, ours=True), Part("first step", 4.56))),
+        stalls_seconds=[0.0123, 0.0456],
+        checkpoints=[200, 400],
+        fault_free=losses,
+        recovered=losses,
+        date="2026-11-23 12:00 UTC",
+        machine="2 threads",
+    )
+    require_fit(printed(table(result)), "SIGKILL", "departure", "from the kill to the first new step", "-12.3")
+
+
+def test_nothing_prints_a_table_any_other_way() -> None:
+    other = re.compile(r"\.print\((?:table\b|_\w+\()")
+    files = [*(ROOT / "cpsr").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    assert [str(file) for file in files if other.search(file.read_text(encoding="utf-8"))] == []
+
+
+cells = st.text(st.sampled_from("abc 0159.%±漢"), min_size=1, max_size=30).map(lambda text: text.strip() or "-")
+
+
+@given(st.integers(1, 14).flatmap(lambda count: st.lists(st.lists(cells, min_size=count, max_size=count), min_size=1)))
+def test_whatever_is_in_it(rows: list[list[str]]) -> None:
+    given_table = Table(*rows[0], title="A title of many words, which is longer than the table may well be")
+    for row in rows[1:]:
+        given_table.add_row(*row)
+    require_fit(printed(given_table))
+
+
+def test_columns_that_do_not_fit_follow_below_with_the_first_one_again() -> None:
+    headings = ["method", *(f"heading-{index:04}" for index in range(9))]
+    wide = Table(*headings, title="Wide", caption="at the end")
+    wide.add_row("vitp", *("123456.789" for _ in range(9)))
+    text = printed(wide)
+    require_fit(text, *headings, "(continued)")
+    assert text.count("vitp") == text.count("method") == 3
+    assert text.count("123456.789") == 9
+    assert text.index("at the end") > text.index("heading-0008")
+    require_fit(printed(wide, width=200), *headings, width=200)
+    assert "(continued)" not in printed(wide, width=200)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_long_words_break_only_where_they_may(width: int) -> None:
+    table_ = Table("rank", "reason")
+    table_.add_column("number", no_wrap=True)
+    table_.columns[1].overflow = "fold"
+    table_.add_row("7", REASON, "1,234,567,890")
+    require_fit(printed(table_, width=width), "1,234,567,890", "number", width=width)
