@@ -78,7 +78,7 @@ def written_run(tmp_path: Path) -> Path:
                 CheckpointRow(
                     life=life,
                     iteration=1234567,
-                    status=status,  # type: ignore[arg-type]
+                    status=status,
                     bytes=1_234_567_890_123,
                     stall_seconds=12.345,
                     origin="predicted",

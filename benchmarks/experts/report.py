@@ -45,7 +45,8 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
 
 def _show_arithmetic(console: Console, arithmetic: Arithmetic) -> None:
     print_table(console, _sizes(arithmetic.sizes))
-    print_table(console, _ranks(arithmetic.rank_bytes))
+    said = _ranks(arithmetic.rank_bytes)
+    console.print(said)
     print_table(console, _sweep(arithmetic.sweep))
     print_table(console, _exposures(arithmetic.exposures))
     table = _columns(f"Choosing among {OPERATORS:,} operators", "policy", "ranks", "ms", "chosen")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +36,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters())
 
 
-ENGINES = {
+ENGINES: dict[str, tuple[Any, str]] = {
     "None": (lambda: None, "None is given as the engine"),
     "a class": (lambda: nn.Linear, "Linear is a class"),
     "a module": (model, r"this Linear is a model without its optimizer: pass TorchAdapter\(model, optimizer\)"),
@@ -75,7 +76,8 @@ def test_models_that_torch_wraps_over_ranks() -> None:
     with pytest.raises(UnsupportedEngineError, match="this DistributedDataParallel is a model without its optimizer"):
         adapt(DistributedDataParallel(model()))
     first, second = FullyShardedDataParallel(model(), device_id=torch.device("cpu")), model()
-    for sharded in (first, fully_shard(second, mesh=torch.distributed.init_device_mesh("cpu", (1,)))):
+    fully_shard(second, mesh=init_device_mesh("cpu", (1,)))  # changes its class
+    for sharded in (first, second):
         with pytest.raises(UnsupportedEngineError, match=r"is sharded by FSDP.*DistributedDataParallel, or .*ZeRO-3"):
             adapt(sharded)
         with pytest.raises(UnsupportedEngineError, match=r"DistributedDataParallel,? or .*ZeRO-3"):
@@ -86,7 +88,7 @@ def other(package: str, name: str) -> Any:
     return lambda module, optimizer: named(package, name)
 
 
-PARTS = {
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "several optimizers": (
         {"optimizer": lambda module, optimizer: [optimizer, optimizer]},
         "a list of 2 objects is given as the optimizer.*put all parameters into one optimizer",

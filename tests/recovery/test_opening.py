@@ -67,7 +67,7 @@ def test_another_number_of_ranks_is_told_a_way_that_works(job: Job) -> None:
     assert refused.statuses == [1]
     out = follow_export(refused.output[0])
     elsewhere = {"run_dir": str(job.directory / "elsewhere")}
-    went_on = job.launch(iterations=8, ranks=1, settings=elsewhere, universal=out)
+    went_on = job.launch(iterations=8, ranks=1, settings=elsewhere, load_universal=out)
     assert went_on.statuses == [0], went_on.output[0][-3000:]
     assert went_on.result()["started"]["iteration"] == 4
     assert went_on.result()["iteration"] == 8

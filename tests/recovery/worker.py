@@ -57,7 +57,7 @@ class Options:
         held: an iteration that shared memory must hold of every rank before, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
-        universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
+        load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
@@ -85,7 +85,7 @@ class Options:
     precision: str = "fp32"
     micro_batches: int = 1
     optimizer: dict[str, Any] | None = None
-    universal: str = ""
+    load_universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
     probes: str = ""
@@ -105,8 +105,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     initialize_ranks(options.result, rank, ranks)
     seed()
     engine, batches = build(options, rank)
-    if options.universal:
-        engine.load_checkpoint(options.universal)
+    if options.load_universal:
+        engine.load_checkpoint(options.load_universal)
     loop = train_pipeline if options.stages else train
     config = None if options.block else options.config
     with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
@@ -162,7 +162,7 @@ def seed() -> None:
 def build(options: Options, rank: int) -> tuple[Any, Any]:
     """The engine and the data, both the same in every life."""
     ds_config: Any = configuration(options.zero, options.precision, options.micro_batches) | (options.optimizer or {})
-    if options.universal:
+    if options.load_universal:
         ds_config["checkpoint"] = {"load_universal": True}
     if options.block:
         ds_config["cpsr"] = options.config
