@@ -246,20 +246,17 @@ def fetch(
 
 
 @app.command()
-def release(directory: RunDirectory) -> None:
+def release(
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Run directory.")] = None,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Of all runs whose directory is gone.")] = False,
+) -> None:
     """Free this machine's memory of what a failed job left there for its restart, where it will not be restarted."""
-    from cpsr.checkpoint.memory import SHARED_MEMORY, remove_held
-    from cpsr.rundir import run_id
+    from cpsr.release import release_orphans, release_run
 
-    try:
-        identity = run_id(directory)
-    except RunMismatchError as error:
-        raise RunMismatchError(
-            f"{error}. What a run holds in memory is named after the id in that file: where the directory is gone, "
-            f"remove {SHARED_MEMORY}/cpsr-<id>-rank-* by hand, while no job of yours runs that it may belong to"
-        ) from error
-    freed = remove_held(identity)
-    typer.echo(f"{directory}: {freed / 1e6:.1f} MB of host memory are free again; its checkpoints are untouched")
+    if (directory is None) != orphans:
+        raise ConfigError("name a run directory, or give --orphans for all runs whose directory is gone")
+    for line in release_orphans() if directory is None else [release_run(directory)]:
+        typer.echo(line)
 
 
 @app.command()

@@ -3,15 +3,41 @@
 import logging
 from collections.abc import Sequence
 
-from cpsr.checkpoint.memory import SharedMemory, remove_held
+from cpsr.checkpoint.memory import SHARED_MEMORY, SharedMemory, remove_unused
+from cpsr.checkpoint.orphans import free_orphans
+from cpsr.checkpoint.owner import mark_owner
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
-from cpsr.group import Group
+from cpsr.group import Group, this_node
 from cpsr.peers.replicator import Replicator, Tell
 from cpsr.rundir import RunDirectory
 from cpsr.state import Shard
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "claim_memory"]
+
+logger = logging.getLogger(__name__)
+
+
+def claim_memory(run: RunDirectory, group: Group, *, shared: bool) -> None:
+    """Free what runs that are gone have left on this machine, and say whose the memory of this one is; a collective.
+
+    Args:
+        run: that is about to take memory.
+        group: the ranks.
+        shared: whether its buffers are to lie in shared memory.
+    """
+    if group.rank == run.local_ranks[0]:
+        try:
+            for orphan in free_orphans():
+                if orphan.standing == "freed":
+                    told = "%.1f MB of host memory are free again: run %s had left them, and %s"
+                    logger.info(told, orphan.bytes / 1e6, orphan.run_id, orphan.why)
+            if shared:
+                mark_owner(run.run_id, run.path, this_node())
+        except OSError as error:
+            told = "what runs that are gone have left in %s is not freed, or nothing there says whose this one's is: %s"
+            logger.warning(told, SHARED_MEMORY, error)
+    group.barrier()
 
 
 class HostMemory:
@@ -50,9 +76,8 @@ class HostMemory:
         if problem is not None:
             tell(
                 "no shared memory",
-                f"snapshots do not outlive the process, since /dev/shm cannot hold {self.pool.required_bytes(shard)} "
-                f"bytes for this rank ({problem}): a restart begins from the disk. Enlarge it (docker: --shm-size), or "
-                "set checkpoint.shared_memory to false",
+                f"snapshots do not outlive the process, so that a restart begins from the disk: this rank's "
+                f"{self.pool.required_bytes(shard)} bytes of host buffers are not in {SHARED_MEMORY}, since {problem}",
                 None,
                 logging.WARNING,
             )
@@ -71,10 +96,14 @@ class HostMemory:
         return 0 if self._memory is None else self._memory.branch
 
     def begin(self, iteration: int) -> None:
-        """A life goes on from this iteration: what leads elsewhere, and what is of ranks that have moved away, goes."""
+        """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.
+
+        So what a life keeps on a machine is bounded, whatever earlier ones have left: of ranks that have moved away, of
+        replicas that are asked for no more, and where this life has no shared memory.
+        """
         self.pool.forget_after(iteration)
         if self._first_on_machine:
-            remove_held(self._run.run_id, keep_ranks=self._run.local_ranks, replicas=False)
+            remove_unused(self._run.run_id, replicas=self._replicator is None)
         if self._replicator is not None:
             self._replicator.remove_stale()
 
@@ -100,5 +129,5 @@ class HostMemory:
         if self._replicator is not None:
             self._replicator.close(remove=in_order, together=in_order)
         self.pool.close(remove=in_order and safe)
-        if in_order and safe and self._first_on_machine:
-            remove_held(self._run.run_id)  # also what a life that had to do without shared memory did not take over
+        if in_order and safe:
+            remove_unused(self._run.run_id)  # also what a life that had to do without shared memory did not take over

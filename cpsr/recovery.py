@@ -41,7 +41,7 @@ from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.naming import experts_of
 from cpsr.first_batches import FirstBatches
 from cpsr.group import Group, Votes
-from cpsr.host_memory import HostMemory
+from cpsr.host_memory import HostMemory, claim_memory
 from cpsr.ladder import Ladder
 from cpsr.launch.link import Opened, report, restart_obstacle
 from cpsr.learner import Learner
@@ -472,6 +472,7 @@ class CPSRRecovery:
         self._target = CheckpointTarget(config.checkpoint, config.run_dir, group)
         self._target.adopt_run()
         run = self._run = open_run(config.run_dir, group, config.mode, adapter.describe())
+        claim_memory(run, group, shared=config.checkpoint.shared_memory)
         # What an earlier life left, here and on the disk, is part of what is needed, not in its way.
         held = held_bytes(run.run_id, run.local_ranks)
         free_bytes = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), held)

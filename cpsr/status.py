@@ -9,11 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from cpsr.checkpoint.held import SHARED_MEMORY
+from cpsr.checkpoint.orphans import held_runs
 from cpsr.client import Client
 from cpsr.errors import RunMismatchError, ServiceError
 from cpsr.service.access import TOKEN_VARIABLE
 from cpsr.service.bubbles import list_bubbles
 from cpsr.service.health import health_of
+from cpsr.service.identity import identity_of
 from cpsr.service.parameters import Window
 from cpsr.service.plan import plan_of
 
@@ -21,6 +24,7 @@ __all__ = ["run_status"]
 
 HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
 RIVALS_SHOWN = ("young", "checkfreq")
+ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
 BUBBLE_ROWS = 1000  # the newest; the most that a service gives at once
 BUBBLE_SUMS = (
@@ -40,8 +44,10 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
     Args:
         location: a run directory, or the URL of a service; its token is taken from the environment.
         run: name of the run, where the service is over several.
-        as_json: print one JSON object with `health`, `plan` (null before the first one) and `bubbles` (of each rank
-            that has waited in the newest life, the sums of its newest rows).
+        as_json: print one JSON object with `health`, `plan` (null before the first one), `bubbles` (of each rank that
+            has waited in the newest life, the sums of its newest rows) and `memory` (what the run holds of this
+            machine's memory, and what others do whose directory is gone, or may be; null from a service, which may be
+            on another machine).
 
     Raises:
         RunMismatchError: there is no run in the directory.
@@ -53,7 +59,8 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
         print(json.dumps(found, allow_nan=False))  # noqa: T201
         return
     console = Console(highlight=False)
-    for line in [*_lines(found["health"], found["plan"]), *_bubble_lines(found["bubbles"])]:
+    lines = _lines(found["health"], found["plan"])
+    for line in [*lines, *_bubble_lines(found["bubbles"]), *_memory_lines(found["memory"])]:
         console.print(line, soft_wrap=not console.is_terminal)
 
 
@@ -67,12 +74,36 @@ def _of_directory(run_dir: Path) -> dict[str, Any]:
         "health": health_of(run_dir).model_dump(mode="json"),
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "bubbles": _bubble_sums(list_bubbles(run_dir, Window(BUBBLE_ROWS)).model_dump(mode="json")["bubbles"]),
+        "memory": _memory_here(run_dir),
     }
+
+
+def _memory_here(run_dir: Path) -> dict[str, Any]:
+    own = identity_of(run_dir)[0].get("run_id")
+    found = held_runs(SHARED_MEMORY)
+    orphans = [run for run in found if run.run_id != own and run.standing in ORPHANED]
+    return {
+        "bytes": sum(run.bytes for run in found if run.run_id == own),
+        "orphaned_runs": len(orphans),
+        "orphaned_bytes": sum(run.bytes for run in orphans),
+    }
+
+
+def _memory_lines(memory: dict[str, Any] | None) -> list[str]:
+    if memory is None:
+        return []
+    lines = [f"host memory of this machine: {memory['bytes'] / 1e6:,.1f} MB"] if memory["bytes"] else []
+    if count := memory["orphaned_runs"]:
+        which = "1 run whose directory is" if count == 1 else f"{count} runs whose directories are"
+        size = f"{memory['orphaned_bytes'] / 1e6:,.1f} MB"
+        lines.append(f"{which} gone, or not in sight, left {size} of it as well: cpsr release --orphans")
+    return lines
 
 
 def _of_service(url: str, run: str | None) -> dict[str, Any]:
     with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
-        found = {"health": client.health(), "bubbles": _bubble_sums(client.bubbles(limit=BUBBLE_ROWS)["bubbles"])}
+        bubbles = _bubble_sums(client.bubbles(limit=BUBBLE_ROWS)["bubbles"])
+        found = {"health": client.health(), "bubbles": bubbles, "memory": None}
         try:
             return {**found, "plan": client.plan()}
         except ServiceError as error:

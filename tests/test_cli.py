@@ -3,14 +3,12 @@ import math
 import subprocess
 import sys
 import threading
-import uuid
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from cpsr.checkpoint.memory import SHARED_MEMORY
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli import app
@@ -181,21 +179,3 @@ def test_verify_names_the_damaged_file_with_status_1(tmp_path: Path, damage: str
     assert output.count("\n") == 1
     assert output.startswith(f"{path}: ")
     assert "(iteration 50)" in output
-
-
-def test_release_frees_what_a_failed_job_left_in_memory(tmp_path: Path) -> None:
-    run_id = f"test-{uuid.uuid4().hex}"
-    (tmp_path / "run.json").write_text(json.dumps({"run_id": run_id}))
-    for slot in ("0", "replica-1"):
-        (SHARED_MEMORY / f"cpsr-{run_id}-rank-00003-{slot}").write_bytes(bytes(500_000))
-    code, output, errors = cpsr("release", tmp_path)
-    assert (code, errors) == (0, "")
-    assert "1.0 MB of host memory are free again" in output
-    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
-
-
-def test_release_without_the_run_directory_says_what_can_be_removed(tmp_path: Path) -> None:
-    code, output, errors = cpsr("release", tmp_path / "gone")
-    assert (code, output) == (2, "")
-    assert "holds no run.json" in errors
-    assert f"remove {SHARED_MEMORY}/cpsr-<id>-rank-* by hand" in errors

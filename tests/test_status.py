@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli import app
 from cpsr.journal import CheckpointRow, Journal, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
@@ -26,6 +27,14 @@ from tests.service.test_events import served
 def status(*arguments: object, **environment: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, ["status", *map(str, arguments)], env={"COLUMNS": "200", **environment})
     return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for the machine's, in which other runs may have left something."""
+    directory = tmp_path_factory.mktemp("memory")
+    monkeypatch.setattr("cpsr.status.SHARED_MEMORY", directory)
+    return directory
 
 
 @pytest.fixture
@@ -82,11 +91,24 @@ def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) ->
     with served(run_dir) as url:
         asked = json.loads(status(url, "--json")[1])
         assert "run gpt: ok" in status(url)[1]
+    assert (own.pop("memory")["bytes"], asked.pop("memory")) == (0, None)  # a service may be on another machine
     for found in (own, asked):  # these grow
         found["health"].pop("journal_age_seconds")
         found["plan"].pop("age_seconds")
     assert own == asked
     assert own["plan"]["override"]["reason"] == "[repairs]"
+
+
+def test_what_it_holds_of_this_machines_memory_is_told_and_what_others_left(run_dir: Path, memory: Path) -> None:
+    assert "memory" not in status(run_dir)[1]
+    for run_id, size in (("gpt", 3_000_000), ("gone", 4_000_000)):
+        (memory / f"cpsr-{run_id}-rank-00000-0").write_bytes(bytes(size))
+    mark_owner("gpt", run_dir, "node-1", memory)
+    *_, own, others = status(run_dir)[1].splitlines()
+    assert own == "host memory of this machine: 3.0 MB"
+    assert others == "1 run whose directory is gone, or not in sight, left 4.0 MB of it as well: cpsr release --orphans"
+    told = json.loads(status(run_dir, "--json")[1])["memory"]
+    assert (told["bytes"] // 1_000_000, told["orphaned_bytes"] // 1_000_000, told["orphaned_runs"]) == (3, 4, 1)
 
 
 def test_one_run_of_several_is_named(tmp_path: Path) -> None:

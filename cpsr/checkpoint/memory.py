@@ -15,13 +15,13 @@ that is half written, or was written by a process that died on the way, is never
 """
 
 import errno
-import fcntl
 import json
 import logging
 import math
 import mmap
 import os
 import struct
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.held import (
     HEADER,
     MAGIC,
@@ -46,6 +47,7 @@ from cpsr.checkpoint.held import (
     held_states,
 )
 from cpsr.checkpoint.loading import dtype_name
+from cpsr.checkpoint.owner import owner_path
 from cpsr.codec import decode, encode
 from cpsr.errors import CheckpointError
 from cpsr.state import Shard
@@ -65,6 +67,7 @@ __all__ = [
     "load_held",
     "owned_word",
     "remove_held",
+    "remove_unused",
     "shared_memory_left",
     "verify_held",
 ]
@@ -73,6 +76,9 @@ logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
+# A process of many gigabytes that was killed takes some seconds to be gone; workers of torch's data loaders, where one
+# has a lock after all, end within 5 s of their parent.
+LOCK_SECONDS = 10.0
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 8
 
@@ -83,22 +89,19 @@ class MemoryFile:
     Args:
         path: its file; one of the same size is taken over with what it holds.
         tensor_bytes: size of the buffer.
+        wait_seconds: how long a process that still has it is waited for.
 
     Raises:
+        FileInUseError: another process had it to the end of that time.
         OSError: shared memory is not there, or is too small.
     """
 
-    def __init__(self, path: Path, tensor_bytes: int) -> None:
+    def __init__(self, path: Path, tensor_bytes: int, wait_seconds: float = LOCK_SECONDS) -> None:
         self.path = path
         size = PAGE_BYTES + tensor_bytes
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
-        try:
-            # For as long as this process lives: a stopped one that goes on would write into the next one's buffer.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise OSError(error.errno, "another process that still runs has it", str(path)) from error
+        # For as long as this process lives: a stopped one that goes on would write into the next one's buffer.
+        self._lock = FileLock(path, wait_seconds, create=True)
+        self._descriptor = self._lock.open_again()
         try:
             os.fchmod(self._descriptor, 0o600)
             if not _is_of_size(self._descriptor, tensor_bytes):
@@ -107,9 +110,10 @@ class MemoryFile:
             os.posix_fallocate(self._descriptor, 0, size)
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
             self._map = mmap.mmap(self._descriptor, size, flags=shared)
-        except OSError:
-            os.close(self._descriptor)
-            path.unlink(missing_ok=True)  # it holds nothing: one that is of the right size has its memory already
+        except OSError as error:
+            self.close(remove=True)  # it holds nothing: one that is of the right size has its memory already
+            if error.errno == errno.ENOSPC:
+                raise _no_room(size, shared_memory_left(path.parent), path.parent) from error
             raise
         self._tensor_bytes = tensor_bytes
         # Of the whole mapping: a buffer of no bytes is none to torch.
@@ -189,14 +193,15 @@ class MemoryFile:
         """Let the file go; its memory stays mapped while tensors of it are in use.
 
         Args:
-            remove: also remove the file; else what is held stays for the next process.
+            remove: also remove the file, where it was not closed before; else what is held stays for the next process.
         """
-        if remove:
-            self.path.unlink(missing_ok=True)
         if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping has the file open, too
             os.close(self._descriptor)
             self._descriptor = -1
+        if remove:
+            self._lock.remove()
+        else:
+            self._lock.release()
 
 
 class SharedMemory:
@@ -207,46 +212,60 @@ class SharedMemory:
         rank: owner of the buffers.
         life: of the run, stamped on what is sealed.
         directory: where shared memory is mounted.
+        wait_seconds: how long a process that still has a buffer is waited for.
 
     Attributes:
         branch: how often this life has gone back to an earlier state, stamped likewise.
     """
 
-    def __init__(self, run_id: str, rank: int, life: int, directory: Path = SHARED_MEMORY) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        rank: int,
+        life: int,
+        directory: Path = SHARED_MEMORY,
+        wait_seconds: float = LOCK_SECONDS,
+    ) -> None:
         self.rank = rank
         self.life = life
         self.branch = 0
         self._run_id = run_id
         self._directory = directory
+        self._wait_seconds = wait_seconds
 
     def files(self, count: int, tensor_bytes: int) -> list[MemoryFile]:
         """So many buffers, taken over from an earlier process where they fit.
 
         Raises:
+            FileInUseError: another process has one, and did not let it go in time; none was made.
             OSError: shared memory is not there or too small; none was made.
         """
         made: list[MemoryFile] = []
         self._require_room(count, PAGE_BYTES + tensor_bytes)
+        until = time.monotonic() + self._wait_seconds
         try:
             for slot in range(count):
-                made.append(MemoryFile(self.path(str(slot)), tensor_bytes))
-        except OSError:
+                left_seconds = max(0.0, until - time.monotonic())
+                made.append(MemoryFile(self.path(str(slot)), tensor_bytes, left_seconds))
+        except OSError as error:
             for file in made:
                 file.close(remove=file.iteration < 0)  # what an earlier process held is still good to restart from
+            if isinstance(error, FileInUseError):
+                raise FileInUseError(
+                    self._directory,
+                    f"{error}, and has not let it go within {self._wait_seconds:g} s: end it, where it is left of an "
+                    "earlier life; two jobs cannot share a run directory",
+                ) from error
             raise
         return made
 
     def _require_room(self, count: int, file_bytes: int) -> None:
         """Others need shared memory too: loaders' workers, NCCL."""
-        paths = [self.path(str(slot)) for slot in range(count)]
-        missing = sum(max(file_bytes - path.stat().st_size, 0) if path.is_file() else file_bytes for path in paths)
+        sizes = [_size_of(self.path(str(slot))) for slot in range(count)]
+        missing = sum(max(file_bytes - size, 0) for size in sizes)
         left = shared_memory_left(self._directory)
         if missing > left:
-            raise OSError(
-                errno.ENOSPC,
-                f"{missing} bytes are missing, {left} can be taken beside what is left to others",
-                str(self._directory),
-            )
+            raise _no_room(missing, left, self._directory)
 
     def path(self, slot: str) -> Path:
         """Where a buffer lies."""
@@ -319,34 +338,38 @@ def held_bytes(run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMOR
     return found
 
 
-def remove_held(
-    run_id: str, directory: Path = SHARED_MEMORY, *, keep_ranks: Iterable[int] = (), replicas: bool = True
-) -> int:
-    """Remove a run's states from this machine's shared memory; what a restart brought goes in any case.
+def remove_held(run_id: str, directory: Path = SHARED_MEMORY) -> int:
+    """Remove all that this machine's shared memory holds of a run, used or not; return the bytes."""
+    freed = sum(_removed(path) for path in files_of(run_id, directory))
+    owner_path(run_id, directory).unlink(missing_ok=True)
+    return freed
+
+
+def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> int:
+    """Remove a run's states that lie in no buffer of a living process, and what a restart brought; return the bytes.
 
     Args:
         run_id: identity of the run.
         directory: where shared memory is mounted.
-        keep_ranks: ranks whose buffers and small states stay.
-        replicas: also remove what this machine holds for ranks of others.
-
-    Returns:
-        The bytes that were freed.
+        replicas: also remove what this machine holds for ranks of others: a process that keeps them has no lock there.
     """
-    kept, freed = set(keep_ranks), 0
+    freed = 0
     for path in files_of(run_id, directory):
-        matched = NAME.fullmatch(path.name)
-        if matched is None:
-            continue
-        kind = matched["slot"].partition("-")[0]
-        if kind != "fetched" and (int(matched["rank"]) in kept or (kind == "replica" and not replicas)):
+        kind = _kind_of(path)
+        if kind == "replica":
+            freed += _removed(path) if replicas else 0
             continue
         try:
-            size = path.lstat().st_size
-            path.unlink()
-        except FileNotFoundError:
-            continue  # another rank removes the same
-        freed += size
+            lock = FileLock(path)
+        except FileInUseError:
+            continue
+        except OSError as error:
+            logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)
+            continue
+        freed += _size_of(path)
+        lock.remove()
+    if next(files_of(run_id, directory), None) is None:
+        owner_path(run_id, directory).unlink(missing_ok=True)
     return freed
 
 
@@ -413,6 +436,34 @@ class _Reading:
             return decode(self._description["scalars"], tensors)
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
+
+
+def _size_of(path: Path) -> int:
+    """The bytes of a file, 0 where there is none."""
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _removed(path: Path) -> int:
+    """The bytes of a file that is removed; 0 where another rank has removed the same."""
+    size = _size_of(path)
+    path.unlink(missing_ok=True)
+    return size
+
+
+def _kind_of(path: Path) -> str:
+    """`replica`, `small` and so on; of a rank's own buffers their number."""
+    matched = NAME.fullmatch(path.name)
+    return "" if matched is None else matched["slot"].partition("-")[0]
+
+
+def _no_room(missing: int, left: int, directory: Path) -> OSError:
+    return OSError(
+        f"{missing} bytes are missing in {directory}, {left} can be taken beside what is left to others: enlarge it "
+        "(docker: --shm-size), or set checkpoint.shared_memory to false"
+    )
 
 
 def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:

@@ -29,6 +29,7 @@ from cpsr.checkpoint.memory import (
     load_held,
     owned_word,
     remove_held,
+    remove_unused,
     verify_held,
 )
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -303,14 +304,43 @@ def test_a_file_that_cannot_be_read_is_ignored(run_id: str, tmp_path: Path) -> N
 def test_two_processes_never_share_a_buffer(run_id: str) -> None:
     pool = pool_of(run_id)
     other = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1))
-    assert "still runs" in (other.shared_memory_problem or "")
+    assert f"process {os.getpid()} (" in (other.shared_memory_problem or "")
     pool.close(remove=False)
     assert SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1)).shared_memory_problem is None
 
 
+def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id: str) -> None:
+    program = f"""
+        import os, signal, torch
+        from tests.checkpoint.conftest import make_shard
+        from cpsr.checkpoint.memory import SharedMemory
+        from cpsr.checkpoint.snapshot import SnapshotPool
+        pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
+        copy = pool._copy_on_host
+        def stopping(*arguments):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return copy(*arguments)
+        pool._copy_on_host = stopping
+        pool.begin(make_shard(3, iteration=7), 7, None)
+        pool.finish()
+        pool.close(remove=False)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd())
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    next_life = SharedMemory(run_id, 0, 1, wait_seconds=0.2)
+    problem = SnapshotPool(make_shard(0), memory=next_life).shared_memory_problem or ""
+    assert f"process {process.pid} (" in problem
+    assert "nlarge" not in problem, "there is room enough"
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=60) == 0
+    (state,) = held_states(run_id)
+    assert (state.iteration, state.life) == (7, 0)
+    assert SnapshotPool(make_shard(0), memory=next_life).shared_memory_problem is None, "it has let go"
+
+
 def test_others_are_left_some_shared_memory(run_id: str) -> None:
     memory = os.statvfs(SHARED_MEMORY)
-    with pytest.raises(OSError, match="left to others"):
+    with pytest.raises(OSError, match=r"left to others: enlarge it \(docker: --shm-size\)"):
         SharedMemory(run_id, 0, 0).files(1, int(0.95 * memory.f_bavail * memory.f_frsize))
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
@@ -347,7 +377,6 @@ def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
     hold(run_id)
     other = f"{run_id}-other"
     hold(other)
-    assert remove_held(run_id, keep_ranks=(0,)) == 0
     assert remove_held(run_id) > 0
     assert held_states(run_id) == []
     assert len(held_states(other)) == 1
@@ -407,9 +436,13 @@ def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -
         (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
     assert held_bytes(run_id, (0,)) == 8192
     assert held_bytes(run_id, (0, 1)) == 2 * 8192
-    remove_held(run_id, keep_ranks=(0,), replicas=False)
+    pool = pool_of(run_id)  # of rank 0: three buffers
+    remove_unused(run_id, replicas=False)
     left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"*{run_id}*"))
-    assert left == ["00000-0", "00000-small-0", "00001-replica-00000-0"]
+    assert left == ["00000-0", "00000-1", "00000-2", "00001-replica-00000-0"]
+    remove_unused(run_id)
+    assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 3
+    pool.close(remove=False)
     remove_held(run_id)
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 

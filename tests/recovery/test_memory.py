@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.memory import SHARED_MEMORY, held_states, remove_held
+from cpsr.checkpoint.owner import owner_of
 from cpsr.journal.reader import JournalReader
 from cpsr.rundir import IDENTITY
 from tests.recovery.conftest import Uninterrupted
@@ -174,3 +176,50 @@ def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> 
     assert left.restored.method == "departure"
     assert left._state.capture().origin == "predicted"
     remove_held(run_id_of(tmp_path))
+
+
+def crashed(run_dir: Path, **settings: object) -> str:
+    """A life that ends with an error; its run's id."""
+    loop = Loop()
+    own = config(run_dir, checkpoint={**IN_MEMORY["checkpoint"], **settings})
+    with contextlib.suppress(CrashError), CPSRRecovery(loop.adapter, own) as recovery:
+        train(recovery, loop, 4, crash=True)
+    return run_id_of(run_dir)
+
+
+def files_of(run_id: str) -> list[str]:
+    return sorted(path.name.partition(run_id)[2] for path in SHARED_MEMORY.glob(f"cpsr-{run_id}-*"))
+
+
+def test_a_job_that_starts_frees_what_a_run_that_is_gone_has_left_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    gone, kept = crashed(tmp_path / "gone"), crashed(tmp_path / "kept")
+    owner = owner_of(gone)
+    assert owner is not None
+    assert owner.run_dir == tmp_path / "gone"
+    left = files_of(kept)
+    assert files_of(gone) == left == ["-owner", "-rank-00000-0", "-rank-00000-1", "-rank-00000-2"]
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path / "lives", checkpoint=IN_MEMORY["checkpoint"])):
+        shutil.rmtree(tmp_path / "gone")
+        lives = run_id_of(tmp_path / "lives")
+        shutil.rmtree(tmp_path / "lives" / "checkpoints")
+        (tmp_path / "lives" / IDENTITY).rename(tmp_path / "identity")  # while its process lives
+        other = crashed(tmp_path / "other", shared_memory=False)
+        (tmp_path / "identity").rename(tmp_path / "lives" / IDENTITY)
+        assert files_of(lives) == left
+    assert (files_of(gone), files_of(kept), files_of(other)) == ([], left, [])
+    remove_held(kept)
+    remove_held(lives)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_earlier_lives_of_other_shapes_have_left_goes_when_a_life_begins(tmp_path: Path, shared: bool) -> None:
+    run_id = crashed(tmp_path)
+    own, others = ("00000-3", "00000-small-0", "00000-fetched-00000-small"), ("00007-0", "00007-replica-00000-0")
+    for slot in (*own, *others):
+        (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
+    assert crashed(tmp_path, shared_memory=shared) == run_id
+    assert files_of(run_id) == (["-owner", *(f"-rank-00000-{slot}" for slot in range(3))] if shared else [])
+    remove_held(run_id)

@@ -1,0 +1,141 @@
+"""Whose a run's files in shared memory are: one small file beside them, which is there before any of them.
+
+::
+
+    cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
+
+A run directory is told from another of the same path by device and inode number of itself and of the directory that it
+lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cpsr.checkpoint.held import SHARED_MEMORY
+
+__all__ = ["OWNER_NAME", "Owner", "Verdict", "mark_owner", "owner_of", "owner_path"]
+
+OWNER_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-owner")
+OWNER_BYTES_MAX = 1 << 14  # several times the longest path
+IDENTITY = "run.json"
+
+# Of the run directory that memory belongs to: it is there, it is gone, or that cannot be told from here.
+Verdict = Literal["there", "gone", "unclear"]
+
+Place = tuple[int, int]  # device and inode number
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that files in shared memory belong to, as it was when its newest life began.
+
+    Attributes:
+        run_id: identity of the run.
+        run_dir: its directory, absolute and without links.
+        node: the machine, as the job saw it.
+        place: which directory that was.
+        parent: which directory it lay in.
+    """
+
+    run_id: str
+    run_dir: Path
+    node: str
+    place: Place
+    parent: Place
+
+    def look(self) -> tuple[Verdict, str]:
+        """Whether the run directory is still there, and why that is said; waits for a file system that hangs.
+
+        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing.
+        """
+        try:
+            known = _run_id_in(self.run_dir)
+            here, parent = _place_of(self.run_dir), _place_of(self.run_dir.parent)
+        except OSError as error:
+            return "unclear", f"{self.run_dir} cannot be looked at: {error}"
+        if known == self.run_id:
+            return "there", f"{self.run_dir} holds it"
+        if here == self.place or (parent == self.parent and self._is_entry(here)):
+            return "gone", f"{self.run_dir} {'is gone' if here is None else 'holds it no more'}"
+        if parent is None:
+            return "unclear", f"{self.run_dir.parent} is not here: not mounted now, or in a container, or removed"
+        other = self.run_dir.parent if parent != self.parent else self.run_dir
+        return "unclear", f"{other} is another directory than it was: a disk is not mounted now, or in a container"
+
+    def _is_entry(self, here: Place | None) -> bool:
+        """Whether the directory is, and was, an ordinary entry of its parent and no mount of its own."""
+        return self.place[0] == self.parent[0] and (here is None or here[0] == self.parent[0])
+
+
+def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
+    """The file that says whose a run's files are."""
+    return directory / f"cpsr-{run_id}-owner"
+
+
+def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> None:
+    """Say whose the files of a run are, before it has any.
+
+    Args:
+        run_id: identity of the run.
+        run_dir: its directory, which is there.
+        node: this machine, for people.
+        directory: where shared memory is mounted.
+
+    Raises:
+        OSError: there is no shared memory, or no room in it, or the run directory is gone.
+    """
+    real = run_dir.resolve()
+    said = {"run_dir": str(real), "node": node, "place": _place_of(real), "parent": _place_of(real.parent)}
+    data = json.dumps(said).encode()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(owner_path(run_id, directory), flags, 0o600)
+    try:
+        # At once and in place: several ranks may say the same.
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
+
+
+def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
+    """Whose the files of a run are; None where an older version has left them, or what is said cannot be read."""
+    try:
+        descriptor = os.open(owner_path(run_id, directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return None
+        data = file.read(OWNER_BYTES_MAX)
+    try:
+        said: dict[str, Any] = json.loads(data)
+        place, parent = ((int(said[name][0]), int(said[name][1])) for name in ("place", "parent"))
+        return Owner(run_id, Path(str(said["run_dir"])), str(said["node"]), place, parent)
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _place_of(directory: Path) -> Place | None:
+    """Which directory that is now, None where there is none; another OSError where that cannot be said."""
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _run_id_in(run_dir: Path) -> str | None:
+    """The run that a directory holds; None where it is no run's, or not there."""
+    try:
+        known = json.loads((run_dir / IDENTITY).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(f"its {IDENTITY} is damaged ({error})") from error
+    if not isinstance(known, dict) or "run_id" not in known:
+        raise OSError(f"its {IDENTITY} is damaged")
+    return str(known["run_id"])

@@ -1,0 +1,220 @@
+"""The right to a file is one process's alone: not its children's, and not lost while it is stopped."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.file_lock import FileInUseError, FileLock, users_of
+
+PATIENCE_SECONDS = 20.0
+SAY_PID = "print(os.getpid(), flush=True)"
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "buffer"
+
+
+@pytest.fixture
+def start(path: Path) -> Iterator[Start]:
+    """A process that runs a script, once that has printed something; it and its children are ended at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(script: str) -> "subprocess.Popen[str]":
+        prologue = (
+            "import ctypes, fcntl, os, sys, threading, time\nfrom pathlib import Path\n"
+            f"from cpsr.checkpoint.file_lock import FileLock\npath = Path({str(path)!r})\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", prologue + script], stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def killed(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+
+
+def test_a_child_that_outlives_the_process_does_not_have_it(path: Path, start: Start) -> None:
+    holder = start(f"lock = FileLock(path, create=True)\nif os.fork() == 0: {SAY_PID}\ntime.sleep(60)")
+    child = int(said(holder))
+    with pytest.raises(FileInUseError):
+        FileLock(path)
+    killed(holder)
+    FileLock(path).release()
+    os.kill(child, 0)  # it still runs
+
+
+def test_nor_one_that_was_forked_while_locks_were_taken(path: Path, start: Start) -> None:
+    """Each child looks into its own table of open files."""
+    process = start("""
+def take():
+    while not ended:
+        FileLock(path, create=True).release()
+ended = False
+takers = [threading.Thread(target=take) for _ in range(2)]
+sys.setswitchinterval(1e-5)
+for taker in takers: taker.start()
+kept = FileLock(path.with_name("kept"), create=True)
+found = 0
+for _ in range(200):
+    pid = os.fork()
+    if pid == 0:
+        names = []
+        for name in os.listdir("/proc/self/fd"):
+            try: names.append(os.readlink(f"/proc/self/fd/{name}"))
+            except OSError: pass
+        os._exit(any(name.startswith(str(path.parent)) for name in names))
+    found += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+ended = True
+for taker in takers: taker.join()
+print(found, flush=True)
+try: FileLock(kept.path)
+except OSError: print("kept", flush=True)
+""")
+    assert said(process) == "0"
+    assert said(process) == "kept"
+
+
+def test_a_child_can_neither_release_it_nor_close_what_is_not_its_own(path: Path, start: Start) -> None:
+    holder = start("""
+lock = FileLock(path, create=True)
+if os.fork() == 0:
+    descriptors = [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]
+    lock.release()
+    for descriptor in descriptors: os.fstat(descriptor)
+    print("released", flush=True)
+time.sleep(60)
+""")
+    assert said(holder) == "released"
+    with pytest.raises(FileInUseError):
+        FileLock(path)
+
+
+def test_a_stopped_process_keeps_it_and_is_named(path: Path, start: Start) -> None:
+    holder = start("lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(60)")
+    assert said(holder) == "held"
+    holder.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(FileInUseError, match=rf"^process {holder.pid} \(.*python.* -c .*\) still uses {path}$"):
+        FileLock(path, 0.3)
+    assert 0.3 <= time.monotonic() - began < PATIENCE_SECONDS
+
+
+def test_a_process_that_dies_is_waited_for_and_that_is_said_once(
+    path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = start("lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(60)")
+    assert said(holder) == "held"
+    threading.Timer(1.5, holder.kill).start()
+    with caplog.at_level(logging.WARNING):
+        FileLock(path, PATIENCE_SECONDS).release()
+    (record,) = caplog.records
+    assert f"waiting up to {PATIENCE_SECONDS:g} s for process {holder.pid} (" in record.getMessage()
+
+
+def test_whoever_has_it_by_other_means_is_named_and_waited_for(path: Path, start: Start) -> None:
+    """As a child forked outside Python has, after the death of its parent, and an older version by its mapping."""
+    holder = start(f"lock = FileLock(path, create=True)\nif ctypes.CDLL(None).fork() == 0: {SAY_PID}\ntime.sleep(60)")
+    child = int(said(holder))
+    killed(holder)
+    assert users_of(path).startswith(f"process {child} (")
+    with pytest.raises(FileInUseError, match=f"^process {child} "):
+        FileLock(path)
+    threading.Timer(0.3, os.kill, (child, signal.SIGKILL)).start()
+    FileLock(path, PATIENCE_SECONDS).release()
+
+
+def test_it_is_of_the_file_that_has_the_name_now(path: Path, start: Start) -> None:
+    holder = start(
+        "lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(0.3)\npath.unlink()\nlock.release()"
+    )
+    assert said(holder) == "held"
+    lock = FileLock(path, PATIENCE_SECONDS, create=True)
+    descriptor = lock.open_again()
+    assert os.path.samestat(os.fstat(descriptor), path.stat())
+    os.close(descriptor)
+    path.unlink()
+    path.touch()
+    with pytest.raises(OSError, match="replaced"):
+        lock.open_again()
+
+
+def test_the_file_is_removed_by_whoever_has_it_and_never_anothers(path: Path) -> None:
+    FileLock(path, create=True).remove()
+    assert not path.exists()
+    lock = FileLock(path, create=True)
+    path.unlink()
+    path.touch()
+    lock.remove()
+    lock.remove()
+    assert path.exists()
+    FileLock(path).release()
+
+
+def test_of_many_that_remove_the_file_one_at_a_time_has_it(path: Path, start: Start) -> None:
+    processes = [
+        start("""
+for turn in range(100):
+    lock = FileLock(path, 60, create=True)
+    with open(path.with_name("inside"), "x"): pass  # another one inside would have made it
+    path.with_name("inside").unlink()
+    if turn % 3: path.unlink()
+    lock.release()
+print("through", flush=True)
+""")
+        for _ in range(3)
+    ]
+    assert [said(process) for process in processes] == ["through"] * 3
+
+
+def test_this_process_does_not_wait_for_itself(path: Path) -> None:
+    lock = FileLock(path, create=True)
+    began = time.monotonic()
+    with pytest.raises(FileInUseError, match=rf"^process {os.getpid()} \(.*\), which is this one, still uses"):
+        FileLock(path, PATIENCE_SECONDS)
+    assert time.monotonic() - began < PATIENCE_SECONDS / 2
+    lock.release()
+    lock.release()
+    FileLock(path).release()
+
+
+def test_it_is_taken_without_a_trace_and_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FileLock(path)
+    FileLock(path, create=True).release()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert users_of(path).startswith("a process that cannot be seen")
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match="Too many levels"):
+        FileLock(link)
+    descriptor = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nothing has it
+    os.close(descriptor)

@@ -1,0 +1,254 @@
+"""Memory of runs that are gone is freed; of no run that lives, or of which nobody can tell."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint import orphans
+from cpsr.checkpoint.file_lock import FileInUseError
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.orphans import free_orphans, free_run, held_runs
+from cpsr.checkpoint.owner import Owner, mark_owner, owner_of, owner_path
+
+BUFFER_BYTES = 10_000
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """What stands for a machine's shared memory."""
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return begun(tmp_path / "runs" / "first", "0123abcd")
+
+
+def begun(run_dir: Path, run_id: str) -> Path:
+    run_dir.mkdir(parents=True)
+    (run_dir / "run.json").write_text(json.dumps({"run_id": run_id}))
+    return run_dir
+
+
+def left(memory: Path, run_id: str, run_dir: Path | None) -> list[MemoryFile]:
+    """What a rank leaves that dies; still locked, as while it lives."""
+    if run_dir is not None:
+        mark_owner(run_id, run_dir, "node-1", memory)
+    return SharedMemory(run_id, 0, 0, memory).files(2, BUFFER_BYTES)
+
+
+def dead(memory: Path, run_id: str, run_dir: Path | None) -> None:
+    for file in left(memory, run_id, run_dir):
+        file.close(remove=False)
+
+
+def standings(memory: Path) -> dict[str, str]:
+    return {run.run_id: run.standing for run in held_runs(memory)}
+
+
+def owner_in(memory: Path, run_id: str = "0123abcd") -> Owner:
+    owner = owner_of(run_id, memory)
+    assert owner is not None
+    return owner
+
+
+def test_a_run_whose_directory_is_there_keeps_its_memory(memory: Path, run_dir: Path) -> None:
+    dead(memory, "0123abcd", run_dir)
+    before = sorted(memory.iterdir())
+    assert standings(memory) == {"0123abcd": "there"}
+    assert free_orphans(memory) == []
+    assert sorted(memory.iterdir()) == before
+    assert [run.bytes >= 2 * BUFFER_BYTES for run in held_runs(memory)] == [True]
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "made anew", "of another run"])
+def test_of_one_whose_directory_is_gone_it_is_freed(memory: Path, run_dir: Path, how: str) -> None:
+    dead(memory, "0123abcd", run_dir)
+    if how == "emptied":
+        (run_dir / "run.json").unlink()
+    else:
+        shutil.rmtree(run_dir)
+    if how == "made anew":
+        run_dir.mkdir()
+    if how == "of another run":
+        begun(run_dir, "4567")
+    (freed,) = free_orphans(memory)
+    assert (freed.run_id, freed.standing) == ("0123abcd", "freed")
+    assert freed.bytes >= 2 * BUFFER_BYTES
+    assert list(memory.iterdir()) == []
+
+
+def test_while_a_process_uses_it_it_is_kept_and_the_process_is_named(memory: Path, run_dir: Path) -> None:
+    files = left(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir)
+    before = sorted(memory.iterdir())
+    (run,) = free_orphans(memory)
+    assert run.standing == "in use"
+    assert f"process {os.getpid()} (" in run.why
+    with pytest.raises(FileInUseError, match=f"process {os.getpid()} "):
+        free_run("0123abcd", memory)
+    assert sorted(memory.iterdir()) == before
+    for file in files:
+        file.close(remove=False)
+    assert [run.standing for run in free_orphans(memory)] == ["freed"]
+
+
+def test_where_the_parent_is_missing_nobody_can_tell(memory: Path, run_dir: Path) -> None:
+    dead(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir.parent)
+    (run,) = free_orphans(memory)
+    assert (run.standing, "is not here: not mounted now" in run.why) == ("unclear", True)
+    assert run.owner is not None
+    assert (run.owner.run_dir, run.owner.node) == (run_dir, "node-1")
+    assert len(list(memory.iterdir())) == 3
+
+
+@pytest.mark.parametrize("other_run", [False, True])
+def test_nor_where_another_directory_has_the_path(memory: Path, run_dir: Path, other_run: bool) -> None:
+    """As where a disk is not mounted, or in another container, which may have a run of its own there."""
+    dead(memory, "0123abcd", run_dir)
+    run_dir.parent.rename(run_dir.parent.with_name("unmounted"))
+    run_dir.parent.mkdir()
+    if other_run:
+        begun(run_dir, "4567")
+    (run,) = free_orphans(memory)
+    assert (run.standing, "another directory than it was" in run.why) == ("unclear", True)
+    shutil.rmtree(run_dir.parent)
+    run_dir.parent.with_name("unmounted").rename(run_dir.parent)
+    assert standings(memory) == {"0123abcd": "there"}
+
+
+def test_nor_where_the_run_directory_is_a_mount_of_its_own(memory: Path, run_dir: Path) -> None:
+    dead(memory, "0123abcd", run_dir)
+    mounted = replace(owner_in(memory), place=(run_dir.stat().st_dev + 1, 2))
+    (run_dir / "run.json").unlink()
+    assert owner_in(memory).look()[0] == "gone"
+    assert mounted.look()[0] == "unclear"  # what is there now is the mount point
+    shutil.rmtree(run_dir)
+    assert mounted.look()[0] == "unclear"
+
+
+@pytest.mark.parametrize("how", ["file", "loop", "damaged", "no object"])
+def test_nor_where_it_answers_with_another_error(memory: Path, run_dir: Path, how: str) -> None:
+    dead(memory, "0123abcd", run_dir)
+    if how in ("damaged", "no object"):
+        (run_dir / "run.json").write_text("{" if how == "damaged" else "[]")
+    else:
+        shutil.rmtree(run_dir)
+        if how == "file":
+            run_dir.touch()
+        else:
+            run_dir.symlink_to(run_dir)
+    (run,) = free_orphans(memory)
+    assert run.standing == "unclear"
+    assert str(run_dir) in run.why
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(
+    memory: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead(memory, "0123abcd", run_dir)
+    second = begun(tmp_path / "runs" / "second", "4567")
+    dead(memory, "4567", second)
+    shutil.rmtree(second)
+    (run_dir / "run.json").unlink()
+    os.mkfifo(run_dir / "run.json")  # to open it waits for a writer
+    monkeypatch.setattr(orphans, "LOOK_SECONDS", 0.3)
+    began = time.monotonic()
+    assert {run.run_id: run.standing for run in free_orphans(memory)} == {"0123abcd": "unclear", "4567": "freed"}
+    assert time.monotonic() - began < 10
+    (hanging,) = held_runs(memory)
+    assert "did not answer within 0.3 s" in hanging.why
+    writer = os.open(run_dir / "run.json", os.O_RDWR)  # lets those that look end
+    (run_dir / "run.json").unlink()
+    os.close(writer)
+
+
+def test_what_an_older_version_has_left_is_listed_and_kept(memory: Path) -> None:
+    dead(memory, "0123abcd", None)
+    (run,) = free_orphans(memory)
+    assert (run.standing, run.owner) == ("unknown", None)
+    assert len(list(memory.iterdir())) == 2
+    owner_path("0123abcd", memory).write_text('{"run_dir": "/somewhere"}')  # and what cannot be read
+    assert standings(memory) == {"0123abcd": "unknown"}
+
+
+def test_files_of_others_and_links_are_not_touched(
+    memory: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (memory / "cpsr-89ab-rank-00000-0").symlink_to(victim)
+    (memory / "torch_1234").write_bytes(b"of a loader")
+    assert free_orphans(memory) == []
+    dead(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert free_orphans(memory) == []
+    assert [run.standing for run in free_orphans(memory)] == ["freed"]
+    assert sorted(path.name for path in memory.iterdir()) == ["cpsr-89ab-rank-00000-0", "torch_1234"]
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_job_that_begins_meanwhile_keeps_it(memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir)
+    looked = orphans.held_runs
+
+    def begun_after(directory: Path) -> list[orphans.HeldRun]:
+        found = looked(directory)
+        begun(run_dir, "0123abcd")
+        mark_owner("0123abcd", run_dir, "node-1", directory)
+        return found
+
+    monkeypatch.setattr(orphans, "held_runs", begun_after)
+    assert free_orphans(memory) == []
+    assert len(list(memory.iterdir())) == 3
+
+
+def test_who_waits_for_memory_that_is_being_freed_gets_his_own(memory: Path, run_dir: Path) -> None:
+    """Jobs that begin and free at once: a buffer is never one that has no name any more."""
+    stop = threading.Event()
+
+    def free() -> None:
+        while not stop.is_set():
+            free_orphans(memory)
+
+    dead(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir)
+    freeing = threading.Thread(target=free)
+    freeing.start()
+    try:
+        for _ in range(100):
+            (file,) = _patiently(SharedMemory("0123abcd", 0, 0, memory))
+            assert file.path.stat().st_ino == os.fstat(file._descriptor).st_ino
+            file.close(remove=False)
+            mark_owner("0123abcd", begun(run_dir, "0123abcd"), "node-1", memory)
+            shutil.rmtree(run_dir)
+    finally:
+        stop.set()
+        freeing.join()
+
+
+def _patiently(memory: SharedMemory) -> list[MemoryFile]:
+    while True:  # another thread of one process is not waited for
+        try:
+            return memory.files(1, BUFFER_BYTES)
+        except FileInUseError:
+            time.sleep(0.001)
+
+
+def test_what_is_said_of_the_owner_is_for_its_user_alone_and_said_anew(memory: Path, run_dir: Path) -> None:
+    mark_owner("0123abcd", run_dir, "a-node-of-a-long-name", memory)
+    mark_owner("0123abcd", run_dir / ".." / "first", "node-2", memory)
+    assert owner_path("0123abcd", memory).stat().st_mode & 0o777 == 0o600
+    assert (owner_in(memory).run_dir, owner_in(memory).node) == (run_dir, "node-2")

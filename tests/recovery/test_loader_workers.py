@@ -1,0 +1,38 @@
+"""A rank that is killed while its data loader's workers live: they outlive it, and its memory is taken over at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.memory import remove_held
+from cpsr.rundir import run_id
+from tests.recovery.test_faults import INTERVAL
+
+
+def lives(directory: Path, count: int) -> list[dict[str, Any]]:
+    run_dir = directory / "run"
+    command = [sys.executable, "-m", "tests.recovery.killed_lives", str(run_dir), str(count)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    remove_held(run_id(run_dir))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in (directory / "told").read_text().splitlines()]
+
+
+def assert_taken_over(told: list[dict[str, Any]]) -> None:
+    assert [life["orphans"] for life in told] == [0] + [2] * (len(told) - 1)
+    assert [life["messages"] for life in told] == [[]] * len(told)
+    assert [life["sources"] for life in told] == [[]] + [["memory"]] * (len(told) - 1)
+    assert [life["started"] for life in told] == [2 * INTERVAL * life for life in range(len(told))]
+
+
+def test_every_restart_takes_the_memory_over(tmp_path: Path) -> None:
+    assert_taken_over(lives(tmp_path, 2))
+
+
+@pytest.mark.slow
+def test_many_restarts_in_a_row_take_it_over(tmp_path: Path) -> None:
+    assert_taken_over(lives(tmp_path, 12))
