@@ -160,9 +160,10 @@ def status(
 def inspect(
     directory: RunDirectory,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Of recoveries, the numbers of fit and check.")] = False,
 ) -> None:
     """Show a run's lives, checkpoints and recoveries."""
-    from cpsr.exits import FAILED
+    from cpsr.exits import BEGAN, FAILED
     from cpsr.journal import JournalReader, json_ready
 
     with JournalReader(directory / "journal.db") as reader:
@@ -175,8 +176,10 @@ def inspect(
             "phases": reader.phases(),
             "plans": [plan for plan in [reader.latest_plan()] if plan],
         }
-        # A life's end is told by the next one, which reads the notes that launcher and ranks have left.
-        causes = {event.life - 1: event.message for event in reader.events() if event.kind == FAILED}
+        events = reader.events()
+    # A life's end is told by the next one, which reads the notes that launcher and ranks have left.
+    causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
+    began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
     if as_json:
         # NaN has no number in JSON; a reader that gets its name cannot take it for one.
         typer.echo(json.dumps({name: [json_ready(dataclasses.asdict(row)) for row in rows[name]] for name in rows}))
@@ -187,6 +190,8 @@ def inspect(
         print_table(console, table)
     if rows["recoveries"]:
         print_table(console, _recoveries_table(rows["recoveries"]))
+        for row in rows["recoveries"]:
+            console.print(f"Life {row.life}: {escape(began.get(row.life, row.reason))}", highlight=False)
     else:
         console.print("No recovery so far.")
     if rows["rehearsals"]:
@@ -542,7 +547,7 @@ def _lives_table(lives: "list[LifeRow]", causes: dict[int, str]) -> Table:
             str(life.life),
             life.mode,
             "scratch" if life.restored_iteration is None else str(life.restored_iteration),
-            causes.get(life.life, "killed" if killed else life.ending),
+            escape(causes.get(life.life, "killed" if killed else life.ending)),
             _number(seconds),
             f"{life.pid} on {life.host}",
         )
@@ -564,12 +569,10 @@ def _checkpoints_table(checkpoints: "list[CheckpointRow]") -> Table:
 
 
 def _recoveries_table(recoveries: "list[RecoveryRow]") -> Table:
-    table = Table("failed at", "checkpoint", "restored at", "method", "outcome", "reason", title="Recoveries")
+    table = Table("life", "failed at", "checkpoint", "restored at", "method", "outcome", title="Recoveries")
     for row in recoveries:
         iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
-        table.add_row(
-            *("-" if at is None else str(at) for at in iterations), row.method, row.outcome, escape(row.reason)
-        )
+        table.add_row(str(row.life), *("-" if at is None else str(at) for at in iterations), row.method, row.outcome)
     return table
 
 

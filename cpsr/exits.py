@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 __all__ = [
+    "BEGAN",
     "FAILED",
     "SIGTERM_STATUS",
     "Exit",
@@ -33,7 +34,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "exits"
-FAILED = "failed"  # kind of the event by which a life says how the one before it ended
+# Kinds of the two events that a life begins with: how the one before it ended, and how the run came back.
+FAILED = "failed"
+BEGAN = "started"
 # A launcher ends the other ranks once it has seen one end: whoever ended later than this after the first was ended.
 FIRST_SECONDS = 2.0
 SIGTERM_STATUS = 128 + signal.SIGTERM

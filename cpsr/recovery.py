@@ -35,7 +35,7 @@ from cpsr.departure import Departure
 from cpsr.engines import adapt, require_loader
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
-from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit
+from cpsr.exits import BEGAN, Exit, cause_of, exits_of, forget_exits, note_exit
 from cpsr.expert_saving import ExpertSaving, trained_experts
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.naming import experts_of
@@ -713,7 +713,7 @@ class CPSRRecovery:
     def _announce_recovery(self, message: str) -> None:
         """One line, by the launcher where it is ours, else in the log; the numbers behind it in the verbose log."""
         launcher, at = report(), self._restored.restored_iteration
-        self._recorder.event("started", message, at, logging.INFO if launcher is None else logging.DEBUG)
+        self._recorder.event(BEGAN, message, at, logging.INFO if launcher is None else logging.DEBUG)
         logger.debug("%s: iteration %d, %s: %s", self._run.path, at, self._restored.method, self._restored.reason)
         if launcher is not None:
             launcher.recovered(message)

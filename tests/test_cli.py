@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli import app
-from cpsr.journal import CheckpointRow, FailureRow, Journal, PlanRow, RecoveryRow, RehearsalRow
+from cpsr.journal import CheckpointRow, EventRow, FailureRow, Journal, PlanRow, RecoveryRow, RehearsalRow
 from cpsr.state import OperatorState, ParamSlice, Shard
 
 FLUSH_SECONDS = 20.0
@@ -43,6 +43,8 @@ def run_dir(tmp_path: Path) -> Path:
                 CheckpointRow(life=0, iteration=50, status="committed", bytes=2048, stall_seconds=0.012)
             )
         else:
+            journal.record_event(EventRow(life=1, rank=0, kind="failed", message="rank 1 was killed (SIGKILL)"))
+            journal.record_event(EventRow(life=1, rank=0, kind="started", message="All ranks continue."))
             journal.record_failure(FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed"))
             journal.record_recovery(
                 RecoveryRow(
@@ -53,6 +55,7 @@ def run_dir(tmp_path: Path) -> Path:
                     restored_iteration=92,
                     method="line",
                     requested_mode="predict",
+                    reason="gain 2.38",
                     guard={"loss": math.nan},
                 )
             )
@@ -96,6 +99,16 @@ def test_inspect_shows_lives_checkpoints_and_recoveries(run_dir: Path) -> None:
     rehearsed = ("measured", "-7 ± 3.0", "4.5")
     for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept", *rehearsed):
         assert words in output
+
+
+def test_inspect_names_the_rank_that_failed_and_keeps_the_numbers_for_verbose(run_dir: Path) -> None:
+    _, output, _ = cpsr("inspect", run_dir)
+    words = " ".join(output.replace("│", " ").split())
+    assert "rank 1 was killed" in words
+    assert "Life 1: All ranks continue." in words
+    assert "gain 2.38" not in words
+    _, output, _ = cpsr("inspect", run_dir, "--verbose")
+    assert "Life 1: gain 2.38" in output
 
 
 def test_inspect_json_has_everything(run_dir: Path) -> None:

@@ -164,6 +164,7 @@ def test_demo() -> None:
                 RecoverySource(rank=1, source="predicted", iteration=442),
             ),
         ),
+        message=REASON,
         lag=Lag(-12.3, 4.5, -12.0, -0.0123, 0.0045, 0.001, 9, (60, 160)),
         transient=Transient(0.0123, 0.0045, 45, 0.01),
         restart=Restart((Part("the other rank notices, closes the run", 1.23, ours=True), Part("first step", 4.56))),
@@ -174,7 +175,7 @@ def test_demo() -> None:
         date="2026-11-23 12:00 UTC",
         machine="2 threads",
     )
-    require_fit(printed(table(result)), "SIGKILL", "departure", "from the kill to the first new step", "-12.3")
+    require_fit(printed(table(result)), "SIGKILL", "what happened", "from the kill to the first new step", "-12.3")
 
 
 def test_nothing_prints_a_table_any_other_way() -> None:

@@ -16,6 +16,7 @@ from cpsr.demo.launch import RANKS, Kill
 from cpsr.demo.notes import read_notes
 from cpsr.demo.timeline import Restart, restart
 from cpsr.errors import CPSRError
+from cpsr.exits import BEGAN
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
@@ -32,6 +33,7 @@ class DemoResult:
         failure_iteration: f.
         checkpoint_iteration: c, the last checkpoint before it.
         recovery: how it came back, from its journal.
+        message: the same for people.
         lag: persistent lag of the recovered run behind the paired fault-free one.
         transient: the loss gap at injection and how long it lasted.
         restart: from the kill to the first finished step of the new processes.
@@ -44,6 +46,7 @@ class DemoResult:
     failure_iteration: int
     checkpoint_iteration: int
     recovery: RecoveryRow
+    message: str
     lag: Lag
     transient: Transient
     restart: Restart
@@ -67,12 +70,7 @@ class DemoResult:
             ("killed", f"rank {self.kill.rank}, SIGKILL from outside"),
             ("failure step f", str(self.failure_iteration)),
             ("last checkpoint c", str(self.checkpoint_iteration)),
-            (
-                "restored",
-                f"iteration {recovery.restored_iteration}; "
-                + ", ".join(f"rank {source.rank}: {source.source}" for source in recovery.sources),
-            ),
-            ("how", recovery.reason),
+            ("what happened", self.message),
             ("outcome of the watch", recovery.outcome),
             ("recomputing would cost", f"{self.lost_iterations} iterations"),
             ("measured lag", f"{self.lag.iterations:+.1f} +- {self.lag.standard_error:.1f} iterations"),
@@ -104,6 +102,7 @@ class DemoResult:
             "machine": self.machine,
             "kill": dataclasses.asdict(self.kill),
             "recovery": dataclasses.asdict(self.recovery),
+            "message": self.message,
             "lost_iterations": self.lost_iterations,
             "lag": dataclasses.asdict(self.lag),
             "transient": dataclasses.asdict(self.transient),
@@ -136,11 +135,13 @@ def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
         failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
+        began = [event.message for event in journal.events() if (event.kind, event.life) == (BEGAN, recovery.life)]
     return DemoResult(
         kill=kill,
         failure_iteration=f,
         checkpoint_iteration=c,
         recovery=recovery,
+        message=began[0],
         lag=persistent_lag(recovered, reference, f),
         transient=transient(recovered.between(f, numpy.inf), reference, f),
         restart=restart(kill.time, failed.ended_unix_seconds, read_notes(killed, RANKS), recovery),
