@@ -63,7 +63,7 @@ def _show(console: Console, curves: Curves) -> None:
     table = Table(title="Loss curves fitted online, in nats", title_justify="left")
     headings = ("run", "losses", "phase", "ended by", "family", "RMSE", "noise", "RMSE next", "mean next")
     for heading in (*headings, f"in {CONFIDENCE:.0%} band", "one exponential, next", "ms"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold" if heading == "run" else "ellipsis")
     for _, fits in curves:
         for number, phase in enumerate(fits):
             table.add_row(

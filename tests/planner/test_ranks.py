@@ -67,7 +67,7 @@ def test_own_intervals_are_a_base_times_powers_of_two() -> None:
     plan = make_plan(ranks, WIDE, intervals="per_rank")
     optimum = plan.explanation["ranks"]["optimum_iterations"]
     assert plan.mode == "predict"
-    assert any("own intervals" in note for note in plan.explanation["notes"])
+    assert any("each rank has its own interval" in note for note in plan.explanation["notes"])
     assert plan.interval_iterations == min(optimum) == plan.rank_interval_iterations[0]
     for interval, best in zip(plan.rank_interval_iterations, optimum, strict=True):
         multiple, rest = divmod(interval, plan.interval_iterations)
