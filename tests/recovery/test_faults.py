@@ -77,6 +77,7 @@ def train(recovery: CPSRRecovery, loop: Loop, until: int, crash: bool = False, s
             os.kill(os.getpid(), signal.SIGTERM)
         loop.step(loop.model(x, y))
         if recovery.iteration % INTERVAL == 0:
+            recovery._tail.finish()  # as when the loop asks for its next batch
             recovery._saver.finish()
             recovery._writer.drain(10)  # tiny steps would outrun the disk
         if recovery.iteration >= until:
@@ -452,9 +453,9 @@ def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) ->
     back, average = one_life(20, "predict", poison=True)
     assert back.restored.method == "exact"
     assert "diverged" in back.restored.reason
-    # The user's update comes after the step, so the checkpoint of step 18 holds 17; the roll-back ended one step more.
-    assert average.state["seen"] == [*range(1, 18), 18, 19, 20]
-    assert average.state["values"].tolist() == [20.0, 20.0]
+    # The checkpoint of step 18 holds the user's update of it; another one follows the step in which it was rolled back.
+    assert average.state["seen"] == [*range(1, 19), 18, 19, 20]
+    assert average.state["values"].tolist() == [21.0, 21.0]
     again, _ = one_life(22, "exact")
     assert again.restored.checkpoint_iteration == 18
 

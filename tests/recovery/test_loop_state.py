@@ -67,7 +67,7 @@ CASES = {
 MORE_CASES = {
     "nothing": case("nothing"),
     "scaler that overflows": case("scaler that overflows", "adapter"),
-    "scaler, registered": case("scaler", "register"),
+    "scaler, registered": case("scaler", "register", committed=8),
     "scaler that is off": case("scaler that is off"),
     "schedule by step": case("schedule", "adapter"),
     "schedule in parts": case("schedule in parts", "register"),

@@ -260,6 +260,7 @@ def plain_life(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            recovery._tail.finish()  # as when the loop asks for its next batch
             assert recovery._saver.settle(10.0)
             if recovery.iteration == fail_after and ends:
                 return restored, start
