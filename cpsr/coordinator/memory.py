@@ -67,10 +67,10 @@ def allot_memory(
     if group.rank == 0:
         tell(
             "predictor memory",
-            f"the predictor takes {_megabytes(footprint.peak_bytes)} of a rank's host memory at most "
-            f"({_megabytes(limit_bytes)} allowed) and nothing on the device: {operators} operators, up to "
-            f"{checkpoints} checkpoints, {footprint.slice_elements} weights a slice, {footprint.chunk_elements} a "
-            f"chunk{'' if learns else '; without learning (predictor.learning_budget_fraction is 0)'}",
+            f"the predictor takes at most {_megabytes(footprint.peak_bytes)} of each rank's host memory "
+            f"({_megabytes(limit_bytes)} are allowed) and nothing on the device, for {operators} tensors and up to "
+            f"{checkpoints} checkpoints"
+            + ("" if learns else "; it does not learn (predictor.learning_budget_fraction is 0)"),
         )
     return use
 

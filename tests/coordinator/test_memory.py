@@ -95,7 +95,7 @@ def test_a_life_says_what_the_predictor_may_take(tmp_path: Path) -> None:
     with life(tmp_path)[0]:
         pass
     (said,) = events(tmp_path, "predictor memory")
-    assert "(200 MB allowed) and nothing on the device: 2 operators" in said
+    assert "(200 MB are allowed) and nothing on the device, for 2 tensors" in said
 
 
 @pytest.mark.parametrize("direction", [None, "vitp"])
@@ -212,7 +212,7 @@ def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(
     assert restored.predicted
     said = events(tmp_path, "predictor memory")
     assert len(said) == 2  # once a life
-    assert "without learning (predictor.learning_budget_fraction is 0)" in said[0]
+    assert "it does not learn (predictor.learning_budget_fraction is 0)" in said[0]
     assert "learning is off" not in caplog.text
 
 

@@ -79,7 +79,7 @@ UNDONE: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
         {**ONE, "predictor": {**SETTINGS["predictor"], "window_iterations": 2}},
         "zero 0",
         "refused",
-        "1 usable checkpoints within 2 iterations",
+        "a prediction needs 3 usable checkpoints within 2 iterations, and there are 1",
     ),
     "no memory": (
         "",

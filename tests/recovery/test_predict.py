@@ -65,7 +65,7 @@ def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrup
     assert -9 in ended.statuses
     back = job.launch(mode="auto")
     assert back.result()["started"] | {"reason": ""} == {"iteration": 2 * INTERVAL, "method": "exact", "reason": ""}
-    assert "2 usable checkpoints" in back.result()["started"]["reason"]
+    assert "3 usable checkpoints, and there are 2" in back.result()["started"]["reason"]
     assert back.result()["state"] == uninterrupted().result()["state"]
 
 
