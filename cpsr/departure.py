@@ -7,13 +7,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from cpsr.wakeup import Wakeup
 
-__all__ = ["LEFT_EXIT_STATUS", "Departure"]
+__all__ = ["LEFT_EXIT_STATUS", "Departure", "undisturbed"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ UPDATE_SECONDS = 1.0
 LEAVE_SECONDS = 20.0
 FLUSH_SECONDS = 3.0  # twice, beside the dump, within the time above
 CLOSE_SECONDS = 5.0  # the thread ends at once, unless it dumps
+NO_STEP = "no step has ended in this life, whose state of the start is where it was taken from"
 STACK_FRAMES = 8  # of the training thread, innermost first: from what it waits for to whose call that was
 
 
@@ -103,7 +106,9 @@ class Departure:
         """
         with self._dumps:
             if not self._state.acquire(timeout=wait_seconds):
-                self._refused(reason, "its state is in the middle of a change, half of it is of the next")
+                begun = self._iteration is not None
+                obstacle = "its state is in the middle of a change, half of it is of the next" if begun else NO_STEP
+                self._refused(reason, obstacle)
                 return False
             try:
                 return self._dump_boundary(reason)
@@ -206,6 +211,31 @@ class Departure:
                 if boundaries == self._boundaries and not self._in_order:
                     self.dump(f"SIGTERM, and no step has ended for {self._grace_seconds:g} s", UPDATE_SECONDS)
                 deadline, boundaries = now + self._grace_seconds, self._boundaries
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, no handler of SIGCHLD raises on the main thread; what it would have raised is logged.
+
+    Torch's raises once for every data loader that has lost a worker. The first one is why a rank leaves, and a second
+    one would cut short the dump.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_sigchld(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank is leaving already
+            logger.warning("while this rank was leaving: %s", error)
+
+    signal.signal(signal.SIGCHLD, on_sigchld)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _standing(thread: int) -> str:

@@ -1,12 +1,17 @@
 """A rank leaves with the state of its last step boundary dumped, and never with half a step of it."""
 
+import logging
+import os
 import random
 import signal
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
-from cpsr.departure import Departure
+import pytest
+
+from cpsr.departure import Departure, undisturbed
 from tests.departing import ranks
 
 DUMPS = 200  # of which every one overlaps an update if nothing keeps them apart
@@ -44,6 +49,7 @@ def test_only_the_boundary_is_dumped_and_once() -> None:
     assert leaving.dump("there again")
     assert told.dumped == [7, 8, 7]
     assert [kind for kind, _, _ in told.events] == ["not dumped", "dumped", "not dumped", "dumped", "dumped"]
+    assert "no step has ended" in told.events[0][1]
     assert "half of it is of the next" in told.events[2][1]
 
 
@@ -151,3 +157,24 @@ def test_sigterm_in_an_update_waits_for_its_end_or_refuses(tmp_path: Path) -> No
         job.signal(0, signal.SIGTERM)
         assert "half of it" in job.wait_for(0, "not dumped")["message"]
         assert job.status(0) == 0
+
+
+def test_a_child_that_dies_does_not_disturb_a_dump(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch's handler raises where a loader's worker has died, wherever the main thread is."""
+
+    def raises(number: int, frame: FrameType | None) -> None:
+        raise RuntimeError("a worker is killed")
+
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        with caplog.at_level(logging.WARNING), undisturbed():
+            os.kill(os.getpid(), signal.SIGCHLD)
+            told = Told()
+            leaving = departure(told)
+            leaving.end_update(7)
+            assert leaving.dump("a worker is dead")
+        assert "a worker is killed" in caplog.text
+        with pytest.raises(RuntimeError, match="a worker is killed"):
+            os.kill(os.getpid(), signal.SIGCHLD)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
