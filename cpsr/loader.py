@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from cpsr.errors import RecoveryError
+from cpsr.loader_workers import seeding_generator
 from cpsr.scalars import DataPosition, capture_host_rng, restore_host_rng
 
 __all__ = ["ResumableLoader", "is_repeating"]
@@ -172,7 +173,7 @@ class ResumableLoader(Iterator[Any]):
                 pass
             return
         # The first draw is the base seed of the loader's workers, as in DataLoader's own iterator.
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        torch.empty((), dtype=torch.int64).random_(generator=seeding_generator(self._loader))
         for _ in _index_sampler(self._loader):
             pass
 
@@ -293,7 +294,7 @@ def _skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
+            generator=seeding_generator(loader),
             prefetch_factor=loader.prefetch_factor,
         )
     )

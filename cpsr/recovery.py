@@ -31,7 +31,7 @@ from cpsr.coordinator.offload import offloaded_activations
 from cpsr.coordinator.pace import bubbles_of, pace_of
 from cpsr.coordinator.recovered import RecoveredLag
 from cpsr.coordinator.schedule import Rehearsals
-from cpsr.departure import Departure
+from cpsr.departure import Departure, undisturbed
 from cpsr.engines import adapt, require_loader
 from cpsr.errors import ConfigError, SaveError
 from cpsr.exchange import Exchange
@@ -47,6 +47,7 @@ from cpsr.launch.link import Opened, report, restart_obstacle
 from cpsr.learner import Learner
 from cpsr.liveness import Liveness
 from cpsr.loader import ResumableLoader
+from cpsr.loader_workers import prepared_workers
 from cpsr.loop_tail import LoopTail
 from cpsr.losses import LossRecorder, Step
 from cpsr.planner.plan import Plan
@@ -258,7 +259,7 @@ class CPSRRecovery:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._opened:
+        with undisturbed(), self._opened:
             self._bubble_log.record(self.iteration)  # before rank 0 takes the other ranks' rows over for the last time
             if kind not in (None, _Leave):
                 self._abandon(error)
@@ -454,6 +455,7 @@ class CPSRRecovery:
         opened.enter_context(
             offloaded_activations(self._adapter, self.config.coordinator, free_bytes, self._recorder.event)
         )
+        opened.enter_context(prepared_workers())
         self._handle_sigterm(handlers)
 
     def _open_run(self, opened: ExitStack, shard: Shard) -> tuple[int, tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from cpsr import codec
 from cpsr.errors import RecoveryError
 from cpsr.loader import ResumableLoader
+from cpsr.loader_workers import prepared_workers
 from cpsr.scalars import DataPosition, capture_rng, restore_rng
 
 ITEMS = 23
@@ -111,6 +112,32 @@ def test_restart_continues_bitwise(kind: str, steps: int) -> None:
     restarted = ResumableLoader(LOADERS[kind](), position, until_epoch=None, on_positioned=lambda: restore_rng(rng))
     assert train(restarted, 15) == expected
     assert restarted.position.batches == steps + 15
+
+
+@pytest.mark.parametrize("kind", ["shuffled, own generator", "shuffled, global generator"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_are_seeded_alike_after_a_restart(kind: str, persistent: bool) -> None:
+    """Persistent workers are seeded once in the life of a process, others in every pass."""
+
+    def stream(position: DataPosition, **more: Any) -> ResumableLoader:
+        plain = LOADERS[kind]()
+        generator = plain.generator
+        loader: DataLoader[Any] = DataLoader(
+            DATA, 4, shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent
+        )
+        return ResumableLoader(loader, position, until_epoch=None, **more)
+
+    with prepared_workers():
+        torch.manual_seed(0)
+        first = stream(DataPosition())
+        train(first, 8)  # of six in a pass
+        position, rng = saved(first)
+        expected = train(first, 8), torch.rand(3).tolist()
+
+        torch.manual_seed(99)
+        restarted = stream(position, on_positioned=lambda: restore_rng(rng))
+        assert (train(restarted, 8), torch.rand(3).tolist()) == expected
+        del first, restarted
 
 
 @pytest.mark.parametrize("kind", ["shuffled, own generator", "distributed", "in order"])

@@ -54,10 +54,10 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(ITEMS, 1), torch.arange(ITEMS))
 
 
-def loader(data: TensorDataset, parts: int, part: int) -> "DataLoader[Any]":
+def loader(data: TensorDataset, parts: int, part: int, **more: Any) -> "DataLoader[Any]":
     """Shuffled by a seeded sampler, one part of it for each data-parallel rank."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=parts, rank=part, seed=3)
-    return DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=True)
+    return DataLoader(data, batch_size=BATCH, sampler=sampler, drop_last=True, **more)
 
 
 def initialize(module: nn.Module, config: Any) -> Any:

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import multiprocessing
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -109,6 +111,8 @@ def _rank(options: dict[str, Any], rank: int, ranks: int) -> None:
     result: Path = options["result"]
     nodes = options.pop("nodes", None)
     memory = None if nodes is None else result.parent / "memory" / nodes[rank]
+    os.setpgid(0, 0)  # as under a launcher
+    multiprocessing.current_process().daemon = False  # or it may start no workers
     become_rank(result.with_suffix(f".{rank}.log"), rank, ranks, memory)
     # Imports DeepSpeed, which the tests' own process does without.
     worker = importlib.import_module(options.pop("worker", "tests.recovery.worker"))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,19 +15,22 @@ from tests.recovery.job import OF_THE_START, RANKS, Job
 AT = 13
 EVERY = {"stop_check_iterations": 5}
 
-# fault, settings -> where all leave: the vote that is cast at one check is counted at the next.
-CASES = {
-    "rank 1": (f"sigterm:1:{AT}", {}, 15),
-    "both ranks": (f"sigterm:all:{AT}", {}, 15),
-    "twice": (f"sigterm-twice:all:{AT}", {}, 15),
-    "checked every 5": (f"sigterm:0:{AT}", EVERY, 20),
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+
+# fault, settings, the loader's -> where all leave: the vote that is cast at one check is counted at the next.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+    "rank 1": (f"sigterm:1:{AT}", {}, {}, 15),
+    "both ranks": (f"sigterm:all:{AT}", {}, {}, 15),
+    "twice": (f"sigterm-twice:all:{AT}", {}, {}, 15),
+    "checked every 5": (f"sigterm:0:{AT}", EVERY, {}, 20),
+    "both ranks and their workers": (f"sigterm-group:all:{AT}", {}, WORKERS, 15),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_leave_together_and_nothing_is_lost(job: Job, uninterrupted: Uninterrupted, case: str) -> None:
-    fault, settings, left_at = CASES[case]
-    left = job.launch(fault=fault, settings=settings)
+    fault, settings, loading, left_at = CASES[case]
+    left = job.launch(fault=fault, settings=settings, loading=loading)
     assert left.statuses == [128 + 15] * RANKS, left.output
     assert json.loads((job.run_dir / "ended.json").read_text()) == {"ending": "sigterm", "iteration": left_at}
     progress = read_progress(job.run_dir, RANKS)
@@ -35,7 +39,7 @@ def test_all_leave_together_and_nothing_is_lost(job: Job, uninterrupted: Uninter
     assert scan(job.run_dir / "checkpoints").checkpoints[-1].iteration == left_at
     assert "its state is committed" in left.output[0]
 
-    back = job.launch(mode="predict")  # nothing was lost, so that there is nothing to predict
+    back = job.launch(mode="predict", loading=loading)  # nothing was lost, so that there is nothing to predict
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
     for rank in range(RANKS):
         mine, reference = back.result(rank), uninterrupted().result(rank)

@@ -8,9 +8,10 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ class Options:
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
         link_experts: experts that a rank's link takes to host memory in an iteration, in place of what is measured.
+        loading: more settings of the data loader.
     """
 
     config: dict[str, Any]
@@ -98,6 +100,7 @@ class Options:
     apart: int | None = None
     began: bool = False
     link_experts: int | None = None
+    loading: dict[str, Any] = field(default_factory=dict)
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
@@ -172,7 +175,7 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
         ds_config = str(path)
     module = model(options)
     ranks = torch.distributed.get_world_size()
-    data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)))
+    data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)), **options.loading)
     engine = initialize(module, ds_config)
     if rank == options.odd_rank:
         engine.module.register_buffer("seen", torch.zeros(2))
@@ -282,8 +285,9 @@ class Faults:
     """What happens to this rank, and when.
 
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
-    `sigterm` and `stop` (before a step). Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there),
-    and `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
+    `sigterm`, `sigterm-group` (to all processes of the rank's group) and `stop` (before a step). Phases deeper down:
+    `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second signal comes while the
+    rank is leaving. The iteration is the one that is complete.
 
     In a rehearsal: `rehearsal-` and a name in `tests.coordinator.faults`, with the number of the call in place of the
     iteration.
@@ -306,6 +310,9 @@ class Faults:
             self._die()
         if self._phase in ("sigterm", "sigterm-twice"):
             os.kill(os.getpid(), signal.SIGTERM)
+        if self._phase == "sigterm-group":  # by another process: torch's workers take their rank's for its end
+            command = ["kill", "-TERM", "--", f"-{os.getpgrp()}"]
+            subprocess.run(command, check=True, start_new_session=True)
         if self._phase == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
 
