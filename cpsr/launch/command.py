@@ -88,12 +88,13 @@ def _parser() -> ArgumentParser:
 
 
 def _restartable(parsed: object) -> None:
-    """Of several nodes, a static rendezvous keeps the store of the dead group: c10d's at the same address does not."""
+    """A static rendezvous keeps the store of the dead group: c10d's at the same address does not."""
     arguments = vars(parsed)
     nodes_max = torchrun.parse_min_max_nnodes(arguments["nnodes"])[1]
-    if arguments["rdzv_backend"] == "static" and not arguments["standalone"] and nodes_max > 1:
-        port = arguments["master_port"] or PORT
-        arguments["rdzv_endpoint"] = arguments["rdzv_endpoint"] or f"{arguments['master_addr']}:{port}"
+    port = arguments["master_port"]
+    asked = nodes_max > 1 or port is not None or arguments["rdzv_endpoint"]  # else torchrun takes c10d by itself
+    if arguments["rdzv_backend"] == "static" and not arguments["standalone"] and asked:
+        arguments["rdzv_endpoint"] = arguments["rdzv_endpoint"] or f"{arguments['master_addr']}:{port or PORT}"
         arguments["rdzv_backend"] = "c10d"
         arguments["node_rank"] = 0  # c10d numbers the nodes itself
 

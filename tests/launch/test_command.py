@@ -26,6 +26,13 @@ sys.exit(3)
 """
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REFUSED)
     with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "train.py"]) as launched:
@@ -77,12 +84,15 @@ def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", [["cpsr", "run"], ["torchrun", "--max-restarts=5"]], ids=["cpsr run", "torchrun"])
-def test_five_kills_are_recovered_from(tmp_path: Path, launcher: list[str]) -> None:
+@pytest.mark.parametrize(
+    "launcher", [["cpsr", "run"], ["cpsr", "run", "--master-port"], ["torchrun", "--max-restarts=5"]]
+)
+def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [*launcher, "--nproc-per-node=2", "train.py", "run", "120", "0.05"]
+    port = [str(free_port())] if launcher.endswith("--master-port") else []
+    command = [*launcher.split(), *port, "--nproc-per-node=2", "train.py", "run", "120", "0.05"]
     # As README's line for torchrun has it; `cpsr run` sets it by itself.
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher[0] == "torchrun" else {}
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher.startswith("torchrun") else {}
     with Launched(tmp_path, command, variables) as launched:
         for kill in range(5):
             launched.until(partial(has_reached, iteration=10 * (kill + 1)))
@@ -108,10 +118,7 @@ def test_torchrun_without_it_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_two_nodes_with_torchruns_static_arguments_come_back(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    shared = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     script = ["train.py", "run", "60", "0.05"]
     nodes = [Launched(tmp_path, ["cpsr", "run", *shared, f"--node-rank={node}", *script]) for node in range(2)]
     with nodes[0], nodes[1]:
