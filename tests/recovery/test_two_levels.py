@@ -83,6 +83,7 @@ def steps(model: Layer, optimizer: torch.optim.Optimizer, recovery: CPSRRecovery
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        recovery._tail.finish()  # as when the loop asks for its next batch
         yield
 
 
