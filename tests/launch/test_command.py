@@ -84,9 +84,7 @@ def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "launcher", [["cpsr", "run"], ["cpsr", "run", "--master-port"], ["torchrun", "--max-restarts=5"]]
-)
+@pytest.mark.parametrize("launcher", ["cpsr run", "cpsr run --master-port", "torchrun --max-restarts=5"])
 def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     port = [str(free_port())] if launcher.endswith("--master-port") else []
