@@ -28,7 +28,7 @@ UPDATE_SECONDS = 1.0
 LEAVE_SECONDS = 20.0
 FLUSH_SECONDS = 3.0  # twice, beside the dump, within the time above
 CLOSE_SECONDS = 5.0  # the thread ends at once, unless it dumps
-NO_STEP = "no step has ended in this life, whose state of the start is where it was taken from"
+NO_STEP = "no step of this life has ended"
 STACK_FRAMES = 8  # of the training thread, innermost first: from what it waits for to whose call that was
 
 

@@ -4,6 +4,7 @@ Launchers send SIGTERM to the process group of a rank (torchrun), or to every pr
 dies of it makes torch raise in the rank, wherever its training is: no step ends any more, and nothing is committed.
 """
 
+import atexit
 import copy
 import logging
 import os
@@ -99,6 +100,7 @@ class _Shield:
     def __call__(self, worker: int) -> None:
         threading.Thread(target=_end_after, args=(self.rank,), name=THREAD_NAME, daemon=True).start()
         signal.signal(signal.SIGTERM, _ignore)  # SIG_IGN would be inherited by what the worker starts
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter takes handlers back at its end
         signal.siginterrupt(signal.SIGTERM, False)  # what the data set reads need not know of it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
         if self.init is not None:

@@ -49,7 +49,7 @@ def test_only_the_boundary_is_dumped_and_once() -> None:
     assert leaving.dump("there again")
     assert told.dumped == [7, 8, 7]
     assert [kind for kind, _, _ in told.events] == ["not dumped", "dumped", "not dumped", "dumped", "dumped"]
-    assert "no step has ended" in told.events[0][1]
+    assert "no step of this life has ended" in told.events[0][1]
     assert "half of it is of the next" in told.events[2][1]
 
 

@@ -1,5 +1,6 @@
 """Workers of a data loader go on after SIGTERM, and end of everything else that ends them without CPSR."""
 
+import builtins
 import gc
 import multiprocessing
 import os
@@ -44,11 +45,19 @@ class Items(Dataset[int]):
 
 
 class Signalled(Items):
-    """SIGTERM comes while a spawned worker starts, before torch's code and CPSR's run in it."""
+    """SIGTERM comes while a spawned worker starts, before torch's code and CPSR's run in it, and at its very end."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         os.kill(os.getpid(), signal.SIGTERM)
+        vars(builtins)["last"] = Last()
+
+
+class Last:
+    """Goes when the interpreter has taken its signal handlers back."""
+
+    def __del__(self, kill: Any = os.kill, pid: Any = os.getpid, number: int = signal.SIGTERM) -> None:
+        kill(pid(), number)
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +95,12 @@ def test_they_go_on(settings: dict[str, Any]) -> None:
     assert dealt + items(batches) == list(range(ITEMS))
 
 
-def test_they_go_on_where_it_comes_while_they_start() -> None:
-    data = Signalled()
-    assert items(iter(loader(data, num_workers=1, multiprocessing_context="spawn"))) == list(range(ITEMS))
+def test_they_go_on_where_it_comes_while_they_start_or_end() -> None:
+    batches = iter(loader(Signalled(), num_workers=1, multiprocessing_context="spawn"))
+    (worker,) = multiprocessing.active_children()
+    assert items(batches) == list(range(ITEMS))
+    worker.join()
+    assert worker.exitcode == 0
 
 
 def test_the_users_own_start_of_a_worker_still_runs(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A training script with data-loader workers of its own, as a user writes it; started by `terminated.py`.
 
-At a chosen moment every rank tells by a file that it is there, and stays for a while: the signal comes meanwhile.
+At a chosen moment every rank tells by a file that it is there, and stays until another file says that the signal was
+sent.
 """
 
 import json
@@ -32,7 +33,6 @@ class Options:
         engine: `deepspeed` or `torch`.
         iterations: end of the run.
         moment: `forward`, `backward`, `evaluation`, `save`, `next` or `first step`; nothing happens where empty.
-        stay_seconds: how long a rank stays there.
         loader: more of the loaders' settings.
     """
 
@@ -40,28 +40,29 @@ class Options:
     engine: str = "torch"
     iterations: int = 20
     moment: str = ""
-    stay_seconds: float = 0.0
     loader: dict[str, Any] = field(default_factory=dict)
 
 
 class Moment:
-    """Where this rank is when the signal comes: once, also over lives."""
+    """Where this rank is when the signal comes; in its first life alone."""
 
     def __init__(self, options: Options, rank: int) -> None:
-        self._options = options
-        self._told = there_path(options.directory, rank)
+        self._moment = options.moment
+        self._there, self._sent = there_path(options.directory, rank), sent_path(options.directory)
         self._after = 0 if options.moment == "first step" else AFTER
-
-    @property
-    def passed(self) -> bool:
-        return self._told.exists()
 
     def at(self, moment: str, iteration: int) -> None:
         """Training is at `moment` after so many iterations."""
-        chosen = "forward" if self._options.moment == "first step" else self._options.moment
-        if moment == chosen and iteration >= self._after and not self._told.exists():
-            self._told.write_text(str(os.getpid()))
-            time.sleep(self._options.stay_seconds)
+        chosen = "forward" if self._moment == "first step" else self._moment
+        if moment == chosen and iteration >= self._after and not self._sent.exists():
+            self._there.write_text(str(os.getpid()))
+            if moment != "next":  # there it waits for its workers
+                self.wait()
+
+    def wait(self) -> None:
+        """Once it is there; in whatever thread or worker, so that the training does not run away."""
+        while self._there.exists() and not self._sent.exists():
+            time.sleep(0.01)
 
 
 def there_path(directory: str | Path, rank: int) -> Path:
@@ -69,20 +70,24 @@ def there_path(directory: str | Path, rank: int) -> Path:
     return Path(directory) / f"there.{rank}"
 
 
-class Items(Dataset[Any]):
-    """Loads in a worker; the loading of one item takes long while `slow` exists."""
+def sent_path(directory: str | Path) -> Path:
+    """Exists once the signal was sent."""
+    return Path(directory) / "sent"
 
-    def __init__(self, seed: int, slow: str = "") -> None:
+
+class Items(Dataset[Any]):
+    """Loads in a worker, which calls `wait` first."""
+
+    def __init__(self, seed: int, wait: Callable[[], None]) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._x = torch.randn(ITEMS, FEATURES, generator=generator)
-        self._slow = slow
+        self._wait = wait
 
     def __len__(self) -> int:
         return ITEMS
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        while self._slow and Path(self._slow).exists():
-            time.sleep(0.01)
+        self._wait()
         return self._x[index], self._x[index].sum().reshape(1)
 
 
@@ -103,6 +108,10 @@ class Model(torch.nn.Module):
         return torch.nn.functional.mse_loss(predicted, y)
 
 
+def done() -> None:
+    """There is nothing to wait for."""
+
+
 class Job:
     """One rank."""
 
@@ -113,9 +122,8 @@ class Job:
         self.iteration = 0
         torch.manual_seed(7)
         self.model = Model(lambda name: self.moment.at(name, self.iteration))
-        self.slow = Path(options.directory) / f"slow.{self.rank}"
-        self.loader = self.batches(Items(1, str(self.slow)))
-        self.evaluated = self.batches(Items(2))
+        self.loader = self.batches(Items(1, self.moment.wait if options.moment == "next" else done))
+        self.evaluated = self.batches(Items(2, done))
 
     def batches(self, data: Items) -> "DataLoader[Any]":
         sampler: DistributedSampler[Any] = DistributedSampler(data, self.ranks, self.rank, seed=3)
@@ -194,19 +202,15 @@ class Job:
             self.iteration = recovery.iteration
             batches = recovery.resume(self.loader, repeat=True)
             while recovery.iteration < self.options.iterations:
-                self.wait_for_workers()
+                self.moment.at("next", self.iteration)
+                if self.options.moment == "save":
+                    self.moment.wait()  # its thread is the writer's
                 batch = next(batches)
                 loss = step(batch)
                 self.iteration = recovery.iteration
                 self.note(loss)
                 if self.iteration % EVALUATED_EVERY == 0:
                     self.evaluate()
-
-    def wait_for_workers(self) -> None:
-        """Once what they have loaded already is used up, until the test removes that file."""
-        if self.options.moment == "next" and self.iteration >= AFTER and not self.moment.passed:
-            self.slow.touch()
-        self.moment.at("next", self.iteration)
 
 
 def main(options: Options) -> None:

@@ -12,10 +12,9 @@ import pytest
 from cpsr.checkpoint.catalogue import scan
 from cpsr.journal import JournalReader
 from tests.recovery.terminated import SENDERS, losses, started
-from tests.recovery.terminated_worker import Options
+from tests.recovery.terminated_worker import Options, sent_path
 
-STAY_SECONDS = 1.0
-PAUSE_SECONDS = 0.3
+PAUSE_SECONDS = 0.3  # for what is at the moment to begin, and for the signal to be heard
 END_SECONDS = 10.0  # for a launcher's processes; orphaned workers end within one
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
@@ -69,15 +68,14 @@ def test_the_state_is_committed_and_the_run_goes_on_bitwise(
     tmp_path: Path,
     uninterrupted: Reference,
 ) -> None:
-    with started(options(tmp_path, ranks, loader, moment=moment, stay_seconds=STAY_SECONDS), ranks) as life:
+    with started(options(tmp_path, ranks, loader, moment=moment), ranks) as life:
         life.pids()
-        time.sleep(PAUSE_SECONDS)  # for the wait for a worker to begin
+        time.sleep(PAUSE_SECONDS)
         processes = life.processes()
         for _ in range(times):
             SENDERS[sender](life)
-            time.sleep(PAUSE_SECONDS / 3)
-        for slow in tmp_path.glob("slow.*"):
-            slow.unlink()
+            time.sleep(PAUSE_SECONDS)
+        sent_path(tmp_path).touch()
         status = life.wait()
         assert ranks > 1 or status == 128 + 15, life.output()
         assert not psutil.wait_procs(processes, END_SECONDS)[1]
@@ -100,8 +98,9 @@ def test_the_state_is_committed_and_the_run_goes_on_bitwise(
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_rank_that_has_left(tmp_path: Path, uninterrupted: Reference) -> None:
-    with started(options(tmp_path, 2, WORKERS, moment="forward", stay_seconds=STAY_SECONDS), 2, restarts=1) as life:
+    with started(options(tmp_path, 2, WORKERS, moment="forward"), 2, restarts=1) as life:
         SENDERS["groups"](life)
+        sent_path(tmp_path).touch()
         assert life.wait() == 0, life.output()
     with JournalReader(tmp_path / "run" / "journal.db") as journal:
         assert [one.ending for one in journal.lives()] == ["sigterm", "clean"]
