@@ -38,7 +38,7 @@ def _lost(restored: Restored, cause: str | None) -> str:
 
 def _source(restored: Restored) -> str:
     if restored.method == "scratch":
-        return "training begins at iteration 0: no checkpoint was committed yet"
+        return "training begins at iteration 0: no checkpoint has been committed yet"
     at, sources = restored.restored_iteration, restored.sources
     tiers = dict.fromkeys(source.tier for source in sources)
     if len(tiers) > 1:

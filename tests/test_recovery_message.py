@@ -108,7 +108,7 @@ PREDICTED = Restored("line", 91, 80, 91, "", sources=sources("predicted", "predi
         (
             Restored("scratch", 0, None, None, "no checkpoint has been committed yet"),
             KILLED,
-            "Rank 1 was killed (SIGKILL). Training begins at iteration 0: no checkpoint was committed yet.",
+            "Rank 1 was killed (SIGKILL). Training begins at iteration 0: no checkpoint has been committed yet.",
         ),
     ],
 )
