@@ -17,7 +17,7 @@ from tests.recovery.terminated_worker import Options, sent_path
 PAUSE_SECONDS = 0.3  # for what is at the moment to begin, and for the signal to be heard
 END_SECONDS = 10.0  # for a launcher's processes; orphaned workers end within one
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}  # each takes seconds to start
 WORKERS = {"num_workers": 2}
 
 # ranks, moment, who gets SIGTERM how often, the loaders' settings
