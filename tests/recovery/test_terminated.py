@@ -91,9 +91,7 @@ def test_the_state_is_committed_and_the_run_goes_on_bitwise(
         assert [one.ending for one in journal.lives()] == ["sigterm", "clean"]
         assert journal.failures() == []
     for rank in range(ranks):
-        mine, reference = losses(tmp_path, rank), losses(uninterrupted(ranks, loader), rank)
-        del reference[left_at]  # its step was left before the loop had its loss
-        assert mine == reference
+        assert losses(tmp_path, rank) == losses(uninterrupted(ranks, loader), rank)
 
 
 @pytest.mark.slow
