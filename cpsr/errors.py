@@ -4,6 +4,7 @@
 
     CPSRError
     ├── ConfigError              a key or a value in the configuration is not usable
+    │   └── RunDirectoryError        the run directory cannot be reached now; trying again may cure it
     ├── UnsupportedEngineError   state that CPSR cannot see into (an optimizer, an offload, a wrapper)
     ├── ResourceError            host memory or disk do not hold what the configuration asks for
     ├── RunMismatchError         the run directory belongs to another model or another world size
@@ -29,6 +30,7 @@ __all__ = [
     "JournalError",
     "RecoveryError",
     "ResourceError",
+    "RunDirectoryError",
     "RunMismatchError",
     "SaveError",
     "ServiceError",
@@ -44,6 +46,10 @@ class CPSRError(Exception):
 
 class ConfigError(CPSRError):
     """A key or a value of the configuration is not usable; the message names the key."""
+
+
+class RunDirectoryError(ConfigError):
+    """The file system of the run directory failed, or some rank does not see it (yet); nothing in it was changed."""
 
 
 class UnsupportedEngineError(CPSRError):

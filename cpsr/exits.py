@@ -40,6 +40,8 @@ BEGAN = "started"
 # A launcher ends the other ranks once it has seen one end: whoever ended later than this after the first was ended.
 FIRST_SECONDS = 2.0
 SIGTERM_STATUS = 128 + signal.SIGTERM
+# What gloo, NCCL and torch say in a rank whose peer is gone.
+_LOST_ANOTHER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
 _NAME = re.compile(r"life-(\d+)-rank-(\d+)-(launcher|rank)\.json")
 
 
@@ -63,6 +65,11 @@ class Exit:
     left: str | None = None
     unix_seconds: float = 0.0
 
+    @property
+    def by_launcher(self) -> bool:
+        """Whether a launcher saw this, and not the rank itself."""
+        return self.signal is not None or self.status is not None
+
     @staticmethod
     def of_status(rank: int, status: int, unix_seconds: float) -> "Exit":
         """From a process's exit status: negative is the number of a signal."""
@@ -77,7 +84,7 @@ class Exit:
 
 def note_exit(run_dir: Path, life: int, noted: Exit) -> None:
     """Leave a note for the next life; where the file system refuses, that is logged, and the signal stays unknown."""
-    who = "rank" if noted.signal is None and noted.status is None else "launcher"
+    who = "launcher" if noted.by_launcher else "rank"
     path = run_dir / DIRECTORY / f"life-{life:05d}-rank-{noted.rank:05d}-{who}.json"
     fields = asdict(noted)
     if not noted.unix_seconds:
@@ -111,38 +118,41 @@ def forget_exits(run_dir: Path, before_life: int) -> None:
                 logger.warning("%s cannot be removed, which harms nothing: %s", path, error)
 
 
-def cause_of(exits: Sequence[Exit], ranks: int) -> str:
+def cause_of(exits: Sequence[Exit], ranks: int | None) -> str:
     """Which ranks ended first and how, as a clause that begins in lower case: `rank 1 was killed (SIGKILL)`.
 
     Args:
-        exits: what was noted of a life that failed, in any order.
-        ranks: how many the job has.
+        exits: what ranks noted of themselves, and launchers of the first ranks of theirs that ended; in any order.
+        ranks: of the job, where all notes that will come are there: then a rank that left none was killed.
     """
-    own = [one for one in exits if one.status is None and one.signal is None]
+    seen = sorted((one for one in exits if one.by_launcher), key=lambda one: one.rank)
+    own = sorted((one for one in exits if not one.by_launcher), key=lambda one: one.unix_seconds)
     left = next((one for one in own if one.left is not None), None)
     if left is not None:
         return f"rank {left.rank} left because {left.left}"
-    first = first_of([one for one in exits if one not in own])
-    killed = [one for one in first if one.signal is not None]
+    errors = [one for one in own if one.error is not None]
+    # A rank that only lost another one is no cause. Nor is one that aborts because of that.
+    causes = [one for one in errors if not _LOST_ANOTHER.search(str(one.error))]
+    killed = [one for one in seen if one.signal is not None and not (causes and one.signal == "SIGABRT")]
     if killed:
         signals = ", ".join(sorted({str(one.signal) for one in killed}))
         return f"{_were(one.rank for one in killed)} killed ({signals})"
-    silent = sorted(set(range(ranks)) - {one.rank for one in own})
-    errors = sorted((one for one in own if one.error is not None), key=lambda one: one.unix_seconds)
-    if errors and first:  # the launcher's word on who was first, the rank's on why
-        errors = [one for one in errors if one.rank in {seen.rank for seen in first}] or errors
-    elif errors and silent:
+    if causes:
+        first = [one for one in causes if one.rank in {known.rank for known in seen}] or causes
+        return f"rank {first[0].rank} failed ({first[0].error})"
+    silent = set(range(ranks or 0)) - {one.rank for one in exits}
+    if errors and silent:
         return f"{_were(silent)} killed"
     if errors:
-        return f"rank {errors[0].rank} failed ({errors[0].error})"
-    if first:
-        statuses = ", ".join(sorted({str(one.status) for one in first}))
-        return f"{ranks_named(one.rank for one in first)} ended with status {statuses}"
+        return f"rank {errors[0].rank} lost another rank ({errors[0].error})"
+    if seen:
+        statuses = ", ".join(sorted({str(one.status) for one in seen}))
+        return f"{ranks_named(one.rank for one in seen)} ended with status {statuses}"
     return "the job was killed (no rank noted how)"
 
 
 def first_of(exits: Sequence[Exit]) -> list[Exit]:
-    """Of what a launcher saw, the ranks that ended by themselves: it ended the others soon after, with SIGTERM."""
+    """Of what one launcher saw, the ranks that ended by themselves: it ended the others soon after, with SIGTERM."""
     begun = min((one.unix_seconds for one in exits), default=0.0)
     first = sorted((one for one in exits if one.unix_seconds <= begun + FIRST_SECONDS), key=lambda one: one.rank)
     return [one for one in first if one.signal != "SIGTERM" and one.status != SIGTERM_STATUS] or first

@@ -84,6 +84,10 @@ def _why_recomputed(restored: Restored) -> str:
     forecast = restored.forecast
     if "tried" in restored.guard:
         return ", because the check refused the prediction"
+    if restored.reason.startswith("what the ranks left when the group broke was refused"):
+        return ", because the check refused what the ranks had left in memory"
+    if "failed before" in restored.reason or "failed to load before" in restored.reason:
+        return ", because an earlier attempt to continue near the failure had failed"
     if forecast is not None and not forecast.feasible:
         return f", because nothing can be predicted ({forecast.reason})"
     if forecast is not None or restored.reason.startswith("the plan finds"):

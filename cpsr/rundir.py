@@ -1,5 +1,6 @@
 """The identity of a run directory: which model and which ranks it belongs to, and how its last life ended."""
 
+import errno
 import json
 import logging
 import shlex
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.files import write_bytes
-from cpsr.errors import ConfigError, CPSRError, RunMismatchError
+from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.group import Group, this_node
 
 __all__ = ["RunDirectory", "open_run", "run_id"]
 
 logger = logging.getLogger(__name__)
 
+# What a path or its owner is wrong for; any other error may pass.
+_WRONG_PATH = frozenset([errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG])
 IDENTITY = "run.json"
 ENDED = "ended.json"
 
@@ -64,7 +67,8 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
 
     Raises:
         RunMismatchError: it belongs to another model or world size, or the ranks' models differ; nothing was changed.
-        ConfigError: it cannot be written, or the ranks do not see the same directory.
+        ConfigError: it cannot be written.
+        RunDirectoryError: its file system failed, or the ranks do not see the same directory.
     """
     tensors = _same_on_all_ranks(
         group.gather({name: list(item["shape"]) for name, item in description["tensors"].items()})
@@ -75,6 +79,8 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
         raise RunMismatchError(opened["mismatch"])
     if "unusable" in opened:
         raise ConfigError(opened["unusable"])
+    if "unreachable" in opened:
+        raise RunDirectoryError(opened["unreachable"])
     _check_shared(path, group, opened["run_id"])
     return RunDirectory(path, opened["run_id"], _local(nodes), opened["ended"])
 
@@ -129,8 +135,11 @@ def _open_on_rank_0(
         return {"run_id": known["run_id"], "ended": _read_json(path / ENDED)}
     except RunMismatchError as error:
         return {"mismatch": str(error)}
-    except (OSError, CPSRError) as error:
+    except CPSRError as error:
         return {"unusable": f"the run directory {path} cannot be used: {error}"}
+    except OSError as error:
+        kind = "unusable" if error.errno in _WRONG_PATH else "unreachable"
+        return {kind: f"the run directory {path} cannot be used: {error}"}
 
 
 def _check(
@@ -186,7 +195,7 @@ def _check_shared(path: Path, group: Group, run_id: str) -> None:
         sees = False
     strangers = [rank for rank, seen in enumerate(group.gather(sees)) if not seen]
     if strangers:
-        raise ConfigError(
+        raise RunDirectoryError(
             f"ranks {strangers} do not see the run directory {path} that rank 0 sees: run_dir must be on storage that "
             "all ranks share"
         )

@@ -6,27 +6,36 @@ import pytest
 
 from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit, ranks_named
 
+LOST = "RuntimeError: Connection reset by peer"
+
 
 @pytest.mark.parametrize(
     ("exits", "ranks", "cause"),
     [
         ([], 2, "the job was killed (no rank noted how)"),
-        ([Exit(0, error="RuntimeError: reset", unix_seconds=1.0)], 2, "rank 1 was killed"),
-        ([Exit(0, error="RuntimeError: reset", unix_seconds=1.0)], 4, "ranks 1 to 3 were killed"),
+        ([Exit(0, error=LOST, unix_seconds=1.0)], 2, "rank 1 was killed"),
+        ([Exit(0, error=LOST, unix_seconds=1.0)], 4, "ranks 1 to 3 were killed"),
+        ([Exit(0, error=LOST, unix_seconds=1.0)], None, f"rank 0 lost another rank ({LOST})"),
         ([Exit(0, error="ValueError: bad", unix_seconds=1.0)], 1, "rank 0 failed (ValueError: bad)"),
+        # The others hung until they were ended, and noted nothing.
+        ([Exit(0, error="ValueError: bad", unix_seconds=1.0)], 8, "rank 0 failed (ValueError: bad)"),
         (
-            [
-                Exit(0, error="RuntimeError: reset", unix_seconds=2.0),
-                Exit(1, error="ValueError: bad", unix_seconds=1.0),
-            ],
+            [Exit(0, error=LOST, unix_seconds=1.0), Exit(1, error="ValueError: bad", unix_seconds=2.0)],
             2,
             "rank 1 failed (ValueError: bad)",
         ),
-        ([Exit(1, signal="SIGKILL"), Exit(0, error="RuntimeError: reset")], 2, "rank 1 was killed (SIGKILL)"),
+        ([Exit(1, signal="SIGKILL"), Exit(0, error=LOST)], 2, "rank 1 was killed (SIGKILL)"),
+        ([Exit(1, signal="SIGKILL"), Exit(0, error=LOST), Exit(0, status=1)], None, "rank 1 was killed (SIGKILL)"),
         (
-            [Exit(0, signal="SIGSEGV"), Exit(2, signal="SIGKILL"), Exit(1, error="RuntimeError: reset")],
+            [Exit(0, signal="SIGSEGV"), Exit(2, signal="SIGKILL"), Exit(1, error=LOST)],
             3,
             "ranks 0 and 2 were killed (SIGKILL, SIGSEGV)",
+        ),
+        # The watchdog of a rank that waits for a failed one aborts it.
+        (
+            [Exit(0, status=1), Exit(1, signal="SIGABRT"), Exit(0, error="ValueError: bad")],
+            2,
+            "rank 0 failed (ValueError: bad)",
         ),
         ([Exit(1, status=3, unix_seconds=1.0)], 2, "rank 1 ended with status 3"),
         (
@@ -36,7 +45,7 @@ from cpsr.exits import Exit, cause_of, exits_of, forget_exits, note_exit, ranks_
         ),
     ],
 )
-def test_the_cause_is_named_in_one_clause(exits: list[Exit], ranks: int, cause: str) -> None:
+def test_the_cause_is_named_in_one_clause(exits: list[Exit], ranks: int | None, cause: str) -> None:
     assert cause_of(exits, ranks) == cause
     assert cause_of(exits[::-1], ranks) == cause
 

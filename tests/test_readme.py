@@ -36,10 +36,11 @@ def test_the_program_comes_back_from_a_kill(tmp_path: Path) -> None:
     killed = r"Rank 1 was killed \(SIGKILL\) after iteration (\d+)"
     assert [line.partition(" ")[0] for line in said] == ["Started", "Training", "Rank", "Started", "Rank"]
     failed = re.fullmatch(killed + r"\. All ranks start again", said[2])
-    back = re.match(killed + r"\. All ranks continue at iteration (\d+), exact from checkpoint \2\. ", said[4])
+    back = re.match(killed + r".* continue at iteration (\d+)[,:] ", said[4])
     assert failed is not None
     assert back is not None
     assert failed[1] == back[1]
+    assert 300 <= int(back[2]) <= int(back[1])  # from a checkpoint, from memory or near the failure
     # 60 passes of 28 batches on each of two ranks, to the end and no further.
     assert "iteration 1600:" in launched.output
     assert "checkpoint 1680 committed" in launched.output

@@ -1,14 +1,17 @@
 """torchrun's agent, with what recovery needs: when it starts the ranks again, and one line for each failure."""
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
@@ -17,7 +20,10 @@ from cpsr.launch.link import REFUSED_STATUS, Opened, Report
 
 __all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
 
+logger = logging.getLogger(__name__)
+
 BACK_OFF_SECONDS_MAX = 60.0
+SHUTDOWN_SECONDS = 30  # torchrun's own
 
 
 class JobEndedError(Exception):
@@ -49,15 +55,16 @@ class Failures:
         self._report = report
         self._restarts_max = restarts_max
         self._tell = tell
+        self._opened: Opened | None = None  # the run of the ranks that run now
+        self._counted_run = ""
         self._furthest_iteration = -1
         self._in_vain = 0
 
-    def after(self, exits: Sequence[Exit], ranks: int) -> float:
+    def after(self, exits: Sequence[Exit]) -> float:
         """Ranks of this machine have ended; prints one line.
 
         Args:
             exits: how.
-            ranks: of the job.
 
         Returns:
             Seconds to wait before the job is started again.
@@ -69,9 +76,9 @@ class Failures:
             raise JobEndedError(REFUSED_STATUS, "; ".join(self._report.refusals()) or "a rank ended with status 78")
         if all(_after_sigterm(one) for one in exits) and any(one.status == SIGTERM_STATUS for one in exits):
             raise JobEndedError(SIGTERM_STATUS, "The job left after SIGTERM; start it with the same command to go on")
-        opened = self._report.opened()
-        progress = None if opened is None else read_progress(Path(opened.run_dir), opened.ranks)
-        message = _sentence(self._cause(opened, exits, ranks), opened, progress)
+        self.look()
+        progress = None if self._opened is None else _progress_of(self._opened)
+        message = _sentence(self._cause(exits), self._opened, progress)
         in_vain = self._count(-1 if progress is None else progress.iteration)
         if in_vain > self._restarts_max or not self._restarts_max:
             after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
@@ -86,31 +93,37 @@ class Failures:
         return wait_seconds
 
     def _count(self, iteration: int) -> int:
-        """Failures in a row in which the job came no further, this one at `iteration` included."""
+        """Failures in a row in which the run came no further, this one at `iteration` included."""
+        if self._opened is not None and self._opened.run_dir != self._counted_run:  # a script may train several
+            self._counted_run, self._furthest_iteration, self._in_vain = self._opened.run_dir, -1, 0
         self._in_vain = 0 if iteration > self._furthest_iteration else self._in_vain + 1
         self._furthest_iteration = max(iteration, self._furthest_iteration)
         return self._in_vain
 
-    def tell_started(self, pids: Mapping[int, int]) -> None:
+    def started(self, pids: Mapping[int, int]) -> None:
         """Say which process is which rank, so that a user can look at one, or kill it to see what happens."""
+        self._opened = None
         named = "pid" if len(pids) == 1 else "pids"
         self._tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
-    def tell_recovered(self) -> None:
-        """Say how the run came back, once it has."""
+    def look(self) -> None:
+        """See which run the ranks have opened, and say how it came back; from time to time."""
+        self._opened = self._opened or self._report.opened()
         message = self._report.take_recovered()
         if message is not None:
             self._tell(message)
 
-    def _cause(self, opened: Opened | None, exits: Sequence[Exit], ranks: int) -> str:
+    def _cause(self, exits: Sequence[Exit]) -> str:
         """How the life ended, by what this launcher saw, which it notes for the run, and by the ranks' own notes."""
-        if opened is None:
-            return cause_of(exits, ranks)
-        run_dir = Path(opened.run_dir)
-        for one in first_of(exits):
-            note_exit(run_dir, opened.life, one)
-        own = [one for one in exits_of(run_dir, opened.life) if one.status is None and one.signal is None]
-        return cause_of([*exits, *own], opened.ranks)
+        first = first_of(exits)
+        if self._opened is None:
+            return cause_of(first, None)
+        run_dir, life = Path(self._opened.run_dir), self._opened.life
+        for one in first:
+            note_exit(run_dir, life, one)
+        here = {one.rank for one in exits}
+        own = [one for one in exits_of(run_dir, life) if one.rank in here and not one.by_launcher]
+        return cause_of([*first, *own], None)
 
 
 class _Agent(LocalElasticAgent):
@@ -118,16 +131,17 @@ class _Agent(LocalElasticAgent):
 
     failures: Failures
     report: Report
+    _asked_to_leave = False  # by a SIGTERM that came while ranks were being stopped
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        self.failures.tell_recovered()
+        self.failures.look()
         if result.state is WorkerState.FAILED:
             exits = [
                 Exit.of_status(rank, failure.exitcode, float(failure.timestamp))
                 for rank, failure in result.failures.items()
             ]
-            time.sleep(self.failures.after(exits, worker_group.workers[0].world_size))
+            time.sleep(self.failures.after(exits))
             # Whether to start again is decided here. The difference of the two is the number of the start.
             self._worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1
@@ -136,12 +150,26 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.report.clear()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        self.failures.tell_started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
+        self.failures.started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
         return pids
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-        with _deaf_to_sigterm():
-            super()._shutdown(*args, **kwargs)
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        super()._stop_workers(worker_group)
+        if self._asked_to_leave:
+            raise SignalException("SIGTERM came while the ranks were stopped to start again", signal.SIGTERM)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if death_sig is not signal.SIGTERM and "timeout" in kwargs:  # ranks commit after SIGTERM alone
+            kwargs["timeout"] = min(kwargs["timeout"], SHUTDOWN_SECONDS)
+        # The ranks have been told to leave, and are waited for: a second SIGTERM must not leave them behind.
+        before = signal.signal(signal.SIGTERM, self._note_sigterm)
+        try:
+            super()._shutdown(death_sig, *args, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_leave = True
 
 
 @contextmanager
@@ -156,14 +184,13 @@ def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
         names["LocalElasticAgent"] = before
 
 
-@contextmanager
-def _deaf_to_sigterm() -> Iterator[None]:
-    """The ranks have been told to leave, and are waited for: a second SIGTERM must not leave them behind."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _progress_of(opened: Opened) -> Progress | None:
+    """How far the ranks came, None where that cannot be read: the failure then counts as one without a gain."""
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        return read_progress(Path(opened.run_dir), opened.ranks)
+    except OSError as error:
+        logger.warning("how far the run in %s came cannot be read: %s", opened.run_dir, error)
+        return None
 
 
 def _after_sigterm(one: Exit) -> bool:

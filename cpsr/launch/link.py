@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cpsr.errors import ConfigError, RunMismatchError, UnsupportedEngineError
+from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, UnsupportedEngineError
 
 __all__ = ["LAUNCHER", "REFUSED_STATUS", "VERBOSE", "Opened", "Report", "refuse_once", "report", "restart_obstacle"]
 
@@ -21,6 +21,9 @@ LAUNCHER = "CPSR_LAUNCHER"  # the launcher's directory
 VERBOSE = "CPSR_VERBOSE"  # set where more than one line for each event is wanted
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
 REFUSALS = (ConfigError, UnsupportedEngineError, RunMismatchError)
+
+# Of this process alone: another program that a rank starts, with a run of its own, is none of the launcher's.
+_directory = Path(os.environ.pop(LAUNCHER, ""))
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ class Report:
         self._directory = directory
 
     def clear(self) -> None:
-        """Forget what earlier processes told."""
+        """Forget what earlier processes told; whoever cleans /tmp may have removed the directory."""
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._directory.iterdir():
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def open(self, opened: Opened) -> None:
         """This process is a rank of that run."""
@@ -96,8 +100,7 @@ class Report:
 
 def report() -> Report | None:
     """What to tell the launcher by; None where `cpsr run` did not start this process, or is gone."""
-    directory = Path(os.environ.get(LAUNCHER, ""))
-    return Report(directory) if directory.is_absolute() and directory.is_dir() else None
+    return Report(_directory) if _directory.is_absolute() and _directory.is_dir() else None
 
 
 def restart_obstacle() -> str | None:
@@ -123,7 +126,7 @@ def refuse_once() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, REFUSALS):
+        if not isinstance(error, REFUSALS) or isinstance(error, RunDirectoryError):
             before(kind, error, traceback)
             return
         told.refuse(f"{kind.__name__}: {error}")

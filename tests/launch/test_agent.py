@@ -1,5 +1,6 @@
 """When a job is started again: by what the ranks' counters and notes in real files say."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Launch:
         self.report.open(Opened(str(self.run_dir), life, RANKS))
 
     def kill(self, rank: int = 1) -> float:
-        return self.failures.after([Exit.of_status(rank, -9, time.time())], RANKS)
+        return self.failures.after([Exit.of_status(rank, -9, time.time())])
 
 
 def test_a_job_that_gains_something_in_each_life_may_fail_as_often_as_it_likes(tmp_path: Path) -> None:
@@ -70,20 +71,55 @@ def test_what_was_gained_counts_from_there_on(tmp_path: Path) -> None:
 
 def test_a_job_that_opens_no_run_is_given_up_too(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=1)
-    assert launch.failures.after([Exit(0, status=3)], RANKS) == 1.0
+    assert launch.failures.after([Exit(0, status=3)]) == 1.0
     assert launch.told == [
         "Rank 0 ended with status 3 before it opened a run. All ranks start again in 1 s (restart 1 of 1 without a new "
         "iteration)"
     ]
     with pytest.raises(JobEndedError):
-        launch.failures.after([Exit(0, status=3)], RANKS)
+        launch.failures.after([Exit(0, status=3)])
 
 
 def test_the_wait_grows_to_a_bound(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=100)
-    waits = [launch.failures.after([Exit(0, status=3)], RANKS) for _ in range(12)]
+    waits = [launch.failures.after([Exit(0, status=3)]) for _ in range(12)]
     assert waits[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(waits[6:]) == {BACK_OFF_SECONDS_MAX}
+
+
+def test_a_script_that_trains_one_run_after_the_other_is_counted_by_run(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=1)
+    launch.open(0)
+    launch.reach(10_000)
+    assert launch.kill() == 0.0
+    second = tmp_path / "second"
+    counter = ProgressCounter(progress_path(second, 0))
+    for iteration in (5, 9, 14):
+        launch.failures.started({0: 1})
+        launch.report.clear()
+        launch.report.open(Opened(str(second), 0, 1))
+        counter.reset(iteration, iteration)
+        assert launch.kill(rank=0) == 0.0
+
+
+def test_what_cannot_be_read_counts_as_nothing_gained(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, restarts_max=1)
+    launch.open(0)
+    for rank in range(RANKS):
+        progress_path(launch.run_dir, rank).unlink()
+        progress_path(launch.run_dir, rank).mkdir()
+    assert launch.kill() == 1.0
+
+
+def test_a_directory_that_was_cleaned_up_is_made_again(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.open(0)
+    launch.reach(7)
+    launch.failures.look()
+    shutil.rmtree(tmp_path / "launcher")
+    assert launch.kill() == 0.0  # it had seen which run this was
+    launch.report.clear()
+    assert (tmp_path / "launcher").is_dir()
 
 
 def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None:
@@ -100,7 +136,7 @@ def test_a_refusal_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
         launch.report.refuse("ConfigError: 'intervall' is unknown")
     exits = [Exit(0, status=REFUSED_STATUS), Exit(1, signal="SIGTERM")]
     with pytest.raises(JobEndedError) as ended:
-        launch.failures.after(exits, RANKS)
+        launch.failures.after(exits)
     assert (ended.value.status, str(ended.value)) == (REFUSED_STATUS, "ConfigError: 'intervall' is unknown")
 
 
@@ -108,7 +144,7 @@ def test_ranks_that_left_after_sigterm_are_no_failure(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
     launch.open(0)
     with pytest.raises(JobEndedError, match="left after SIGTERM") as ended:
-        launch.failures.after([Exit(0, status=143), Exit(1, signal="SIGTERM")], RANKS)
+        launch.failures.after([Exit(0, status=143), Exit(1, signal="SIGTERM")])
     assert ended.value.status == 143
 
 
@@ -118,7 +154,7 @@ def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Pat
     launch.reach(7)
     now = time.time()
     exits = [Exit.of_status(1, -9, now), Exit.of_status(0, -15, now), Exit.of_status(2, -9, now + 30.0)]
-    assert launch.failures.after(exits, 3) == 0.0
+    assert launch.failures.after(exits) == 0.0
     assert launch.told == ["Rank 1 was killed (SIGKILL) after iteration 7. All ranks start again"]
     assert cause_of(exits_of(launch.run_dir, 3), 3) == "rank 1 was killed (SIGKILL)"
 
@@ -129,5 +165,5 @@ def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
     launch.reach(7)
     note_exit(launch.run_dir, 0, Exit(0, error="RuntimeError: Connection reset by peer", unix_seconds=20.0))
     note_exit(launch.run_dir, 0, Exit(1, error="ValueError: bad batch", unix_seconds=19.5))
-    launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)], RANKS)
+    launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)])
     assert launch.told[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")

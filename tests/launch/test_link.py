@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.launch.link import LAUNCHER, REFUSED_STATUS, Opened, Report, report, restart_obstacle
+from cpsr.launch.link import LAUNCHER, REFUSED_STATUS, Opened, Report, restart_obstacle
 
 
 def child(code: str, directory: Path | None) -> "subprocess.CompletedProcess[str]":
@@ -58,15 +58,19 @@ def test_what_is_told_is_read_and_forgotten(tmp_path: Path) -> None:
     assert told.opened() is None
 
 
-def test_there_is_no_report_without_a_launcher_or_once_it_is_gone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(LAUNCHER, raising=False)
-    assert report() is None
-    monkeypatch.setenv(LAUNCHER, str(tmp_path / "gone"))
-    assert report() is None
-    monkeypatch.setenv(LAUNCHER, str(tmp_path))
-    assert report() is not None
+def test_the_launcher_is_of_the_process_that_it_started_and_of_no_other(tmp_path: Path) -> None:
+    code = (
+        "import os; from cpsr.launch.link import report; print(report() is not None, os.environ.get('CPSR_LAUNCHER'))"
+    )
+    assert child(code, tmp_path).stdout.split() == ["True", "None"]
+    assert child(code, tmp_path / "gone").stdout.split() == ["False", "None"]
+    assert child(code, None).stdout.split() == ["False", "None"]
+
+
+def test_a_run_directory_that_is_out_of_reach_is_no_refusal(tmp_path: Path) -> None:
+    ended = child(REFUSAL.replace("ConfigError", "RunDirectoryError"), tmp_path)
+    assert ended.returncode == 1
+    assert not Report(tmp_path).refusals()
 
 
 @pytest.mark.parametrize(
