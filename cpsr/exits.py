@@ -27,6 +27,7 @@ __all__ = [
     "exits_of",
     "first_of",
     "forget_exits",
+    "lost_another",
     "note_exit",
     "ranks_named",
 ]
@@ -132,7 +133,7 @@ def cause_of(exits: Sequence[Exit], ranks: int | None) -> str:
         return f"rank {left.rank} left because {left.left}"
     errors = [one for one in own if one.error is not None]
     # A rank that only lost another one is no cause. Nor is one that aborts because of that.
-    causes = [one for one in errors if not _LOST_ANOTHER.search(str(one.error))]
+    causes = [one for one in errors if not lost_another(str(one.error))]
     killed = [one for one in seen if one.signal is not None and not (causes and one.signal == "SIGABRT")]
     if killed:
         signals = ", ".join(sorted({str(one.signal) for one in killed}))
@@ -149,6 +150,11 @@ def cause_of(exits: Sequence[Exit], ranks: int | None) -> str:
         statuses = ", ".join(sorted({str(one.status) for one in seen}))
         return f"{ranks_named(one.rank for one in seen)} ended with status {statuses}"
     return "the job was killed (no rank noted how)"
+
+
+def lost_another(error: str) -> bool:
+    """Whether this is what a rank says whose peer is gone."""
+    return _LOST_ANOTHER.search(error) is not None
 
 
 def first_of(exits: Sequence[Exit]) -> list[Exit]:

@@ -16,6 +16,7 @@ from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
+from cpsr.launch.compile_locks import extensions_directory, remove_stale_locks
 from cpsr.launch.link import REFUSED_STATUS, Opened, Report
 
 __all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
@@ -49,12 +50,15 @@ class Failures:
         report: what the ranks tell.
         restarts_max: failures in a row, without a new iteration, after which the job is given up.
         tell: prints one line.
+
+    Attributes:
+        tell: as given.
     """
 
     def __init__(self, report: Report, restarts_max: int, tell: Callable[[str], None]) -> None:
         self._report = report
         self._restarts_max = restarts_max
-        self._tell = tell
+        self.tell = tell
         self._opened: Opened | None = None  # the run of the ranks that run now
         self._counted_run = ""
         self._furthest_iteration = -1
@@ -85,11 +89,11 @@ class Failures:
             why = f"The job is not started again{after} (--max-restarts={self._restarts_max})"
             raise JobEndedError(1, f"{message}. {why}")
         if not in_vain:
-            self._tell(f"{message}. All ranks start again")
+            self.tell(f"{message}. All ranks start again")
             return 0.0
         wait_seconds = min(2.0 ** (in_vain - 1), BACK_OFF_SECONDS_MAX)
         counted = f"restart {in_vain} of {self._restarts_max} without a new iteration"
-        self._tell(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
+        self.tell(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
         return wait_seconds
 
     def _count(self, iteration: int) -> int:
@@ -104,14 +108,14 @@ class Failures:
         """Say which process is which rank, so that a user can look at one, or kill it to see what happens."""
         self._opened = None
         named = "pid" if len(pids) == 1 else "pids"
-        self._tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
+        self.tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
     def look(self) -> None:
         """See which run the ranks have opened, and say how it came back; from time to time."""
         self._opened = self._opened or self._report.opened()
         message = self._report.take_recovered()
         if message is not None:
-            self._tell(message)
+            self.tell(message)
 
     def _cause(self, exits: Sequence[Exit]) -> str:
         """How the life ended, by what this launcher saw, which it notes for the run, and by the ranks' own notes."""
@@ -149,6 +153,8 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.report.clear()
+        for lock in remove_stale_locks(extensions_directory()):
+            self.failures.tell(f"Removed {lock}, left by a process that was killed while it compiled an operator")
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self.failures.started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
         return pids

@@ -48,8 +48,7 @@ def run_job(arguments: Sequence[str]) -> int:
     if parsed.verbose:
         os.environ[VERBOSE] = "1"
     else:
-        # The agent's own account of a failure takes twenty lines; ours takes one.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        _hush_agent()
     with tempfile.TemporaryDirectory(prefix="cpsr-run-") as directory:
         os.environ[LAUNCHER] = directory
         report = Report(Path(directory))
@@ -97,6 +96,13 @@ def _restartable(parsed: object) -> None:
         arguments["rdzv_endpoint"] = arguments["rdzv_endpoint"] or f"{arguments['master_addr']}:{port or PORT}"
         arguments["rdzv_backend"] = "c10d"
         arguments["node_rank"] = 0  # c10d numbers the nodes itself
+
+
+def _hush_agent() -> None:
+    """The agent's own account of a failure takes twenty lines; ours takes one."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _tell(message: str) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, UnsupportedEngineError
+from cpsr.exits import lost_another
 
 __all__ = ["LAUNCHER", "REFUSED_STATUS", "VERBOSE", "Opened", "Report", "refuse_once", "report", "restart_obstacle"]
 
@@ -118,7 +119,8 @@ def restart_obstacle() -> str | None:
 def refuse_once() -> None:
     """From now on a refusal that nobody catches ends the process with `REFUSED_STATUS`, and `cpsr run` prints it once.
 
-    Without a launcher nothing changes: Python prints the traceback on each rank.
+    A rank whose collective failed because another one is gone prints one line instead of its traceback, unless
+    `cpsr run --verbose` is asked for. Without a launcher nothing changes: Python prints the traceback on each rank.
     """
     told = report()
     if told is None:
@@ -126,10 +128,13 @@ def refuse_once() -> None:
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not isinstance(error, REFUSALS) or isinstance(error, RunDirectoryError):
-            before(kind, error, traceback)
-            return
-        told.refuse(f"{kind.__name__}: {error}")
-        raise SystemExit(REFUSED_STATUS)
+        if isinstance(error, REFUSALS) and not isinstance(error, RunDirectoryError):
+            told.refuse(f"{kind.__name__}: {error}")
+            raise SystemExit(REFUSED_STATUS)
+        if isinstance(error, RuntimeError) and lost_another(str(error)) and VERBOSE not in os.environ:
+            rank, why = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0]
+            print(f"[rank {rank}] lost another rank ({kind.__name__}: {why})", file=sys.stderr, flush=True)  # noqa: T201
+            raise SystemExit(1)
+        before(kind, error, traceback)
 
     sys.excepthook = hook

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.launch.link import LAUNCHER, REFUSED_STATUS, Opened, Report, restart_obstacle
+from cpsr.launch.link import LAUNCHER, REFUSED_STATUS, VERBOSE, Opened, Report, restart_obstacle
 
 
 def child(code: str, directory: Path | None) -> "subprocess.CompletedProcess[str]":
@@ -40,6 +40,17 @@ def test_any_other_error_keeps_its_traceback(tmp_path: Path) -> None:
     assert not Report(tmp_path).refusals()
 
 
+def test_a_rank_that_lost_another_prints_one_line_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = "import cpsr; raise RuntimeError('[gloo] Connection reset by peer\\nlong advice')"
+    ended = child(code, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == "[rank 0] lost another rank (RuntimeError: [gloo] Connection reset by peer)\n"
+    monkeypatch.setenv(VERBOSE, "1")
+    assert "Traceback" in child(code, tmp_path).stderr
+
+
 def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:
     caught = REFUSAL.replace("raise", "\ntry: raise").replace("unknown')", "unknown')\nexcept ConfigError: pass")
     assert child(caught, tmp_path).returncode == 0
@@ -60,11 +71,11 @@ def test_what_is_told_is_read_and_forgotten(tmp_path: Path) -> None:
 
 def test_the_launcher_is_of_the_process_that_it_started_and_of_no_other(tmp_path: Path) -> None:
     code = (
-        "import os; from cpsr.launch.link import report; print(report() is not None, os.environ.get('CPSR_LAUNCHER'))"
+        "import os; from cpsr.launch.link import LAUNCHER, report; print(report() is not None, LAUNCHER in os.environ)"
     )
-    assert child(code, tmp_path).stdout.split() == ["True", "None"]
-    assert child(code, tmp_path / "gone").stdout.split() == ["False", "None"]
-    assert child(code, None).stdout.split() == ["False", "None"]
+    assert child(code, tmp_path).stdout.split() == ["True", "False"]
+    assert child(code, tmp_path / "gone").stdout.split() == ["False", "False"]
+    assert child(code, None).stdout.split() == ["False", "False"]
 
 
 def test_a_run_directory_that_is_out_of_reach_is_no_refusal(tmp_path: Path) -> None:
