@@ -48,7 +48,7 @@ class LoopTail:
             act()
 
     def finish(self) -> None:
-        """Do what was put off: the iteration is over, or the next update is about to begin."""
+        """Do what was put off: the iteration is over, or the next forward or update is about to begin."""
         while self._waiting:
             self._waiting.pop(0)()
 

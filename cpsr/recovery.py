@@ -78,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
+# A checkpoint is replaced no later than this after all have agreed to leave; launchers kill 30 s after asking.
+LEAVE_SECONDS = 20.0
 FIRST_PLAN_ITERATIONS = 10  # of a life, after which their time is known well enough to plan anew
 
 
@@ -317,8 +319,9 @@ class CPSRRecovery:
         self._departure.begin_update()
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A training forward begins."""
+        """A training forward begins: it changes buffers and random states."""
         self._liveness.sign()
+        self._tail.finish()
         if self._experts is not None:
             self._experts.begin_forward()
         self._probes.on_forward(args, kwargs)
@@ -845,14 +848,32 @@ class CPSRRecovery:
         if rehearsed:
             self._rehearsals.prepare(rehearsed, iteration)
         if leave:
-            self._tail.put_off(partial(self._leave, iteration))
+            self._commit_to_leave(iteration)
 
-    def _leave(self, iteration: int) -> None:
-        """Commit this iteration and leave; a collective."""
+    def _commit_to_leave(self, iteration: int) -> None:
+        """Commit this iteration at once, and leave when the loop is through with it; a collective."""
+        agreed = time.monotonic()
+        self._tail.drop()  # a checkpoint that is due now is this one
         self._departure.leave_in_order()
         self._liveness.finish()
-        saved = self._last_is_safe = self._saver.save_now(iteration, self._capture)
-        told = "its state is committed" if saved else "its state could not be committed; the last checkpoint holds"
+        self._last_is_safe = self._saver.save_now(iteration, self._capture)
+        save_seconds = time.monotonic() - agreed
+        self._tail.put_off(
+            partial(self._leave, iteration, self._state.of_loop(), agreed + LEAVE_SECONDS - save_seconds)
+        )
+
+    def _leave(self, iteration: int, committed: dict[str, Any], deadline: float) -> None:
+        """Commit also what the loop has done since, before the deadline, and leave; a collective."""
+        told = "its state is committed"
+        if not self._last_is_safe:
+            told = "its state could not be committed; the last checkpoint holds"
+        elif not self._group.all(self._state.is_unchanged(committed)):
+            in_time = self._group.all(time.monotonic() < deadline)
+            if not (in_time and self._saver.replace(iteration, self._capture)):
+                told += (
+                    ", without what the loop did to random states and registered objects after the step "
+                    f"({'it could not be written' if in_time else f'that took longer than {LEAVE_SECONDS:g} s'})"
+                )
         self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
         raise _Leave
 
@@ -929,6 +950,8 @@ class CPSRRecovery:
         self._forget_after(iteration, "the predicted state diverged")
         restored = self._restored = self._with_lost_tokens(restored)
         self._state.take(restored)
+        if restored.scalars is not None:  # the loop is yet to do what comes after the step that is given up
+            self._tail.put_off(partial(self._state.take_again, restored.scalars))
         self._progress.reset(iteration, self._state.position.batches)
         self._at_boundary(iteration)
         self._saver.restart(iteration, iteration)

@@ -207,9 +207,26 @@ class RunState:
     def put_back(self, scalars: Scalars) -> None:
         """Undo what happened since `capture` to random states and registered objects, where anything did."""
         for name, item in self._registered.items():
-            if not codec.same(item.state_dict(), scalars.registered[name]):
-                item.load_state_dict(copy.deepcopy(scalars.registered[name]))
+            state = scalars.registered.get(name)  # none where a restored checkpoint is older than the registration
+            if state is not None and not codec.same(item.state_dict(), state):
+                item.load_state_dict(copy.deepcopy(state))
         restore_rng(scalars.rng)
+
+    def of_loop(self) -> dict[str, Any]:
+        """A copy of what a loop changes between its steps: random states, registered objects, parameter groups."""
+        registered = {name: item.state_dict() for name, item in self._registered.items()}
+        state = {"rng": capture_rng(), "engine": self._adapter.scalars(), "registered": registered}
+        copied: dict[str, Any] = codec.decode(*codec.encode(state))
+        return copied
+
+    def is_unchanged(self, copied: dict[str, Any]) -> bool:
+        """Whether the loop has changed nothing since `of_loop` returned this."""
+        return codec.same(copied, self.of_loop())
+
+    def take_again(self, scalars: Scalars) -> None:
+        """Undo what happened since `take`: also what a schedule that was registered did to the parameter groups."""
+        self.put_back(scalars)
+        self._put_back_rates()
 
     def _deal(self, batch: Any) -> None:
         for told in self.on_batch:

@@ -267,6 +267,21 @@ class Saver:
         self._store.attempt += 1
         return self._save_whole(iteration, scalars)
 
+    def replace(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+        """Save an iteration that `save_now` has committed once more; a collective.
+
+        Returns:
+            Whether the new one is committed. Else, also where this process is killed meanwhile, the old one stands.
+        """
+        self._store.attempt += 1
+        self._store.begin_replacement(iteration)
+        self._group.barrier()
+        standing, self.saved_iteration = self.saved_iteration, None
+        replaced = self._save_whole(iteration, scalars)
+        self.saved_iteration = standing
+        self._store.settle_replacement()
+        return replaced
+
     def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
         self._cadence.restart(iteration)
         self._begin_for_all(iteration, scalars, whole=True)

@@ -37,7 +37,7 @@ from cpsr.checkpoint.commit import (
     seal,
     wait_for_ranks,
 )
-from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.files import make_directory, remove_tree, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.loading import SCALARS, load_shard, operator_record, tensor_record
 from cpsr.checkpoint.manifest import (
     COMMIT,
@@ -71,6 +71,7 @@ __all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Pr
 
 # In the run's directory: ranks that were to hold the same were found to differ, and how.
 DIFFERING = "ranks-differ"
+_REPLACED = "replaced-"  # before the name of a checkpoint, while a newer state of its iteration is being saved
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class CheckpointStore:
             UnreadableFileError: the file system refuses to give a commit record now; nothing was changed.
         """
         make_directory(self.directory, fsync=self._fsync)
+        self.settle_replacement()
         found = self._readable()
         problems = found.problems
         self._newest_sequence(found)
@@ -330,6 +332,33 @@ class CheckpointStore:
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
         retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
         return [path for path in moved if path is not None]
+
+    def begin_replacement(self, iteration: int) -> None:
+        """Make room for a newer state of a committed iteration, with the writers drained; rank 0 alone acts.
+
+        Until that is committed the old one lies beside it, and comes back by `settle_replacement`.
+        """
+        if self._rank == 0:
+            self._newest_sequence()  # counts it
+            step = self._step(iteration)
+            step.rename(step.with_name(f"{_REPLACED}{step.name}"))
+            if self._fsync:
+                sync_directory(self.directory)
+
+    def settle_replacement(self) -> None:
+        """Remove what was replaced by a commit, and put back what was not; rank 0 alone acts."""
+        if self._rank != 0:
+            return
+        for old in self.directory.glob(f"{_REPLACED}*"):
+            step = old.with_name(old.name.removeprefix(_REPLACED))
+            if is_there(step / COMMIT):
+                remove_tree(old, first=COMMIT, fsync=self._fsync)
+                continue
+            if step.is_dir():
+                remove_tree(step, first=COMMIT, fsync=self._fsync)
+            old.rename(step)
+            if self._fsync:
+                sync_directory(self.directory)
 
     def retain(self, config: CheckpointConfig) -> retention.RetentionPlan:
         """Thin and delete old checkpoints; by rank 0 alone, after a commit.

@@ -75,15 +75,14 @@ def train(recovery: CPSRRecovery, loop: Loop, until: int, crash: bool = False, s
     for x, y in recovery.resume(loader(), repeat=True):
         if recovery.iteration == sigterm_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        loop.step(loop.model(x, y))
         if recovery.iteration % INTERVAL == 0:
-            recovery._tail.finish()  # as when the loop asks for its next batch
             recovery._saver.finish()
             recovery._writer.drain(10)  # tiny steps would outrun the disk
-        if recovery.iteration >= until:
+        if crash and recovery.iteration >= until:
+            raise CrashError
+        loop.step(loop.model(x, y))
+        if recovery.iteration >= until and not crash:
             break
-    if crash:
-        raise CrashError
 
 
 def life(
@@ -435,29 +434,111 @@ def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) ->
 
     def one_life(until: int, mode: Literal["exact", "predict"], poison: bool = False) -> tuple[CPSRRecovery, Average]:
         loop, average = Loop(), Average()
+        schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.9)
         try:
             with CPSRRecovery(loop.adapter, config(tmp_path), mode=mode) as recovery:
                 recovery.register("average", average)
+                recovery.register("schedule", schedule)
                 for x, y in recovery.resume(loader(), repeat=True):
                     poisoned = 1e3 if poison and recovery.restored.predicted else 1.0
                     loop.step(loop.model(x, poisoned * y))
                     average.update(recovery.iteration)
+                    schedule.step()
+                    torch.rand(3)
                     recovery._writer.drain(10)
                     if recovery.iteration == until and not (poison and recovery.restored.predicted):
                         raise CrashError
         except CrashError:
             pass
+        ends.append((schedule.last_epoch, loop.optimizer.param_groups[0]["lr"], torch.rand(3).tolist()))
         return recovery, average
 
+    ends: list[tuple[int, float, list[float]]] = []
     one_life(20, "exact")
     back, average = one_life(20, "predict", poison=True)
+    assert ends[0] == ends[1]
     assert back.restored.method == "exact"
     assert "diverged" in back.restored.reason
-    # The checkpoint of step 18 holds the user's update of it; another one follows the step in which it was rolled back.
-    assert average.state["seen"] == [*range(1, 19), 18, 19, 20]
-    assert average.state["values"].tolist() == [21.0, 21.0]
+    # The checkpoint of step 18 holds the user's update of it; that after the step that was given up is given up, too.
+    assert average.state["seen"] == [*range(1, 18), 18, 19, 20]
+    assert average.state["values"].tolist() == [20.0, 20.0]
     again, _ = one_life(22, "exact")
     assert again.restored.checkpoint_iteration == 18
+
+
+def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(tmp_path: Path) -> None:
+    at = INTERVAL  # where a checkpoint is due, too
+
+    def one_life() -> tuple[int, int, list[float]]:
+        loop, counters = Loop(), {"steps": 0}
+        with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+            recovery.register("counters", counters)
+            if recovery.iteration:
+                return recovery.iteration, counters["steps"], torch.rand(3).tolist()
+            for x, y in recovery.resume(loader()):
+                if recovery.iteration == at - 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                loop.step(loop.model(x, y))
+                if recovery.iteration == at:
+                    assert scan(tmp_path / "checkpoints").checkpoints[-1].iteration == at
+                torch.rand(3)
+                counters["steps"] += 1
+                left.append(torch.get_rng_state())
+        raise AssertionError("the loop ended")
+
+    left: list[torch.Tensor] = []
+    with pytest.raises(SystemExit):
+        one_life()
+    torch.set_rng_state(left[-1])
+    assert len(left) == at
+    expected = torch.rand(3).tolist()
+    assert one_life() == (at, at, expected)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{at:010d}"]
+    with JournalReader(tmp_path / "journal.db") as journal:
+        assert [(one.iteration, one.status) for one in journal.checkpoints()][:2] == [(at, "committed")] * 2
+
+
+class Drawing(nn.Module):
+    """Its forward changes buffers and random states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+def test_a_checkpoint_between_two_steps_on_one_batch_is_of_the_end_of_the_first(tmp_path: Path) -> None:
+    def state(loop: Loop) -> list[torch.Tensor]:
+        return [value.clone() for value in loop.model.state_dict().values()] + [torch.get_rng_state()]
+
+    def one_life() -> tuple[list[torch.Tensor], int]:
+        """The state after iteration 3 (in the first life), or the state that this life begins with."""
+        loop = Loop(module=Drawing())
+        ended: list[torch.Tensor] = []
+        with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+            if recovery.iteration:
+                return state(loop), recovery.iteration
+            for x, y in recovery.resume(loader()):
+                for _ in range(2):
+                    loop.step(loop.model(x, y))
+                    counts["steps"] += 1
+                    if recovery.iteration == INTERVAL:
+                        torch.rand(3)
+                        ended = state(loop)
+                if ended:
+                    recovery._writer.drain(10)
+                    raise CrashError(ended)
+        raise AssertionError("the loop ended")
+
+    counts = {"steps": 0}
+    with pytest.raises(CrashError) as crash:
+        one_life()
+    assert counts["steps"] == INTERVAL + 1
+    restored, iteration = one_life()
+    assert iteration == INTERVAL
+    assert same(restored, crash.value.args[0])
 
 
 def test_a_skipped_last_checkpoint_is_taken_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

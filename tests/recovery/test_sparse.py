@@ -256,16 +256,15 @@ def plain_life(
         if recovery.iteration == fail_after:
             return restored, start
         for batch in recovery.resume(batches):
+            assert recovery._saver.settle(10.0)
+            if recovery.iteration == fail_after:
+                raise RuntimeError("the end of this life")
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            recovery._tail.finish()  # as when the loop asks for its next batch
-            assert recovery._saver.settle(10.0)
             if recovery.iteration == fail_after and ends:
                 return restored, start
-            if recovery.iteration == fail_after:
-                raise RuntimeError("the end of this life")
     raise AssertionError("the data ended")
 
 

@@ -78,12 +78,14 @@ def opened(settings: dict[str, Any]) -> tuple[Layer, torch.optim.Optimizer, CPSR
 
 def steps(model: Layer, optimizer: torch.optim.Optimizer, recovery: CPSRRecovery) -> Iterator[None]:
     """Train; what follows a step happens between two."""
-    for batch in recovery.resume(torch.randn(100, 8, WIDTH)):
+    batches = recovery.resume(torch.randn(100, 8, WIDTH))
+    batch = next(batches)
+    while batch is not None:
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        recovery._tail.finish()  # as when the loop asks for its next batch
+        batch = next(batches, None)  # the iteration is over when the loop asks for its next batch
         yield
 
 
