@@ -1,9 +1,14 @@
 """State that the user's loop keeps and no checkpoint would hold: found through the optimizer and the module."""
 
+import contextlib
 import gc
+import itertools
 import logging
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +23,21 @@ __all__ = ["Unsaved"]
 
 _KINDS = (torch.amp.GradScaler, LRScheduler, AveragedModel, Optimizer)
 # How far into what was given or registered is looked for the object itself: a schedule of schedules, a user's wrapper.
-_DEPTH_MAX = 6
-_LOOKED_AT_MAX = 100_000
+_DEPTH_MAX = 8
+_LOOKED_AT_MAX = 300_000
+_OF_ONE_MAX = 10_000
+_LIBRARIES = ("torch", "deepspeed", "cpsr")  # their functions know half of each library by name
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, torch.Tensor)
 
 
 class Unsaved:
-    """Looks once, when the first optimizer step of a life begins, and before anything has changed.
+    """Looks twice, when the first and the second optimizer step of a life begin.
 
-    Then a gradient scaler knows this optimizer, and schedules and averages are made. Where the mode is exact a restart
-    would silently be wrong, and the step is refused; elsewhere it is said once.
+    The first look is before anything has changed. A gradient scaler of this optimizer is in use then, and mode exact
+    refuses the step. Of schedules, averages and other optimizers it takes note. The second look tells which of them the
+    loop used in the step between: mode exact refuses those, too. One that the loop has not used by then may be a frozen
+    teacher, or an earlier phase's, or be used later, by the epoch: every mode warns of it once and trains on. Where the
+    mode is not exact all of it is a warning.
 
     Args:
         adapter: the engine.
@@ -46,34 +57,59 @@ class Unsaved:
         self._registered = registered
         self._exact = exact
         self._tell = tell
+        self._noted: list[tuple[weakref.ref[Any], _Uses]] | None = None
         self._hook = adapter.optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Look no more."""
         self._hook.remove()
+        for _, uses in self._noted or ():
+            uses.close()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._hook.remove()
-        found = self._unsaved()
-        if not found:
-            return
+        if self._noted is None:
+            self._first_look()
+            if not self._noted:
+                self.close()
+        else:
+            self.close()
+            self._second_look(self._noted)
+
+    def _first_look(self) -> None:
+        in_use = _alive(self._in_use)
+        found = self._unsaved(in_use)
+        self._noted = [(weakref.ref(one), _Uses(one)) for one in found if not isinstance(one, torch.amp.GradScaler)]
+        scalers = [self._told(one) for one in found if isinstance(one, torch.amp.GradScaler)] + self._marked(in_use)
+        self._say(scalers, "this life has trained nothing yet")
+
+    def _second_look(self, noted: "list[tuple[weakref.ref[Any], _Uses]]") -> None:
+        alive = [(one, uses) for reference, uses in noted if (one := reference()) is not None]
+        unsaved = {id(one) for one in self._unsaved([one for one, _ in alive])}
+        left = [(one, uses.since(one)) for one, uses in alive if id(one) in unsaved]
+        idle = [self._told(one) for one, used in left if not used]
+        if idle and self._adapter.rank == 0:
+            what = "; ".join(idle)
+            told = f"nobody saves what the loop has not used so far; this is for you where it uses it later. {what}"
+            self._tell("unsaved state", told, self._adapter.iteration, logging.WARNING)
+        self._say(
+            [self._told(one) for one, used in left if used and _holds_state(one)],
+            "this life has trained one step: what is registered only then lags by it, unless the run begins anew",
+        )
+
+    def _say(self, found: list[str], trained: str) -> None:
         what = "; ".join(found)
-        if self._exact:
-            raise UnsupportedEngineError(
-                f"mode 'exact' cannot restore all that this loop keeps, and this life has trained nothing yet. {what}"
-            )
-        if self._adapter.rank == 0:
+        if found and self._exact:
+            raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps, and {trained}. {what}")
+        if found and self._adapter.rank == 0:
             told = f"after a restart this job goes on without part of its state. {what}"
             self._tell("unsaved state", told, self._adapter.iteration, logging.WARNING)
 
-    def _unsaved(self) -> list[str]:
-        """What is found, one sentence for each with what to do about it."""
+    def _unsaved(self, in_use: list[Any]) -> list[Any]:
+        """Those that neither the adapter nor a registered object holds, without the parts of one another."""
         held = _reachable([*self._adapter.loop_parts, *self._registered()])
-        in_use = _alive(self._in_use)
         found = [one for one in in_use if id(one) not in held]
         inside = [_reachable([one]) - {id(one)} for one in found]
-        outer = [one for one in found if not any(id(one) in ids for ids in inside)]
-        return [self._told(one) for one in outer] + self._marked(in_use)
+        return [one for one in found if not any(id(one) in ids for ids in inside)]
 
     def _in_use(self, one: Any) -> bool:
         optimizer = self._adapter.optimizer
@@ -135,24 +171,94 @@ def _alive(in_use: Callable[[Any], bool]) -> list[Any]:
     return [one for reference in references if (one := reference()) is not None]
 
 
+class _Uses:
+    """How often the loop has used a schedule, an average or an optimizer, from now on."""
+
+    def __init__(self, one: Any) -> None:
+        self._steps = 0
+        self._before = _counters(one)
+        # An optimizer that never called its base class's constructor has no such hooks, and counts as unused.
+        hooked = isinstance(one, Optimizer) and hasattr(one, "_optimizer_step_post_hooks")
+        self._hook = one.register_step_post_hook(self._count) if hooked else None
+
+    def since(self, one: Any) -> bool:
+        """Whether it was used since."""
+        return self._steps > 0 or _counters(one) != self._before
+
+    def close(self) -> None:
+        """Count no more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._steps += 1
+
+
+def _counters(one: Any) -> list[Any]:
+    """The numbers that a use of a schedule or an average changes; of other objects none."""
+    if isinstance(one, AveragedModel):
+        return [int(one.n_averaged)]
+    if not isinstance(one, LRScheduler):
+        return []
+    own = [(name, value) for name, value in vars(one).items() if isinstance(value, int | float)]
+    return [own, *map(_counters, getattr(one, "_schedulers", ()))]
+
+
+def _holds_state(one: Any) -> bool:
+    """Whether it has anything that a restart could lose: plain SGD has not."""
+    return not isinstance(one, Optimizer) or bool(getattr(one, "state", None))
+
+
 def _reachable(roots: Iterable[Any]) -> set[int]:
     """Ids of what objects hold in their attributes and containers, themselves included."""
     found: dict[int, Any] = {}
     layer = list(roots)
+    # What wraps a state may hold it by nothing but its methods.
+    layer += [method for one in layer if (method := getattr(type(one), "state_dict", None)) is not None]
+    looked_at = 0
     for _ in range(_DEPTH_MAX):
-        layer = [one for one in layer if id(one) not in found and len(found) < _LOOKED_AT_MAX]
-        found |= {id(one): one for one in layer}
-        layer = [part for one in layer for part in _parts(one)]
+        new = {id(one): one for one in layer if id(one) not in found}
+        found |= new
+        left = _LOOKED_AT_MAX - looked_at
+        parts = list(itertools.islice(itertools.chain.from_iterable(map(_parts, new.values())), left))
+        looked_at += len(parts)
+        layer = [part for part in parts if not issubclass(type(part), _PLAIN)]
     return set(found)
 
 
-def _parts(one: Any) -> Iterator[Any]:
-    if isinstance(one, list | tuple):
-        yield from one
-    elif isinstance(one, dict):
-        yield from one.values()
-    elif not isinstance(one, type | torch.Tensor):
-        yield from getattr(one, "__dict__", {}).values()
+def _parts(one: Any) -> Iterable[Any]:
+    if isinstance(one, dict):
+        return itertools.islice(one.values(), _OF_ONE_MAX)
+    if isinstance(one, list | tuple | set | frozenset | deque):
+        return itertools.islice(one, _OF_ONE_MAX)
+    if isinstance(one, types.MethodType):
+        return one.__self__, one.__func__
+    if isinstance(one, partial):
+        return one.func, one.args, one.keywords
+    if isinstance(one, types.FunctionType):
+        return _named(one)
+    return _attributes(one)
+
+
+def _named(function: types.FunctionType) -> Iterator[Any]:
+    """What a function's code refers to outside of itself."""
+    for cell in function.__closure__ or ():
+        # A variable that has no value yet leaves its cell empty.
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+    known = function.__globals__
+    if str(known.get("__name__")).partition(".")[0] not in _LIBRARIES:
+        yield from (known[name] for name in function.__code__.co_names if name in known)
+
+
+def _attributes(one: Any) -> Iterator[Any]:
+    # What hooks on a module or an optimizer refer to is not saved with it.
+    yield from (value for name, value in getattr(one, "__dict__", {}).items() if "_hooks" not in name)
+    for kind in type(one).__mro__:
+        slots = (value for value in vars(kind).values() if isinstance(value, types.MemberDescriptorType))
+        for slot in slots if "__slots__" in vars(kind) else ():
+            with contextlib.suppress(AttributeError):  # a slot that was never set
+                yield slot.__get__(one, kind)
 
 
 def _shapes(module: torch.nn.Module) -> list[torch.Size]:
