@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.two_ranks import run
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, threading
 import torch
 from cpsr import TorchAdapter
 from cpsr.first_batches import FirstBatches
@@ -20,6 +20,10 @@ class Parallel(TorchAdapter):
     def data_parallel_ranks(self):
         return [self.rank]
 
+class Raising(dict):
+    def values(self):
+        raise KeyError("of the user's")
+
 def told(batches, kind=TorchAdapter, per_step=1, predicts=False):
     said = []
     adapter = kind(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -28,6 +32,24 @@ def told(batches, kind=TorchAdapter, per_step=1, predicts=False):
         first.on_batch(batch)
         if count % per_step == 0:
             first.after_step()
+    return said
+
+def ahead(count, predicts=False, threaded=False):
+    said = []
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: said.append(kind))
+    def deal():
+        first.on_batch(torch.rand(3) + rank)
+    for _ in range(count):
+        deal()
+    for _ in range(6):
+        if threaded:
+            thread = threading.Thread(target=deal)
+            thread.start()
+            thread.join()
+        else:
+            deal()
+        first.after_step()
     return said
 
 def drawn(seed, count=6):
@@ -46,6 +68,13 @@ found = {
     "two of three alike": told([same[0], same[1], same[0], same[3]]),
     "tensor parallel": told(same, Parallel),
     "opaque": told([object()] * 6),
+    "nested": told([torch.nested.nested_tensor([one, one[:2]]) for one in same]),
+    "conjugated": told([torch.complex(one, one).conj() for one in same]),
+    "without data": told([one.to("meta") for one in same]),
+    "raises": told([Raising()] * 6),
+    "two ahead": ahead(2),
+    "two ahead, predicts": ahead(2, predicts=True),
+    "another thread": ahead(0, threaded=True),
     "none": told([]) + told([torch.empty(0)] * 6),
     "two a step": told(own, per_step=2, predicts=True),
     "two a step, exact": told(own, per_step=2),
@@ -62,6 +91,9 @@ def test_only_ranks_that_are_dealt_the_same_are_told(tmp_path: Path) -> None:
     expected = {name: list[str]() for name in found} | {
         "same": ["same batches"],
         "same in structures": ["same batches"],
+        "conjugated": ["same batches"],
+        "two ahead": ["batches ahead"],
+        "another thread": ["batches ahead"],
         "two a step": ["batches per step"],
     }
     assert found == expected
