@@ -5,7 +5,7 @@ from pathlib import Path
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.held import SHARED_MEMORY
 from cpsr.checkpoint.orphans import HeldRun, free_orphans, free_run
-from cpsr.errors import CPSRError, RunMismatchError
+from cpsr.errors import ConfigError, CPSRError, RunMismatchError
 from cpsr.rundir import run_id
 
 __all__ = ["release_orphans", "release_run"]
@@ -16,6 +16,7 @@ def release_run(run_dir: Path) -> str:
 
     Raises:
         RunMismatchError: the directory holds no run.
+        ConfigError: it cannot be read.
         CPSRError: a process uses it; nothing was freed.
     """
     try:
@@ -25,6 +26,8 @@ def release_run(run_dir: Path) -> str:
             f"{error}. `cpsr release --orphans` frees what runs whose directory is gone have left in {SHARED_MEMORY}, "
             "and lists what it cannot tell of"
         ) from error
+    except OSError as error:
+        raise ConfigError(f"{run_dir} cannot be read as a run directory ({error}); nothing was freed") from error
     try:
         freed = free_run(found, SHARED_MEMORY)
     except FileInUseError as error:

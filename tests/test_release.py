@@ -71,18 +71,28 @@ def test_without_the_run_directory_the_way_is_named(memory: Path, tmp_path: Path
     assert [release(*wrong)[0] for wrong in ((), (tmp_path, "--orphans"))] == [2, 2]
 
 
+def test_a_directory_that_cannot_be_read_is_one_line(memory: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, output, errors = release(tmp_path / "file")
+    assert (code, output) == (2, "")
+    assert f"{tmp_path / 'file'} cannot be read as a run directory" in errors
+    assert "Traceback" not in errors
+
+
 def test_of_orphans_what_is_gone_is_freed_and_the_command_for_the_rest_is_named(memory: Path, tmp_path: Path) -> None:
     gone, unclear = tmp_path / "gone", tmp_path / "a folder" / "run"
+    moved = tmp_path / "unmounted"
     for run_id, run_dir in (("1", gone), ("2", unclear), ("3", None), ("4", tmp_path / "there")):
         left(memory, run_id, run_dir)
     shutil.rmtree(gone)
-    shutil.rmtree(unclear.parent)
+    unclear.parent.rename(moved)
+    unclear.parent.mkdir()
     code, output, _ = release("--orphans")
     first, second, third = output.splitlines()
     assert code == 0
     assert first == f"run 1 of {gone}: 1.0 MB of host memory are free again: {gone} is gone"
     assert second.startswith(
-        f"run 2 of {unclear}: 1.0 MB are kept, cannot tell whether it is gone: {unclear.parent} is"
+        f"run 2 of {unclear}: 1.0 MB are kept, cannot tell whether it is gone: {unclear.parent} is another"
     )
     assert second.endswith(f"; it ran on node-1. Where no job needs it any more: rm {memory}/cpsr-2-*")
     assert third.endswith(f"which did not say whose it is. Where no job needs it any more: rm {memory}/cpsr-3-*")

@@ -5,9 +5,11 @@
     cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
 
 A run directory is told from another of the same path by device and inode number of itself and of the directory that it
-lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted.
+lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted. Where
+the directory above is gone, too, the nearest one above that is left tells it, of those on the same disk.
 """
 
+import itertools
 import json
 import os
 import re
@@ -21,6 +23,7 @@ __all__ = ["OWNER_NAME", "Owner", "Verdict", "mark_owner", "owner_of", "owner_pa
 
 OWNER_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-owner")
 OWNER_BYTES_MAX = 1 << 14  # several times the longest path
+ABOVE_MAX = 64
 IDENTITY = "run.json"
 
 # Of the run directory that memory belongs to: it is there, it is gone, or that cannot be told from here.
@@ -39,6 +42,8 @@ class Owner:
         node: the machine, as the job saw it.
         place: which directory that was.
         parent: which directory it lay in.
+        above: which directories that one lay in, the nearest first, as far as they are of the same disk; an older version
+            said none.
     """
 
     run_id: str
@@ -46,11 +51,13 @@ class Owner:
     node: str
     place: Place
     parent: Place
+    above: tuple[Place, ...] = ()
 
     def look(self) -> tuple[Verdict, str]:
         """Whether the run directory is still there, and why that is said; waits for a file system that hangs.
 
-        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing.
+        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing. It
+        is gone as well where that was removed from the very directory in which it lay, and so on up the same disk.
         """
         try:
             known = _run_id_in(self.run_dir)
@@ -61,10 +68,22 @@ class Owner:
             return "there", f"{self.run_dir} holds it"
         if here == self.place or (parent == self.parent and self._is_entry(here)):
             return "gone", f"{self.run_dir} {'is gone' if here is None else 'holds it no more'}"
+        if parent is None and self._is_removed():
+            return "gone", f"{self.run_dir} is gone, and the directory that it lay in"
         if parent is None:
             return "unclear", f"{self.run_dir.parent} is not here: not mounted now, or in a container, or removed"
         other = self.run_dir.parent if parent != self.parent else self.run_dir
         return "unclear", f"{other} is another directory than it was: a disk is not mounted now, or in a container"
+
+    def _is_removed(self) -> bool:
+        """Whether the nearest directory above that there is was above it, with no mount between."""
+        if not self._is_entry(None):
+            return False
+        for directory, noted in zip(self.run_dir.parent.parents, self.above, strict=False):
+            found = _place_of(directory)
+            if found is not None:
+                return found == noted and noted[0] == self.place[0]
+        return False
 
     def _is_entry(self, here: Place | None) -> bool:
         """Whether the directory is, and was, an ordinary entry of its parent and no mount of its own."""
@@ -89,7 +108,9 @@ def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_M
         OSError: there is no shared memory, or no room in it, or the run directory is gone.
     """
     real = run_dir.resolve()
-    said = {"run_dir": str(real), "node": node, "place": _place_of(real), "parent": _place_of(real.parent)}
+    place, parent = _place_of(real), _place_of(real.parent)
+    above = _above(real.parent, place)
+    said = {"run_dir": str(real), "node": node, "place": place, "parent": parent, "above": above}
     data = json.dumps(said).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(owner_path(run_id, directory), flags, 0o600)
@@ -114,7 +135,8 @@ def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
     try:
         said: dict[str, Any] = json.loads(data)
         place, parent = ((int(said[name][0]), int(said[name][1])) for name in ("place", "parent"))
-        return Owner(run_id, Path(str(said["run_dir"])), str(said["node"]), place, parent)
+        above = tuple((int(one[0]), int(one[1])) for one in said.get("above", ()))
+        return Owner(run_id, Path(str(said["run_dir"])), str(said["node"]), place, parent, above)
     except (ValueError, KeyError, TypeError, IndexError):
         return None
 
@@ -126,6 +148,14 @@ def _place_of(directory: Path) -> Place | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _above(parent: Path, place: Place | None) -> list[Place]:
+    """The directories above a run directory's parent, up to and with the root of its disk."""
+    found = [
+        at for directory in itertools.islice(parent.parents, ABOVE_MAX) if (at := _place_of(directory)) is not None
+    ]
+    return list(itertools.takewhile(lambda at: place is not None and at[0] == place[0], found))
 
 
 def _run_id_in(run_dir: Path) -> str | None:

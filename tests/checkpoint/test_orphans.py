@@ -101,8 +101,35 @@ def test_while_a_process_uses_it_it_is_kept_and_the_process_is_named(memory: Pat
     assert [run.standing for run in free_orphans(memory)] == ["freed"]
 
 
-def test_where_the_parent_is_missing_nobody_can_tell(memory: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+def test_one_that_was_removed_with_the_directories_above_is_freed(memory: Path, tmp_path: Path, levels: int) -> None:
+    run_dir = begun(tmp_path / "outer" / "runs" / "digits", "0123abcd")
     dead(memory, "0123abcd", run_dir)
+    shutil.rmtree(run_dir.parents[levels - 1])
+    (run,) = free_orphans(memory)
+    assert (run.standing, "and the directory that it lay in" in run.why) == ("freed", True)
+    assert list(memory.iterdir()) == []
+
+
+def test_where_the_parent_is_missing_and_was_a_mount_of_its_own_nobody_can_tell(memory: Path, run_dir: Path) -> None:
+    dead(memory, "0123abcd", run_dir)
+    owner = owner_in(memory)
+    shutil.rmtree(run_dir.parent)
+    assert owner.look()[0] == "gone"
+    device, inode = owner.place[0] + 1, 2
+    mounted = replace(owner, place=(device, inode), parent=(device, inode), above=())
+    assert mounted.look()[0] == "unclear"  # the disk began at the parent
+    above = ((device, 2), *owner.above[1:])
+    assert replace(mounted, above=above).look()[0] == "unclear"  # and above it
+    assert replace(owner, place=(device, inode)).look()[0] == "unclear"
+    assert replace(owner, above=((owner.place[0], 1), *owner.above[1:])).look()[0] == "unclear"  # another container's
+
+
+def test_nor_where_an_older_version_did_not_say_what_is_above(memory: Path, run_dir: Path) -> None:
+    dead(memory, "0123abcd", run_dir)
+    said = json.loads(owner_path("0123abcd", memory).read_text())
+    del said["above"]
+    owner_path("0123abcd", memory).write_text(json.dumps(said))
     shutil.rmtree(run_dir.parent)
     (run,) = free_orphans(memory)
     assert (run.standing, "is not here: not mounted now" in run.why) == ("unclear", True)
