@@ -23,14 +23,14 @@ COMPARED = 3
 class FirstBatches:
     """Looks at them after the third step of a life, and never again.
 
-    Batches are copied to the host for their hash. Where the loader deals them on a GPU that waits for the GPU, for each of
-    the three once in a life.
+    Batches are copied to the host for their hash. Where the loader deals them on a GPU that waits for the GPU, for each
+    of the three once in a life.
 
     Args:
         adapter: says which ranks are to see different batches, and how many a step takes.
         group: all ranks.
-        predicts: whether a restart may go on where no checkpoint is, and so has to know how many a step takes. Elsewhere
-            the data position has to be that of the loop, and batches that are fetched ahead are warned of.
+        predicts: whether a restart may go on where no checkpoint is, and so has to know how many a step takes.
+            Elsewhere the data position has to be that of the loop, and batches that are fetched ahead are warned of.
         tell: records an event: its kind, one sentence, the iteration and the level of logging.
     """
 

@@ -5,8 +5,8 @@
     cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
 
 A run directory is told from another of the same path by device and inode number of itself and of the directory that it
-lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted. Where
-the directory above is gone, too, the nearest one above that is left tells it, of those on the same disk.
+lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted.
+Where the directory above is gone, too, the nearest one above that is left tells it, of those on the same disk.
 """
 
 import itertools
@@ -42,8 +42,8 @@ class Owner:
         node: the machine, as the job saw it.
         place: which directory that was.
         parent: which directory it lay in.
-        above: which directories that one lay in, the nearest first, as far as they are of the same disk; an older version
-            said none.
+        above: which directories that one lay in, the nearest first, as far as they are of the same disk; an older
+            version said none.
     """
 
     run_id: str
@@ -56,8 +56,8 @@ class Owner:
     def look(self) -> tuple[Verdict, str]:
         """Whether the run directory is still there, and why that is said; waits for a file system that hangs.
 
-        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing. It
-        is gone as well where that was removed from the very directory in which it lay, and so on up the same disk.
+        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing.
+        It is gone as well where that was removed from the very directory in which it lay, and so on up the same disk.
         """
         try:
             known = _run_id_in(self.run_dir)
