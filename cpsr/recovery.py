@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
-# A checkpoint is replaced no later than this after all have agreed to leave; launchers kill 30 s after asking.
+# What the loop does after its last step, and saving that, may take so long; launchers kill 30 s after asking.
 LEAVE_SECONDS = 20.0
 FIRST_PLAN_ITERATIONS = 10  # of a life, after which their time is known well enough to plan anew
 
@@ -864,17 +864,18 @@ class CPSRRecovery:
 
     def _leave(self, iteration: int, committed: dict[str, Any], deadline: float) -> None:
         """Commit also what the loop has done since, before the deadline, and leave; a collective."""
-        told = "its state is committed"
+        told, level = "its state is committed", logging.INFO
         if not self._last_is_safe:
             told = "its state could not be committed; the last checkpoint holds"
         elif not self._group.all(self._state.is_unchanged(committed)):
             in_time = self._group.all(time.monotonic() < deadline)
             if not (in_time and self._saver.replace(iteration, self._capture)):
+                level = logging.WARNING
                 told += (
                     ", without what the loop did to random states and registered objects after the step "
                     f"({'it could not be written' if in_time else f'that took longer than {LEAVE_SECONDS:g} s'})"
                 )
-        self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration)
+        self._recorder.event("sigterm", f"leaving at iteration {iteration} after SIGTERM: {told}", iteration, level)
         raise _Leave
 
     def _begin_checkpoint(self, iteration: int, part: Part) -> None:

@@ -466,7 +466,12 @@ def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) ->
     assert again.restored.checkpoint_iteration == 18
 
 
-def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_time", [True, False])
+def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_time: bool
+) -> None:
+    if not in_time:
+        monkeypatch.setattr("cpsr.recovery.LEAVE_SECONDS", 0.0)
     at = INTERVAL  # where a checkpoint is due, too
 
     def one_life() -> tuple[int, int, list[float]]:
@@ -481,21 +486,23 @@ def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(tm
                 loop.step(loop.model(x, y))
                 if recovery.iteration == at:
                     assert scan(tmp_path / "checkpoints").checkpoints[-1].iteration == at
+                states.append(torch.get_rng_state())
                 torch.rand(3)
                 counters["steps"] += 1
-                left.append(torch.get_rng_state())
+                states.append(torch.get_rng_state())
         raise AssertionError("the loop ended")
 
-    left: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
     with pytest.raises(SystemExit):
         one_life()
-    torch.set_rng_state(left[-1])
-    assert len(left) == at
+    assert len(states) == 2 * at
+    torch.set_rng_state(states[-1 if in_time else -2])
     expected = torch.rand(3).tolist()
-    assert one_life() == (at, at, expected)
+    assert one_life() == (at, at if in_time else at - 1, expected)
+    assert ("without what the loop did" in caplog.text) == (not in_time)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{at:010d}"]
     with JournalReader(tmp_path / "journal.db") as journal:
-        assert [(one.iteration, one.status) for one in journal.checkpoints()][:2] == [(at, "committed")] * 2
+        assert [(one.iteration, one.status) for one in journal.checkpoints()] == [(at, "committed")] * (1 + in_time)
 
 
 class Drawing(nn.Module):

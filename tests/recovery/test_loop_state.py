@@ -107,6 +107,12 @@ def test_two_ranks_with_a_scaler(tmp_path: Path) -> None:
     check(tmp_path, case("scaler", "adapter", own_epochs=OWN, sampler="sets epoch"), ranks=2)
 
 
+@pytest.mark.slow
+def test_two_ranks_after_sigterm(tmp_path: Path) -> None:
+    after: dict[str, Any] = {"how": "SIGTERM", "committed": None, "own_epochs": OWN, "sampler": "sets epoch"}
+    check(tmp_path, case("counters", "register", **after), ranks=2)
+
+
 def check(directory: Path, tried: Case, ranks: int = 1) -> None:
     alone, job = Job(directory / "alone"), Job(directory / "job")
     whole = tried.launch(alone, ranks=ranks)
