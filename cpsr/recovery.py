@@ -906,7 +906,7 @@ class CPSRRecovery:
         decision = None if self._watch is None else self._watch.observe(iteration)
         if decision is None or decision.status == "watching":
             return False
-        self._recorder.event("watch", decision.reason, iteration)
+        self._recorder.event("watch", f"the watch of the predicted state {decision.reason}", iteration)
         diverged = decision.status == "diverged"
         if diverged and self._group.all(self._state.can_rewind):
             self._roll_back()  # before the watch ends: until then the checkpoint is held in memory
