@@ -138,7 +138,9 @@ class Departure:
     def _refused(self, reason: str, obstacle: str) -> None:
         state = "the state" if self._iteration is None else f"the state after iteration {self._iteration}"
         message = f"{reason}: {state} could not be dumped to host memory ({obstacle}); a restart takes what was saved"
-        self._tell("not dumped", message, self._iteration, logging.WARNING)
+        # Before the first step of a life nothing is lost: what it began with is where it was.
+        level = logging.DEBUG if self._iteration is None else logging.WARNING
+        self._tell("not dumped", message, self._iteration, level)
 
     def leave_in_order(self) -> None:
         """All ranks have agreed to leave: SIGTERM is being followed, and needs no dump from here on."""

@@ -751,7 +751,7 @@ class CPSRRecovery:
         self._tell_ended()
         account = self._bubbles.account()
         if account.bubble_seconds > 0:
-            self._recorder.event("bubbles", account.told(), self._adapter.iteration)
+            self._recorder.event("bubbles", account.told(), self._adapter.iteration, logging.DEBUG)
 
     def _close_record(self) -> None:
         self._recorder.steps(self._losses.flush(wait=True))

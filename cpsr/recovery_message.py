@@ -56,7 +56,11 @@ def _from(restored: Restored, tier: str) -> str:
         fit = f" ({restored.method} over {used} checkpoints)" if used else f" ({restored.method})"
         return f"predicted from checkpoint {restored.checkpoint_iteration}{fit}"
     if tier == "departure":
-        return "exact from memory"
+        return (
+            "with the weights and moments that they had, from memory"
+            if restored.method == "departure"
+            else "exact from memory"
+        )
     place = "memory" if tier == "memory" else f"checkpoint {restored.checkpoint_iteration}"
     if restored.method == "stale":
         return f"from {place}, with older experts as they were saved"
@@ -100,6 +104,8 @@ def _check(restored: Restored) -> str:
     if loss is None:
         return ""
     if "loss_predicted" not in loss:
+        if not restored.predicted:
+            return ""
         return f"not checked: {loss['reason'].removeprefix('not evaluated: ')}"
     verdict = "passed" if loss["accepted"] else "failed"
     return f"check {verdict}: loss {loss['loss_predicted']:.3g}, checkpoint {loss['loss_checkpoint']:.3g}"

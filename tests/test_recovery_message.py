@@ -91,8 +91,9 @@ PREDICTED = Restored("line", 91, 80, 91, "", sources=sources("predicted", "predi
         (
             replace(EXACT, method="departure", restored_iteration=91, sources=sources("departure", "departure")),
             "rank 1 failed (ValueError: bad batch)",
-            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, exact from "
-            "memory. Random states and registered objects are those of checkpoint 80.",
+            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, with the "
+            "weights and moments that they had, from memory. Random states and registered objects are those of "
+            "checkpoint 80.",
         ),
         (
             replace(EXACT, failure_iteration=None),

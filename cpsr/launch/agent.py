@@ -16,7 +16,7 @@ from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
-from cpsr.launch.compile_locks import extensions_directory, remove_stale_locks
+from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
 from cpsr.launch.link import REFUSED_STATUS, Opened, Report
 
 __all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
@@ -24,6 +24,7 @@ __all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
 logger = logging.getLogger(__name__)
 
 BACK_OFF_SECONDS_MAX = 60.0
+SLOW_START_SECONDS = 60.0  # after which it is said why, where that can be seen
 SHUTDOWN_SECONDS = 30  # torchrun's own
 
 
@@ -63,6 +64,7 @@ class Failures:
         self._counted_run = ""
         self._furthest_iteration = -1
         self._in_vain = 0
+        self._started, self._said_slow = time.monotonic(), False
 
     def after(self, exits: Sequence[Exit]) -> float:
         """Ranks of this machine have ended; prints one line.
@@ -87,7 +89,8 @@ class Failures:
         if in_vain > self._restarts_max or not self._restarts_max:
             after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
             why = f"The job is not started again{after} (--max-restarts={self._restarts_max})"
-            raise JobEndedError(1, f"{message}. {why}")
+            kept = "" if self._opened is None else f"; `cpsr release {self._opened.run_dir}` frees its host memory"
+            raise JobEndedError(1, f"{message}. {why}{kept}")
         if not in_vain:
             self.tell(f"{message}. All ranks start again")
             return 0.0
@@ -106,13 +109,19 @@ class Failures:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Say which process is which rank, so that a user can look at one, or kill it to see what happens."""
-        self._opened = None
+        self._opened, self._started, self._said_slow = None, time.monotonic(), False
         named = "pid" if len(pids) == 1 else "pids"
         self.tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
     def look(self) -> None:
         """See which run the ranks have opened, and say how it came back; from time to time."""
         self._opened = self._opened or self._report.opened()
+        slow = self._opened is None and time.monotonic() - self._started > SLOW_START_SECONDS
+        if slow and not self._said_slow:
+            self._said_slow = True
+            compiling = [str(path.parent) for path in compile_locks(extensions_directory())]
+            why = f": operators are being compiled in {', '.join(compiling)}, once" if compiling else ""
+            self.tell(f"No rank has opened a run for {SLOW_START_SECONDS:g} s{why}")
         message = self._report.take_recovered()
         if message is not None:
             self.tell(message)
@@ -205,7 +214,7 @@ def _after_sigterm(one: Exit) -> bool:
 
 def _sentence(cause: str, opened: Opened | None, progress: Progress | None) -> str:
     if opened is None:
-        where = "before it opened a run"
+        where = "before a run was opened"
     elif progress is None:
         where = "before the first iteration"
     else:

@@ -19,6 +19,7 @@ from cpsr.launch.link import LAUNCHER, VERBOSE, Report
 __all__ = ["run_job"]
 
 RESTARTS_MAX = 3
+NO_SCRIPT_STATUS = 2  # as of any command line that cannot be carried out
 # What is set unless the user has set it.
 ENVIRONMENT = {
     # The ranks' own store, new for each life: in the agent's, gloo finds the addresses of the dead group.
@@ -36,10 +37,13 @@ def run_job(arguments: Sequence[str]) -> int:
         arguments: as for torchrun.
 
     Returns:
-        The exit status: 0, 1 where the job was given up, 78 where it refuses its configuration, 128 and the number of
-        the signal that ended it.
+        The exit status: 0, 1 where the job was given up, 2 where there is no such script, 78 where it refuses its
+        configuration, 128 and the number of the signal that ended it.
     """
     parsed = _parser().parse_args(list(arguments))
+    if not (parsed.module or parsed.no_python or Path(parsed.training_script).is_file()):
+        _tell(f"There is no script {parsed.training_script}; name one, or give -m for a module")
+        return NO_SCRIPT_STATUS
     _restartable(parsed)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

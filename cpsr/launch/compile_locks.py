@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpsr.journal.schema import filesystem_of, is_network
 
-__all__ = ["extensions_directory", "remove_stale_locks"]
+__all__ = ["compile_locks", "extensions_directory", "remove_stale_locks"]
 
 LOCK = "lock"
 _PROCESSES = Path("/proc")
@@ -22,12 +22,17 @@ def extensions_directory() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
 
 
+def compile_locks(directory: Path) -> list[Path]:
+    """The locks of compilations that are under way, or were."""
+    return [*directory.glob(f"*/{LOCK}"), *directory.glob(f"*/*/{LOCK}")]
+
+
 def remove_stale_locks(directory: Path) -> list[Path]:
     """Remove the locks that no process of this machine has open; return them.
 
     On a network file system a process of another machine may have one: there nothing is removed.
     """
-    found = [*directory.glob(f"*/{LOCK}"), *directory.glob(f"*/*/{LOCK}")]
+    found = compile_locks(directory)
     if not found or is_network(filesystem_of(directory)):
         return []
     stale = _without_open(found)

@@ -108,7 +108,7 @@ class Replicator:
         self.placement = place_within(members, config.replicas, self._room_bytes(group), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self.nodes)) == 1
-            tell("replicas", self.placement.shortfall, None, logging.INFO if alone else logging.WARNING)
+            tell("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
         self._groups = self._connected(config.timeout_seconds)
         holders, owners = self.placement.holders[group.rank], self.placement.held_by(group.rank)
         own = members[group.rank]

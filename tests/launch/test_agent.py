@@ -73,8 +73,8 @@ def test_a_job_that_opens_no_run_is_given_up_too(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=1)
     assert launch.failures.after([Exit(0, status=3)]) == 1.0
     assert launch.told == [
-        "Rank 0 ended with status 3 before it opened a run. All ranks start again in 1 s (restart 1 of 1 without a new "
-        "iteration)"
+        "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
+        "new iteration)"
     ]
     with pytest.raises(JobEndedError):
         launch.failures.after([Exit(0, status=3)])

@@ -44,6 +44,12 @@ def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: P
     assert len((tmp_path / "starts").read_text().split()) <= 2
 
 
+def test_a_script_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "nowhere.py"]) as launched:
+        assert launched.wait() == 2
+        assert launched.lines() == ["There is no script nowhere.py; name one, or give -m for a module"]
+
+
 def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     command = ["cpsr", "run", "--nproc-per-node", "1", "--max-restarts=1", "train.py", "--verbose", "--help"]
@@ -51,9 +57,9 @@ def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path:
         assert launched.wait() == 1
         said = [line for line in launched.lines() if not line.startswith("Started")]
     assert said == [
-        "Rank 0 ended with status 3 before it opened a run. All ranks start again in 1 s (restart 1 of 1 without a new "
-        "iteration)",
-        "Rank 0 ended with status 3 before it opened a run. The job is not started again, after 2 failures without a "
+        "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
+        "new iteration)",
+        "Rank 0 ended with status 3 before a run was opened. The job is not started again, after 2 failures without a "
         "new iteration (--max-restarts=1)",
     ]
     assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]0 ["--verbose", "--help"]1 '

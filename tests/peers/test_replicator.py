@@ -198,7 +198,7 @@ def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(tmp_path: Path
     (told,) = first["told"]
     assert told[0] == "replicas"
     assert "the job runs on one node" in told[1]
-    assert told[3] == logging.INFO
+    assert told[3] == logging.DEBUG  # there is nothing to do about it
     assert second == {"told": [], "states": 2}
 
 
