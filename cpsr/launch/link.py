@@ -78,8 +78,10 @@ class Report:
     def take_recovered(self) -> str | None:
         """How the run came back; once."""
         message = self._read("recovered")
+        if message is None:  # as at nearly every look, ten times a second
+            return None
         (self._directory / "recovered").unlink(missing_ok=True)
-        return None if message is None else str(message)
+        return str(message)
 
     def refusals(self) -> list[str]:
         """Why processes refused; the same reason of several is one."""
