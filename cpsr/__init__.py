@@ -4,19 +4,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cpsr.errors import CPSRError
-from cpsr.launch.link import refuse_once
+from cpsr.ranks.link import refuse_once
 
 if TYPE_CHECKING:
     from cpsr.config import CPSRConfig
+    from cpsr.engines.moe.torch import MixtureOfExperts
     from cpsr.engines.torch import TorchAdapter
     from cpsr.recovery import CPSRRecovery
 
 refuse_once()
 
-__all__ = ["CPSRConfig", "CPSRError", "CPSRRecovery", "TorchAdapter"]
+__all__ = ["CPSRConfig", "CPSRError", "CPSRRecovery", "MixtureOfExperts", "TorchAdapter"]
 
 # Loaded at first use, so that `import cpsr` (a service, a script that reads a journal) does not pay for torch.
-_LAZY = {"CPSRConfig": "cpsr.config", "CPSRRecovery": "cpsr.recovery", "TorchAdapter": "cpsr.engines.torch"}
+_LAZY = {
+    "CPSRConfig": "cpsr.config",
+    "CPSRRecovery": "cpsr.recovery",
+    "MixtureOfExperts": "cpsr.engines.moe.torch",
+    "TorchAdapter": "cpsr.engines.torch",
+}
 
 
 def __getattr__(name: str) -> Any:

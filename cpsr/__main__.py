@@ -1,6 +1,6 @@
 """`python -m cpsr` is the `cpsr` command."""
 
-from cpsr.cli import main
+from cpsr.cli.main import main
 
 if __name__ == "__main__":
     main()

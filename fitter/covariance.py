@@ -7,7 +7,7 @@ __all__ = ["GAUSSIAN_MAD", "sandwich"]
 
 # Standard deviation of a Gaussian over the median of its absolute values.
 GAUSSIAN_MAD = 1.4826
-# Residuals that follow each other more closely than this leave too few independent points to tell how few.
+# Residuals that follow each other more closely than this leave too few independent points to count them.
 AUTOCORRELATION_MAX = 0.95
 # Directions that the points do not determine at all (a relative curvature below it) count as known: a forecast from
 # them is as good as any other, and their variance has no finite estimate.

@@ -19,7 +19,7 @@ HUBER_EPSILON = 1.35
 HUBER_ITERATIONS = 300
 # Points closer to a line than this, relative to it, have no scale of noise for Huber's estimator to find.
 EXACT_FIT = 1e-9
-# The polish starts next to the optimum; where the coefficients are hardly told apart, more steps change no forecast.
+# The polish starts next to the optimum; where coefficients are hardly distinguishable, more steps change no forecast.
 EVALUATIONS_MAX = 120
 # Shape coefficients tried before the polish, and its bounds; times in units of the covered iterations.
 SHIFTS = numpy.geomspace(0.003, 3.0, 8)

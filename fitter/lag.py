@@ -19,13 +19,13 @@ CUBIC = 3
 MIN_WINDOW_POINTS = 5
 # The recovered curve must fill the window up to this share at each end.
 WINDOW_SLACK = 0.15
-# A slope is told from zero at three of its standard errors.
+# A slope differs from zero at three of its standard errors.
 SLOPE_STANDARD_ERRORS = 3.0
 # The best shift is looked for among this many, then refined.
 GRID_SHIFTS = 101
 # Minimiser's precision, far below any standard error met.
 SHIFT_TOLERANCE_ITERATIONS = 1e-3
-# A gap has gone for good only if this many evaluations in a row, to the end of the data, say so.
+# A gap has gone for good only if this many evaluations in a row, to the end of the data, show it.
 SETTLED_POINTS = 3
 
 _Array = NDArray[numpy.float64]
@@ -112,7 +112,7 @@ def persistent_lag(
 
     Raises:
         LagBeyondError: the best shift lies at the edge of what is looked for, or of what the fault-free curve covers.
-        ValueError: points are missing, chunks differ, or the curve is too flat to tell time by.
+        ValueError: points are missing, chunks differ, or the curve is too flat to measure time by.
     """
     first, last = window
     if not 0 <= first < last or max_lag_iterations < 1:
@@ -225,7 +225,7 @@ def _refuse_flat(curve: LossCurve, begin: int) -> None:
     if not -fit.slope > SLOPE_STANDARD_ERRORS * fit.stderr or fit.slope == 0.0:
         raise ValueError(
             f"the fault-free curve is flat from iteration {begin}: it falls by {-fit.slope:.2e} +- {fit.stderr:.1e} "
-            "nats an iteration: a gap cannot be told in iterations; compare gaps in nats, or lengthen the window"
+            "nats an iteration: a gap cannot be expressed in iterations; compare gaps in nats, or lengthen the window"
         )
 
 
@@ -233,7 +233,7 @@ def _refuse_beyond(lag: float, bounds: tuple[float, float], around: LossCurve, m
     if bounds[0] + 1.0 < lag < bounds[1] - 1.0:
         return
     raise LagBeyondError(
-        f"the best shift ({lag:.1f} iterations) lies at the edge of what can be told ({bounds[0]:.0f} to "
+        f"the best shift ({lag:.1f} iterations) lies at the edge of the range ({bounds[0]:.0f} to "
         f"{bounds[1]:.0f}): the fault-free curve covers iterations {around.iterations[0]} to {around.iterations[-1]} "
         f"of what was asked for, with max_lag_iterations = {max_lag_iterations}",
         min(bounds, key=lambda bound: abs(bound - lag)),

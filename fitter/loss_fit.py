@@ -16,7 +16,7 @@ __all__ = ["POINTS_MIN", "LossFit", "fit_loss"]
 TRAINED_POINTS_MIN = 8
 HELD_OUT_POINTS_MIN = 2
 POINTS_MIN = TRAINED_POINTS_MIN + HELD_OUT_POINTS_MIN
-# What the next phase is to the phases so far, where the caller does not say.
+# Length of the next phase relative to those so far, by default.
 SPAN_FRACTION = 0.2
 # A point this many spans back counts half; None is all points alike. The longest first: on equal terms more data win.
 HALF_LIVES_SPANS: tuple[float | None, ...] = (None, 2.0, 0.5, 0.25)

@@ -9,7 +9,7 @@ __all__ = ["Phase", "PhaseDetector"]
 
 # The paper's threshold, section VI-C5.
 CHANGE_FRACTION = 0.05
-# So many losses tell a slope from their noise, and a plan for fewer iterations would hardly have been followed.
+# So many losses separate a slope from their noise, and a plan for fewer iterations would hardly have been followed.
 MIN_ITERATIONS = 100
 # Where gradients are clipped at every step their mean square stays at the limit for good, and no phase would ever end;
 # the paper's own phases ended after about 1000 and 2000 iterations.
@@ -44,7 +44,7 @@ class PhaseDetector:
     not count, so that neither noise nor frequent observations end phases. Two bounds hold besides. No phase is shorter
     than `min_iterations`, whatever the early iterations do: at most `iterations / min_iterations` phases. None is
     longer than `max_iterations` by more than the distance between two observations: clipped gradients
-    have a constant norm, and their second moments tell of no phases at all.
+    have a constant norm, and their second moments show no phases at all.
 
     Args:
         change_fraction: of xi that ends a phase, positive.

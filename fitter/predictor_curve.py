@@ -10,7 +10,7 @@ from cpsr.fitter.families import Array, Exponential
 
 __all__ = ["POINTS_MIN", "PredictorCurve", "fit_predictor_curve"]
 
-POINTS_MIN = 4  # two coefficients, and as many points to tell their noise
+POINTS_MIN = 4  # two coefficients, and as many points to estimate their noise
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""What a recovery will cost with a setting of the line: fitted offline over many runs, updated by this run's own.
+"""Expected lag of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
 
 Nothing that can be computed from weights alone finds the best setting (see `prior_table.json`'s source, the script
-`cpsr bench prior`): errors per element, curvature and loss at injection all say "step less" where following the line
-several horizons ahead leaves the run *ahead* of the one that never failed. So the lag itself is modelled,
+`cpsr bench prior`): errors per element, curvature and loss at injection all favour shorter steps than those of the
+lowest lag, several horizons along the line. So the lag itself is modelled,
 
     lag = features(context, setting) . coefficients + noise        (all in iterations),
 
@@ -33,7 +33,7 @@ _Array = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of a failure before anything is predicted.
+    """The known facts of a failure before the prediction.
 
     Attributes:
         horizon_iterations: u, from the newest checkpoint to the failure.
@@ -86,7 +86,7 @@ class Expected:
     deviation_iterations: float
 
     def bound(self, deviations: float) -> float:
-        """The lag, so many standard deviations further."""
+        """The lag plus so many standard deviations."""
         return self.lag_iterations + deviations * self.deviation_iterations
 
 
@@ -187,7 +187,7 @@ def table() -> Table:
 
 
 class Calibration:
-    """Expected lag of settings: the table, and what this run has measured since.
+    """Expected lag of settings: from the table and this run's measurements.
 
     Args:
         prior: the offline fit; None: the shipped one.
@@ -201,7 +201,7 @@ class Calibration:
             self.observe(observation)
 
     def observe(self, observation: Observation) -> None:
-        """Take in a measured lag: the posterior of the coefficients under one more equation."""
+        """Add a measured lag: the posterior of the coefficients under one more equation."""
         terms = features(observation.context, observation.setting)
         noise = self._prior.noise_iterations**2 + observation.standard_error_iterations**2
         spread = self._covariance @ terms
@@ -215,12 +215,12 @@ class Calibration:
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
     def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
-        """The setting of the lowest bound, and what it is expected to cost.
+        """The setting of the lowest bound, and its expected lag.
 
         Args:
             context: of the failure.
             settings: at least one.
-            deviations: above 0 is cautious, below 0 looks for what may be good and is little known.
+            deviations: above 0 is cautious, below 0 explores settings with a large uncertainty.
         """
         expected = ((setting, self.expected(context, setting)) for setting in settings)
         return min(expected, key=lambda one: one[1].bound(deviations))

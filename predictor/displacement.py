@@ -79,7 +79,7 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
 
 
 def of_length(forecast: Forecast, length: float) -> Forecast:
-    """The forecast with all of its displacement this much as long; its settings say so.
+    """The forecast with all of its displacement this much as long; its settings record it.
 
     The lag to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
 

@@ -1,4 +1,4 @@
-"""What VITP's head learns from: small Gram matrices of past windows, in which the later motion is known."""
+"""Training examples of VITP's head: small Gram matrices of past windows with known later motion."""
 
 import math
 from collections import deque
@@ -19,7 +19,7 @@ __all__ = ["MIN_LATER", "Examples", "Question", "Windows", "windows"]
 STATE_VERSION = 1
 # The direction of later motion takes two checkpoints after the newest one that is seen.
 MIN_LATER = 2
-# Noise of single checkpoints lasts for 20 to 50 iterations. A line over these many later ones tells the slow motion:
+# Noise of single checkpoints lasts for 20 to 50 iterations. A line over these many later ones shows the slow motion:
 # with less, at short intervals, the head learns to follow noise that lasts from one checkpoint to the next.
 LATER_ITERATIONS = (100, 200)
 # Those operators that move farthest; 360 examples of 20 snapshots are 0.27 MB in every checkpoint.
@@ -33,7 +33,7 @@ DROPPED_SHARE = 1.0 / 3.0
 
 @dataclass(frozen=True)
 class Question:
-    """A direction asked of B operators with the same snapshots, and what they did later.
+    """A query for the direction of B operators with the same snapshots, and their later motion.
 
     Attributes:
         geometry: of the K snapshots that are seen.
@@ -76,7 +76,7 @@ class Windows:
         return len(self.weights)
 
     def newest_question(self) -> Question:
-        """The newest difference, asked for from all snapshots before it: nothing of it was learned from before."""
+        """A query for the newest difference from all snapshots before it, which no training has seen."""
         count = len(self.points)
         return self._question(list(range(count - MIN_LATER)), list(range(count - MIN_LATER, count)))
 
@@ -98,7 +98,7 @@ class Windows:
         return self._question(seen, list(range(newest + 1, newest + 1 + max(MIN_LATER, len(within)))))
 
     def _question(self, seen: list[int], later: list[int]) -> Question:
-        # The later motion is told by later checkpoints alone. A displacement from the newest seen one, however it is
+        # Only later checkpoints show the later motion. A displacement from the newest seen one, however it is
         # denoised, would share its noise with the input, and teach the head to undo that noise.
         times = numpy.array([self.points[place].time for place in later])
         row = torch.zeros(len(self.points), dtype=torch.float32, device="cpu")
@@ -140,7 +140,7 @@ def windows(operators: Mapping[str, OperatorMotion]) -> Generator[None, None, li
 
 
 def _usable(points: Sequence[HistoryEntry]) -> list[int]:
-    """Places of the snapshots at distinct times; none where the motion after none of them is told by enough."""
+    """Places of the snapshots at distinct times; none if too few show the motion after any of them."""
     places = distinct_times(points, range(len(points)))
     return places if _newest_seen([points[place] for place in places]) >= MIN_SNAPSHOTS - 1 else []
 
@@ -173,13 +173,13 @@ class Examples:
         return other
 
     def add(self, taken: Windows) -> None:
-        """Take in windows; the oldest leave where they become too many."""
+        """Add windows; drop the oldest above the limit."""
         self._windows.append(taken)
         while len(self) > MAX_EXAMPLES:
             self._windows.popleft()
 
     def draw(self, generator: torch.Generator) -> Question:
-        """A random question of random windows, those of more operators more often."""
+        """A random query of random windows, weighted by their number of operators."""
         sizes = torch.tensor([len(taken) for taken in self._windows], dtype=torch.float32, device="cpu")
         return self._windows[int(torch.multinomial(sizes, 1, generator=generator))].draw(generator)
 
@@ -212,13 +212,13 @@ class Examples:
 
 
 def _newest_seen(points: Sequence[HistoryEntry]) -> int:
-    """Place of the newest snapshot with enough later ones to tell its motion; -1 where there is none."""
-    told = [
+    """Place of the newest snapshot with enough later ones to show its motion; -1 where there is none."""
+    usable = [
         place
         for place, point in enumerate(points[:-MIN_LATER])
         if points[-1].iteration - point.iteration >= LATER_ITERATIONS[0]
     ]
-    return max(told, default=-1)
+    return max(usable, default=-1)
 
 
 def _uniform(generator: torch.Generator, count: int) -> list[float]:
@@ -227,5 +227,5 @@ def _uniform(generator: torch.Generator, count: int) -> list[float]:
 
 
 def _integer(generator: torch.Generator, low: int, high: int) -> int:
-    """Uniform in `[low, high)`."""
+    """A uniform integer in `[low, high)`."""
     return int(torch.randint(low, high, (1,), generator=generator, device="cpu"))

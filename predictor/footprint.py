@@ -1,4 +1,4 @@
-"""What the predictor's own memory consists of, and the sizes of pieces with which it stays within a limit."""
+"""The parts of the predictor's host memory, and piece sizes that keep it within a limit."""
 
 from dataclasses import dataclass, replace
 
@@ -8,8 +8,8 @@ __all__ = ["MIN_ELEMENTS", "Footprint", "fitted"]
 
 # Below this a piece costs more in calls than in work.
 MIN_ELEMENTS = 1 << 14
-# Bounds on what was measured, on Linux with glibc and torch 2.13; tests hold them.
-# What libraries keep of the first use: threads' heaps, workspaces of matrix products, autograd's own. Few megabytes for
+# Upper bounds of measurements on Linux with glibc and torch 2.13; tests verify them.
+# Kept by libraries after first use: threads' heaps, workspaces of matrix products, autograd's own. A few MB for
 # small tensors; with the tensors of a model of 350 million weights all of it took 79.5 MB, and this bound is 80.3.
 LIBRARY_BYTES = 40_000_000
 # The head, its copy, the examples, and the largest batch of operators forward and backward.
@@ -54,31 +54,31 @@ class Footprint:
 
     @property
     def fixed_bytes(self) -> int:
-        """What does not depend on the model."""
+        """Bytes that do not depend on the model."""
         return LIBRARY_BYTES + (NETWORK_BYTES if self.learns else 0)
 
     @property
     def operators_bytes(self) -> int:
-        """What grows with the number of operators, not with their size."""
+        """Bytes that grow with the number of operators, not with their size."""
         own = OPERATOR_BYTES if self.learns else LINE_OPERATOR_BYTES
         return self.operators * (own + OPERATOR_CHECKPOINT_BYTES * self.checkpoints)
 
     @property
     def pieces_bytes(self) -> int:
-        """Weights that are looked at together; it learns or predicts, never both."""
+        """Bytes of weights processed together; it learns or predicts, never both."""
         learning = SLICE_BYTES_PER_ELEMENT * self.slice_elements if self.learns else 0
         return max(learning, CHUNK_BYTES_PER_ELEMENT * self.chunk_elements)
 
     @property
     def peak_bytes(self) -> int:
-        """All of it."""
+        """Bytes of all parts."""
         return self.fixed_bytes + self.operators_bytes + self.pieces_bytes
 
     def require(self, limit_bytes: int) -> None:
-        """Refuse what is above the limit.
+        """Refuse a footprint above the limit.
 
         Raises:
-            ValueError: it is; the message says what takes how much.
+            ValueError: it is; the message lists the parts.
         """
         if self.peak_bytes > limit_bytes:
             raise ValueError(
@@ -101,7 +101,7 @@ def fitted(
         learns: False where it follows the line and learns nothing.
 
     Raises:
-        ValueError: the smallest pieces take more; the message says what takes how much.
+        ValueError: the smallest pieces take more; the message lists the parts.
     """
     least = Footprint.least(operators, checkpoints, chunk_elements, learns=learns)
     least.require(limit_bytes)

@@ -1,4 +1,4 @@
-"""Inner products of what happened between checkpoints: all that coefficients per tensor are chosen from."""
+"""Inner products of the differences between checkpoints, from which coefficients per tensor are chosen."""
 
 from collections.abc import Sequence
 

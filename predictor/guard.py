@@ -1,4 +1,4 @@
-"""The guard: a veto over predicted states, never an optimiser of them (an optimiser would pick averages)."""
+"""The guard: a veto over predicted states. It never optimises them (an optimiser would pick averages)."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ class GuardDecision:
     Attributes:
         check: `finite` or `loss`.
         accepted: False is a veto.
-        reason: one sentence for people.
-        numbers: what was compared, for the journal (plain data; a number that is not finite stays so).
+        reason: one sentence for the user.
+        numbers: the compared numbers, for the journal (plain data, not necessarily finite).
     """
 
     check: str

@@ -14,12 +14,12 @@ from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, SeriesPredictor
 
 __all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
-# A setting must be expected to be good, and known to be: its standard deviation counts against it.
+# A setting's standard deviation counts against it: its expected lag must be low and certain.
 CAUTION_DEVIATIONS = 1.0
-# What to try in a rehearsal is what may be good and is little known.
+# A rehearsal explores: it prefers settings that may be good and are uncertain.
 CURIOSITY_DEVIATIONS = -1.0
-# The other direction must promise this much less lag before it is taken up, or the two would take turns: recoveries
-# from one failure differ by as much for no reason.
+# The other direction must promise this much less lag before a change, or the two would alternate: recoveries from
+# one failure scatter by as much.
 HYSTERESIS_ITERATIONS = 5.0
 # A rehearsal sees the lag 30 to 60 iterations after the failure, where some of the transient is left: 17 to 32
 # iterations more than from 60 to 160, in three cells. It counts as that much less sure.
@@ -31,7 +31,7 @@ class LinePredictor(SeriesPredictor):
 
     Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. Window, gain and base are those of the
     lowest expected lag, by the offline table and by what this run has measured; where even that is no less than
-    recomputing, the forecast's `expected_lag_iterations` says so. It needs three usable checkpoints within the window,
+    recomputing, the forecast's `expected_lag_iterations` shows it. It needs three usable checkpoints within the window,
     and goes no further ahead than the line is fitted over, nor 10 intervals.
 
     Args:
@@ -70,7 +70,7 @@ class LinePredictor(SeriesPredictor):
         self._direction: Direction = "line"
 
     def candidates(self, history: History, target: Target) -> list[Forecast]:
-        """What a rehearsal of this failure would tell most by: the setting that may be best, as far as is known.
+        """The most informative setting for a rehearsal of this failure: the one that may be best, as far as is known.
 
         Raises:
             ValueError: as `forecast`.
@@ -80,7 +80,7 @@ class LinePredictor(SeriesPredictor):
         return [curious.forecast(history, target)]
 
     def expected(self, points: Sequence[HistoryEntry], target: Target) -> Expected | str:
-        """What a prediction from checkpoints at `points` would cost, or why there would be none; reads no weights.
+        """Expected cost of a prediction from checkpoints at `points`, or why there would be none; reads no weights.
 
         Args:
             points: when the checkpoints would be taken, ascending.
@@ -92,11 +92,11 @@ class LinePredictor(SeriesPredictor):
         context = prior.context_of(target, points)
         if context.horizon_iterations > prior.HORIZON_ITERATIONS:
             return f"nothing was measured beyond {prior.HORIZON_ITERATIONS} iterations ahead"
-        undecided = copy.copy(self)  # a question does not take up a direction
+        undecided = copy.copy(self)  # a query must not change the direction in use
         return undecided._choose(context, points, target)[1]
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Note how one recovery or rehearsal went; a measured lag changes what is expected of settings.
+        """Record the outcome of a recovery or rehearsal; a measured lag updates the expected lags of settings.
 
         Raises:
             ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
@@ -180,7 +180,7 @@ class LinePredictor(SeriesPredictor):
 
 
 def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:
-    """Why the line cannot be fitted over this window; None where it can."""
+    """Why no line can be fitted over this window; None where it can."""
     fitted = points[window_start(points, window) :]
     if len(fitted) < prior.MIN_CHECKPOINTS:
         return (
@@ -191,9 +191,9 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
 
 
 def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
-    """What was measured of settings of the line, in outcomes of any kind.
+    """Measured lags of settings of the line, from outcomes of any kind.
 
-    Where the guard limited some tensors, or some followed snapshots of their own, what was measured is of no setting.
+    If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting.
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")

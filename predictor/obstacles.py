@@ -1,4 +1,4 @@
-"""What stands against a prediction: too few checkpoints, or a failure too far ahead of them."""
+"""Obstacles to a prediction: too few checkpoints, or a failure too far ahead of them."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = ["MAX_HORIZON_INTERVALS", "too_far", "too_few", "window_start"]
 
-# Beyond this nothing was ever measured to help.
+# No measurement showed a benefit beyond this.
 MAX_HORIZON_INTERVALS = 10.0
 
 

@@ -1,4 +1,4 @@
-"""The settings of the line that are considered for a failure, and what is known of it beforehand."""
+"""Candidate settings of the line for a failure, and the known facts about it."""
 
 from collections.abc import Sequence
 
@@ -30,12 +30,12 @@ BASES = (0.0, 0.5, 1.0)
 # 0.8 windows and 3 horizons; beyond half a window lags still fall a little, but the loss at injection rises fast.
 REACH_OF_WINDOW = (0.1, 0.2, 0.3, 0.4, 0.5)
 REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
-# The furthest failure the table was fitted to; beyond it nothing is promised.
+# The furthest failure in the table's fit; there is no expectation beyond it.
 HORIZON_ITERATIONS = 200
 
 
 def context_of(target: Target, points: Sequence[HistoryEntry]) -> Context:
-    """What is known of predicting `target` from `points` (usable checkpoints, strictly ascending, at least three)."""
+    """The context of predicting `target` from `points` (usable checkpoints, strictly ascending, at least three)."""
     newest = points[-1]
     peak = target.peak_learning_rate
     return Context(

@@ -71,10 +71,10 @@ class Forecast:
 
     Attributes:
         method: how the state is formed: the direction that was taken, where a predictor has several, else its name.
-        feasible: False where the predictor advises against itself; `reason` says why.
+        feasible: False where the predictor advises against itself; `reason` has the cause.
         coefficients: operator -> one float per history entry.
-        expected_lag_iterations: what this recovery is expected to cost, from the prior or from measurements.
-        reason: one sentence for people.
+        expected_lag_iterations: expected cost of this recovery, from the prior or from measurements.
+        reason: one sentence for the user.
         settings: the numbers behind it, for the journal.
     """
 
@@ -102,20 +102,20 @@ class StatePredictor(Protocol):
         """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32."""
 
     def learn(self, history: History) -> Iterator[None]:
-        """Take in the newest checkpoint of the history, in slices.
+        """Learn from the newest checkpoint of the history, in slices.
 
-        Every `next` does one bounded piece of work, whatever the model's size. It may be paused between any two for
-        any time, or abandoned: then that checkpoint counts as not seen, and nothing is half taken in.
+        Every `next` does one bounded piece of work, whatever the model's size. The caller may pause it for any time,
+        or abandon it: then that checkpoint counts as not seen, and no state changes.
         """
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Note how one recovery went (its settings and what was measured afterwards), as plain JSON-like data."""
+        """Record the outcome of one recovery (its settings and later measurements), as plain JSON-like data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned so far, as plain data; it commits with every checkpoint and survives the failure."""
+        """The learned state as plain data; it commits with every checkpoint and survives the failure."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` of an earlier life of the run returned.
+        """Load the `state_dict()` of an earlier life of the run.
 
         Raises:
             ValueError: the state was written by another predictor or a newer version.

@@ -1,4 +1,4 @@
-"""What predictors by coefficients share: damaged checkpoints, snapshots of different ages, what was learned."""
+"""Base of predictors by coefficients: handles damaged checkpoints, snapshots of different ages, learned state."""
 
 import copy
 import json
@@ -16,9 +16,9 @@ from cpsr.predictor.series import Series, check_history, operator_series
 __all__ = ["CHUNK_ELEMENTS", "Fit", "SeriesPredictor", "newest_row"]
 
 STATE_VERSION = 1
-# What is remembered of past recoveries: enough for any run, and a few kilobytes in every checkpoint.
+# Number of past recoveries to keep: enough for any run, and a few kilobytes in every checkpoint.
 MAX_OUTCOMES = 64
-# Names listed where operators are held back; the count is always given.
+# Names listed where operators keep their newest value; the count is always given.
 MAX_NAMES = 8
 # Four pieces of 1 MiB: long enough to read at the memory's pace, short enough to stay in a processor's cache while they
 # are combined, and in the allocator: pieces of 4 MiB took twice the time.
@@ -34,7 +34,7 @@ class Fit:
         reads: positions of the snapshots that the row rests on, also where its coefficient is zero; None: those
             whose coefficient is not.
         obstacle: why there is no row.
-        note: one sentence for people, in place of the predictor's own.
+        note: one sentence for the user, instead of the predictor's own.
         settings: the numbers behind it; `expected_lag_iterations` where that is known.
     """
 
@@ -53,7 +53,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rows over the history's entries for every operator, what they rest on, and the fit of the checkpoints.
+    """Rows over the history's entries for every operator, the entries they use, and the fit of the checkpoints.
 
     `own` are the operators that are predicted from snapshots of their own, in place of those of all checkpoints, and
     `own_fits` their fits.
@@ -62,7 +62,7 @@ class _Plan:
     fit: Fit
     rows: dict[str, tuple[float, ...]]
     reads: dict[str, tuple[int, ...]]
-    held: tuple[str, ...]
+    unchanged: tuple[str, ...]
     own: tuple[str, ...] = ()
     own_fits: tuple[Fit, ...] = ()
 
@@ -70,16 +70,16 @@ class _Plan:
 class SeriesPredictor(ABC):
     """Predicts each operator as one combination of its own distinct snapshots (a `StatePredictor`).
 
-    A subclass says in `_obstacle` why a series cannot be predicted from, and in `_fit` what its row is; it may refine
+    A subclass returns from `_obstacle` why a series cannot be predicted from, and from `_fit` its row; it may refine
     the row of one operator in `_operator_row`, reading weights. A horizon of 0, and one over which the learning rate
-    was 0, predict the newest snapshot unchanged. A checkpoint that holds NaN or infinity is left out, and said so. An
+    was 0, predict the newest snapshot unchanged. A checkpoint that holds NaN or infinity is left out and reported. An
     operator whose own snapshots meet an obstacle keeps its newest value.
 
     Args:
         chunk_elements: elements per piece; memory is about four such pieces of float32.
         agree: where ranks predict together, maps the positions of the entries that this rank must leave out to those
-            that any rank must (a collective; called equally often on every rank). None: this rank is alone.
-        name: names the method in forecasts and in what was learned; None: the class's own.
+            that any rank must (a collective; called equally often on every rank). None: a single rank.
+        name: of the method in forecasts and in the learned state; None: the class's own.
 
     Raises:
         ValueError: fewer than 1 element a piece.
@@ -154,7 +154,7 @@ class SeriesPredictor(ABC):
         return iter(())
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Note how one recovery went; the newest 64 with a measured lag are kept, and the newest 64 others.
+        """Record the outcome of one recovery; keeps the newest 64 with a measured lag, and the newest 64 others.
 
         Raises:
             ValueError: the outcome is not plain JSON data.
@@ -198,31 +198,31 @@ class SeriesPredictor(ABC):
         plan = _Plan(fit, {}, {}, ())
         if fit.obstacle is not None:
             return plan
-        held: dict[str, str] = {}
+        unchanged: dict[str, str] = {}
         with_own: list[str] = []
         fits: dict[Series, Fit] = {}  # most operators share one series
         for operator in history.operators:
             series = operator_series(history, operator, usable)
             if series not in fits:
-                # On a copy: what a fit takes up for the next failure comes from the checkpoints, which all ranks share.
+                # On a copy: state for the next failure may change only by the checkpoints, which all ranks share.
                 aside = copy.copy(self)
                 fits[series] = fit if series.points == entries else aside._series_fit(series.points, target)
             own = fits[series]
             if own.obstacle is None and own is not fit:
                 with_own.append(operator)
             if own.obstacle is not None:
-                held[operator] = own.obstacle
+                unchanged[operator] = own.obstacle
                 own = Fit(newest_row(len(series.points)))
             elif not own.note:
                 own = self._operator_row(history, operator, series, own, target)
             plan.rows[operator] = _spread(own.row, series.indices, len(history.entries))
             plan.reads[operator] = tuple(series.indices[place] for place in own.used())
-        if plan.rows and len(held) == len(plan.rows):
-            name, why = next(iter(held.items()))
+        if plan.rows and len(unchanged) == len(plan.rows):
+            name, why = next(iter(unchanged.items()))
             obstacle = f"no operator's own snapshots can be predicted from; '{name}': {why}"
             return _Plan(Fit((), obstacle=obstacle), {}, {}, ())
         others = tuple(one for one in fits.values() if one is not fit and one.obstacle is None)
-        return replace(plan, held=tuple(held), own=tuple(with_own), own_fits=others)
+        return replace(plan, unchanged=tuple(unchanged), own=tuple(with_own), own_fits=others)
 
     def _damaged(
         self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
@@ -255,16 +255,16 @@ class SeriesPredictor(ABC):
             "horizon_iterations": int(horizon),
             "horizon_time": target.time - base_entry.time,
             "used_iterations": [entries[usable[place]].iteration for place in plan.fit.used()],
-            "held_operators": len(plan.held),
-            "held_names": list(plan.held[:MAX_NAMES]),
+            "held_operators": len(plan.unchanged),
+            "held_names": list(plan.unchanged[:MAX_NAMES]),
         }
-        if plan.held:
-            aside += f"; {len(plan.held)} operators keep their newest value, too few snapshots of their own"
+        if plan.unchanged:
+            aside += f"; {len(plan.unchanged)} operators keep their newest value, too few snapshots of their own"
         if plan.own:
             settings["own_series_operators"] = len(plan.own)
             aside += f"; {len(plan.own)} operators follow snapshots of their own"
         reason = plan.fit.note or self._sentence(settings)
-        # Nothing is promised where nothing was measured: recomputing costs the horizon and is exact. The state is no
+        # Without a measurement there is no expected gain: recomputing costs the horizon and is exact. The state is no
         # better than the worst of its operators.
         lag = max(float(one.settings.get("expected_lag_iterations", horizon)) for one in (plan.fit, *plan.own_fits))
         return Forecast(self.name, True, dict(plan.rows), lag, reason + aside, settings)

@@ -1,4 +1,4 @@
-"""What is kept of the weights' motion as checkpoints arrive: products of the differences between snapshots."""
+"""Statistics of the weights' motion, updated as checkpoints arrive: products of differences between snapshots."""
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -118,8 +118,8 @@ class MotionStatistics:
         Raises:
             ValueError: the history returned a piece of another length or type.
         """
-        held = set(history.operators)
-        resized = any(name in held and history.numel(name) != known.numel for name, known in self._operators.items())
+        present = set(history.operators)
+        resized = any(name in present and history.numel(name) != known.numel for name, known in self._operators.items())
         checked = set(self._left_out) if resized else {*self._seen, *self._left_out}
         left_out = [entry.iteration for entry in history.entries if entry.iteration in self._left_out]
         for position, entry in enumerate(history.entries):
@@ -136,7 +136,7 @@ class MotionStatistics:
         self._left_out = tuple(sorted(left_out))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known, as plain data and one tensor; operators with the same snapshots share their times."""
+        """The statistics, as plain data and one tensor; operators with the same snapshots share their times."""
         nothing = torch.empty(0, dtype=torch.float64, device="cpu")  # torch.cat refuses an empty list
         shared: dict[tuple[HistoryEntry, ...], int] = {}
         for motion in self._operators.values():

@@ -1,12 +1,13 @@
-"""VITP: the line's displacement, turned for each operator by what its own motion shows."""
+"""VITP: the line's displacement, with a direction for each operator learned from its own motion."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from cpsr.predictor.assignment import OwnOperators, Together, learned_together, shared_state
 from cpsr.predictor.calibration import Direction
 from cpsr.predictor.examples import Examples, windows
 from cpsr.predictor.footprint import Footprint, fitted
@@ -14,9 +15,9 @@ from cpsr.predictor.gram import gram
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.ranks import ALONE, Ranks
 from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit
-from cpsr.predictor.sharing import OwnOperators, Share, Together, learned_together, shared_state
 from cpsr.predictor.statistics import SLICE_ELEMENTS, MotionStatistics, OperatorMotion
 from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
@@ -24,12 +25,10 @@ from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 __all__ = ["MIN_UPDATES", "VITPPredictor"]
 
 STATE_VERSION = 1
-# Before four checkpoints' training the network has little to say.
+# A network trained on fewer than four checkpoints is of little use.
 MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 # One number for every checkpoint of the run's recent past.
 MAX_ACCURACIES = 256
-
-Reduce = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 class VITPPredictor(LinePredictor):
@@ -41,12 +40,12 @@ class VITPPredictor(LinePredictor):
     to where the weights moved later; scale, base and window are not learned here. Fewer than four snapshots, an
     operator that never moved, and products that are not finite leave the line's row.
 
-    Where ranks hold the same operators, each takes the statistics of its share of them (`share`). One rank trains on
-    what all have learned, as it was saved with a checkpoint: what all had taken in before that one, so that the network
-    is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared: it takes 0.15 s
-    of a core for each checkpoint with 40 operators and 0.16 s with 3,000 (2026-11-21, one core of an x86 server), and
-    gradients would have to go around 32 times for that. A rank that lags or was lost costs its own operators alone:
-    training goes on without them, and a forecast reads them anew, or leaves them the line's row.
+    Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
+    trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
+    network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared: it takes
+    0.15 s of a core for each checkpoint with 40 operators and 0.16 s with 3,000 (2026-11-21, one core of an x86
+    server), and gradients would have to go around 32 times for that. A rank that lags or was lost costs its own
+    operators alone: training goes on without them, and a forecast reads them anew, or leaves them the line's row.
 
     Source: CPSR, section III-A (VITP), with coefficients per operator in place of predicted values.
 
@@ -55,22 +54,13 @@ class VITPPredictor(LinePredictor):
         gain: as in `LinePredictor`.
         base: as in `LinePredictor`.
         chunk_elements: as in `LinePredictor`.
-        agree: as in `SeriesPredictor`.
-        name: as in `SeriesPredictor`.
         direction: whose direction is taken. None: that of the lower expected lag, the line's until the network has
             been trained on four checkpoints.
-        trains: False on ranks that take another's weights by `broadcast`.
-        reduce: where ranks hold slices of the same operators: sums matrices by name over the ranks (a collective,
-            called exactly once a forecast; a rank's own may lack operators, and may be empty), and returns those of all
-            names. Where slices of one operator were taken at different iterations, each has a name of its own. None:
-            this rank alone.
-        broadcast: where ranks predict together: returns rank 0's argument on every rank (likewise; the argument is
-            numbers and one tensor in a mapping). None: this rank's own.
-        share: where ranks hold the same operators: which of them are this rank's to learn and to read. It needs
-            `agree` and `reduce`, by which the others learn of the rest. None: all are.
+        ranks: the other ranks that predict together. Its `reduce` and `broadcast` are called exactly once a forecast.
+            Where slices of one operator were taken at different iterations, each has a name of its own in `reduce`.
 
     Raises:
-        ValueError: as `LinePredictor`, an unknown direction, or a share without `agree` and `reduce`.
+        ValueError: as `LinePredictor`, or an unknown direction.
     """
 
     name = "vitp"
@@ -81,25 +71,15 @@ class VITPPredictor(LinePredictor):
         gain: float | None = None,
         base: Literal["checkpoint", "line"] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
-        agree: Callable[[Sequence[int]], Sequence[int]] | None = None,
-        name: str | None = None,
         *,
         direction: Direction | None = None,
-        trains: bool = True,
-        reduce: Reduce | None = None,
-        broadcast: Callable[[Any], Any] | None = None,
-        share: Share | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(window_iterations, gain, base, chunk_elements, agree, name)
+        super().__init__(window_iterations, gain, base, chunk_elements, ranks.agree)
         if direction not in (None, "line", "vitp"):
             raise ValueError(f"direction = {direction!r}: expected 'line', 'vitp' or None")
-        if share is not None and (agree is None or reduce is None):
-            raise ValueError("what is shared with other ranks is heard of by agree and reduce: give both")
         self._forced = direction
-        self._trains = trains
-        self._reduce = reduce
-        self._broadcast = broadcast
-        self._share = share
+        self._ranks = ranks
         self._learns = True
         self._memory_limit_bytes: int | None = None
         self._slice_elements = SLICE_ELEMENTS
@@ -108,13 +88,13 @@ class VITPPredictor(LinePredictor):
         self._head = Head()
         self._accuracy: list[dict[str, Any]] = []
         self._checkpoints = 0
-        self._trained_iteration = -1  # newest checkpoint that was trained on, where ranks share
+        self._trained_iteration = -1  # newest checkpoint used in training, where ranks share
         self._updates = 0  # of the head that the running forecast asks, which may be another rank's
         self._asked: dict[str, OperatorFit] = {}
         self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
 
     def stay_within(self, limit_bytes: int, operators: int, checkpoints: int) -> Footprint:
-        """Work in pieces with which all that this predictor does fits into so much host memory; before its first use.
+        """Choose piece sizes so that this predictor stays within so much host memory; before its first use.
 
         Args:
             limit_bytes: of host memory.
@@ -131,24 +111,24 @@ class VITPPredictor(LinePredictor):
         return footprint
 
     def least_footprint(self, operators: int, checkpoints: int, *, learns: bool) -> Footprint:
-        """What it takes with the smallest pieces, with or without learning; arguments as in `stay_within`."""
+        """Its memory with the smallest pieces, with or without learning; arguments as in `stay_within`."""
         return Footprint.least(operators, checkpoints, self._chunk_elements, learns=learns)
 
     def follow_line(self) -> None:
-        """Learn nothing, and take the line's direction always; before its first use.
+        """Learn nothing, and always use the line's direction; before its first use.
 
-        What earlier lives have learned of the motion is not looked at, but is part of `state_dict()` as it came, for a
-        later life. Their recoveries are taken over, and calibrate the line.
+        Statistics of earlier lives are not used, but pass unchanged into `state_dict()` for a later life. Their
+        recoveries are loaded, and calibrate the line.
         """
         self._learns = False
         self._forced = "line"
 
     def learn(self, history: History) -> Iterator[None]:
-        """Take in the newest checkpoint: its products with those before it, then some training on all of them.
+        """Learn from the newest checkpoint: its products with those before it, then some training on all of them.
 
         Every `next` reads at most half a million weights or makes a part of an update of the network: a millisecond or
         two.
-        What was learned changes at the very end, all at once. The same checkpoints, taken in one by one, always give
+        The learned state changes at the very end, all at once. The same checkpoints, processed one by one, always give
         the same result; torch's global random state and its threads are left alone.
 
         Raises:
@@ -160,25 +140,25 @@ class VITPPredictor(LinePredictor):
             needed = Footprint(operators, checkpoints, self._slice_elements, self._chunk_elements)
             needed.require(self._memory_limit_bytes)
         # First, because learning its own share takes long, and that checkpoint may be thinned meanwhile.
-        told = (yield from self._told_by_all(history)) if self._trains else None
+        together = (yield from self._learned_by_all(history)) if self._ranks.trains else None
         statistics = copy.copy(self._statistics)  # an update replaces what it holds, it changes nothing in place
         yield from statistics.update(self._own(history))
         newest, before = max(statistics.seen, default=-1), set(self._statistics.seen)
-        if newest in before or newest < 0 or not self._trains:
+        if newest in before or newest < 0 or not self._ranks.trains:
             self._statistics = statistics
             return
         checkpoints = self._checkpoints + len(set(statistics.seen) - before)
         if not self._shared:
-            told = Together(newest, statistics.operators)
-        if told is not None:
-            taken_in = checkpoints - sum(iteration > told.iteration for iteration in statistics.seen)
-            trained = yield from self._trained(told, taken_in)
+            together = Together(newest, statistics.operators)
+        if together is not None:
+            taken_in = checkpoints - sum(iteration > together.iteration for iteration in statistics.seen)
+            trained = yield from self._trained(together, taken_in)
             self._examples, self._head, self._accuracy = trained
-            self._trained_iteration = told.iteration
+            self._trained_iteration = together.iteration
         self._statistics, self._checkpoints = statistics, checkpoints
 
     def accuracy(self) -> list[dict[str, Any]]:
-        """Of each recent checkpoint, oldest first: how well its difference from the one before was foretold.
+        """Of each recent checkpoint, oldest first: how well its difference from the one before was predicted.
 
         Each is `{"iteration", "checkpoints", "line_cosine", "vitp_cosine", "mean_square_motion"}`: how many
         checkpoints of the run were taken in by then; the mean cosine between direction and difference over the
@@ -204,8 +184,7 @@ class VITPPredictor(LinePredictor):
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
         shared: dict[str, Any] = {"updates": self._head.steps, "parameters": self._head.parameters.detach()}
-        if self._broadcast is not None:
-            shared = self._broadcast(shared)
+        shared = self._ranks.broadcast(shared)
         self._updates = shared["updates"]
         self._asked = {}
         forecast = super().forecast(history, target)
@@ -215,10 +194,9 @@ class VITPPredictor(LinePredictor):
             for operator, one in asked.items()
             if self._is_mine(operator)
         }
-        if self._reduce is not None:
-            names = _names_between_ranks(history, forecast, asked)
-            summed = self._reduce({names[operator]: matrix for operator, matrix in products.items()})
-            products = {operator: summed[names[operator]] for operator in asked if names[operator] in summed}
+        names = _names_between_ranks(history, forecast, asked)
+        summed = self._ranks.reduce({names[operator]: matrix for operator, matrix in products.items()})
+        products = {operator: summed[names[operator]] for operator in asked if names[operator] in summed}
         known = {operator: one for operator, one in asked.items() if operator in products}
         rows = turned_rows(known, products, shared["parameters"], target)
         return self._with_rows(history, forecast, asked, rows)
@@ -257,7 +235,7 @@ class VITPPredictor(LinePredictor):
             "version": STATE_VERSION,
             "statistics": shared_state(self._statistics) if self._shared else self._statistics.state_dict(),
             "examples": self._examples.state_dict(),
-            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for what was never trained
+            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for an untrained network
             "checkpoints": self._checkpoints,
             "accuracy": copy.deepcopy(self._accuracy),
         }
@@ -270,45 +248,49 @@ class VITPPredictor(LinePredictor):
 
     @property
     def _shared(self) -> bool:
-        return self._share is not None and self._share.is_shared
+        return self._ranks.share is not None and self._ranks.share.is_shared
 
     def _is_mine(self, operator: str) -> bool:
-        return self._share is None or self._share.is_mine(operator)
+        return self._ranks.share is None or self._ranks.share.is_mine(operator)
 
     def _own(self, history: History) -> History:
-        return history if self._share is None or not self._share.is_shared else OwnOperators(history, self._share)
+        return (
+            history
+            if self._ranks.share is None or not self._ranks.share.is_shared
+            else OwnOperators(history, self._ranks.share)
+        )
 
-    def _told_by_all(self, history: History) -> Generator[None, None, Together | None]:
-        """What the ranks that share had learned by the newest checkpoint of the history; None where nothing is new."""
-        if self._share is None or not self._share.is_shared or not history.entries:
+    def _learned_by_all(self, history: History) -> Generator[None, None, Together | None]:
+        """The sharing ranks' statistics up to the newest checkpoint of the history; None where nothing is new."""
+        if self._ranks.share is None or not self._ranks.share.is_shared or not history.entries:
             return None
         parts = []
-        for part in self._share.learned(history.entries[-1].iteration):
+        for part in self._ranks.share.learned(history.entries[-1].iteration):
             if part is not None:
                 parts.append(part)
             yield
         return (yield from learned_together(parts, self._trained_iteration, history.operators))
 
     def _trained(
-        self, told: Together, checkpoints: int
+        self, together: Together, checkpoints: int
     ) -> Generator[None, None, tuple[Examples, Head, list[dict[str, Any]]]]:
-        """Examples, network and accuracy after some training on what has moved up to that checkpoint."""
+        """Examples, network and accuracy after some training on the motion up to that checkpoint."""
         examples, head, accuracy = self._examples.copy(), self._head.copy(), list(self._accuracy)
         # An operator that was not saved anew has taught all it can, and was scored, when it was.
         fresh = {
             name: one
-            for name, one in told.operators.items()
-            if one.points and one.points[-1].iteration == told.iteration  # all of its snapshots may be left out
+            for name, one in together.operators.items()
+            if one.points and one.points[-1].iteration == together.iteration  # all of its snapshots may be left out
         }
         taken = yield from windows(fresh)
         yield
         if taken:
             found = yield from head.accuracy(taken)
             moved = {"mean_square_motion": _newest_mean_square(fresh.values())}
-            accuracy.append({"iteration": told.iteration, "checkpoints": checkpoints, **found, **moved})
+            accuracy.append({"iteration": together.iteration, "checkpoints": checkpoints, **found, **moved})
         for window in taken:
             examples.add(window)
-        generator = torch.Generator(device="cpu").manual_seed(told.iteration)
+        generator = torch.Generator(device="cpu").manual_seed(together.iteration)
         for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
             yield from head.step(examples, generator)
             yield
@@ -317,7 +299,7 @@ class VITPPredictor(LinePredictor):
     def _damaged(
         self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
     ) -> list[int]:
-        # The other ranks look at theirs, and `agree` tells all.
+        # The other ranks check their own, and `agree` informs all.
         own = {operator: positions for operator, positions in reads.items() if self._is_mine(operator)}
         return super()._damaged(history, own, checked)
 
@@ -341,7 +323,7 @@ class VITPPredictor(LinePredictor):
         return ("line", "vitp") if self._updates >= MIN_UPDATES else ("line",)
 
     def _products(self, history: History, operator: str, asked: OperatorFit) -> torch.Tensor:
-        """Gram matrix over the window: what was learned, or read now where the newest checkpoint was not yet."""
+        """Gram matrix over the window: from the statistics, or read now if they lack the newest checkpoint."""
         known = self._statistics.operators.get(operator)
         if known is not None and known.numel == history.numel(operator):
             products = known.between([point.iteration for point in asked.points])

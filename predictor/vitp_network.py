@@ -38,12 +38,12 @@ DIMENSION = 32
 HEADS = 4
 LAYERS = 2
 HIDDEN = 64
-# Periods of 4 to 1/4 of the window's span: the longest tells the target's side of the window, the shortest neighbours.
+# Periods of 4 to 1/4 of the window's span: the longest separates the sides of the window, the shortest neighbours.
 TIME_FREQUENCIES = tuple(0.25 * 2.0**octave for octave in range(5))
 # Cosines with this many of the newest differences: a row of the normalised Gram matrix, cut or padded.
 COSINES = 8
 FEATURES = 4 + COSINES
-# Below this share of the mean squared difference, or of the largest, a product says nothing: rounding of float32.
+# Below this share of the mean squared difference, or of the largest, a product is rounding of float32.
 TINY = 1e-12
 
 Matrix = NDArray[numpy.float64]
@@ -78,7 +78,7 @@ PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
 
 @dataclass(frozen=True)
 class Geometry:
-    """What all operators with the same snapshots share.
+    """Geometry shared by all operators with the same snapshots.
 
     Attributes:
         line: the line's displacement over the K snapshots, scaled to norm 1, `(K,)`; sums to 0.
@@ -114,7 +114,7 @@ class Geometry:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Gradients in float32, whatever mode the training loop around is in; never held across a `yield` of `learn`."""
+    """Gradients in float32, whatever mode the training loop around is in; never kept across a `yield` of `learn`."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         yield
 
@@ -133,7 +133,7 @@ def initial_parameters(generator: torch.Generator) -> torch.Tensor:
 
 
 def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
-    """What is added to the line's direction, for B operators with the same K snapshots.
+    """Corrections of the line's direction, for B operators with the same K snapshots.
 
     Args:
         parameters: `(PARAMETERS,)` float32.

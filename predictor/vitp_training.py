@@ -1,4 +1,4 @@
-"""Training VITP's head on past windows: a bounded number of small steps for each checkpoint."""
+"""Training of VITP's head on past windows: a bounded number of small steps for each checkpoint."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -44,7 +44,7 @@ class Head:
     def step(self, examples: Examples, generator: torch.Generator) -> Iterator[None]:
         """One update towards the later motion of one random window; yields three times within it.
 
-        Abandoned in between, `steps` tells of no update.
+        Abandoned in between, `steps` shows no update.
         """
         with undisturbed():
             question = examples.draw(generator)
@@ -123,5 +123,5 @@ class Head:
 
 
 def _weighted(rows: torch.Tensor, question: Question) -> torch.Tensor:
-    """Sum of the cosines with what was asked for, each by its operator's weight."""
+    """Sum of the cosines with the target directions, weighted by operator."""
     return (cosines(rows, question.later, question.products) * question.weights).sum()

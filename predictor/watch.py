@@ -26,7 +26,7 @@ MEDIAN_EFFICIENCY = 1.2533
 
 @dataclass(frozen=True)
 class WatchDecision:
-    """What the watch makes of the losses so far.
+    """The watch's verdict on the losses so far.
 
     Attributes:
         status: `diverged` asks for a roll-back to exact recompute; it and `passed` are final.
@@ -36,7 +36,7 @@ class WatchDecision:
         baseline: median of the losses before the failure.
         excess_nats: level minus baseline.
         allowed_nats: largest excess allowed at this iteration.
-        reason: one sentence for people.
+        reason: one sentence for the user.
     """
 
     status: Literal["watching", "passed", "diverged"]

@@ -1,4 +1,4 @@
-"""Who may ask, and who may write: loopback without a token, everybody else with one."""
+"""Access control: loopback needs no token, every other client does."""
 
 import hmac
 import ipaddress
@@ -15,18 +15,18 @@ from cpsr.service.problems import Problem
 __all__ = ["TOKEN_VARIABLE", "Access", "MayWrite", "foreign_origin", "is_loopback", "read_token"]
 
 TOKEN_VARIABLE = "CPSR_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
-# So many characters of a random token cannot be tried out: 16 of base64 are 96 bits.
+# A random token of this length cannot be guessed: 16 characters of base64 are 96 bits.
 TOKEN_CHARACTERS_MIN = 16
 SCHEME = "Bearer"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a request must bring.
+    """Conditions for a request.
 
-    Without a token whoever reaches the service may read, and may write where that was said; it must then be reached on
-    loopback, and under a name of loopback: a page in a browser can be made to send requests there under a name of its
-    own. With a token every request needs it, and may write.
+    Without a token every client may read, and may write if writes are allowed. Requests must then arrive on loopback,
+    with a host name of loopback: a browser page could send requests under its own name (DNS rebinding). With a token
+    every request needs it, and may write.
 
     Attributes:
         token: None for none; never shown.
@@ -46,7 +46,7 @@ class Access:
             )
 
     def refusal(self, host: str, authorization: str | None) -> Problem | None:
-        """Why a request may not be answered; None where it may.
+        """Why a request is refused; None where it is allowed.
 
         Args:
             host: what the request calls this machine, with or without a port.
@@ -57,9 +57,9 @@ class Access:
             if is_loopback(name):
                 return None
             return Problem(403, "foreign_host", f"{name!r} is not this machine", "ask 127.0.0.1 or localhost")
-        scheme, _, told = (authorization or "").partition(" ")
+        scheme, _, given = (authorization or "").partition(" ")
         # In constant time; bytes, since a header may hold what is no ASCII.
-        same = hmac.compare_digest(told.strip().encode("utf-8", "surrogateescape"), self.token.encode())
+        same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self.token.encode())
         if same and scheme.lower() == SCHEME.lower():
             return None
         return Problem(
@@ -72,14 +72,14 @@ class Access:
 
 
 def foreign_origin(method: str, host: str, origin: str | None) -> Problem | None:
-    """Why a page may not change anything; None where it may, or where no page asks.
+    """Why a browser page may not write; None where it may, or where no page asks.
 
-    A browser sends what a page of another site posts to this one, and only keeps the answer from it.
+    A browser sends another site's POST requests to this service, and only hides the answer from the page.
 
     Args:
         method: of the request.
         host: what the request calls this machine.
-        origin: of the page, as its browser tells.
+        origin: of the page, as its browser sends it.
     """
     if method in ("GET", "HEAD", "OPTIONS") or origin is None or origin.partition("://")[2] == host:
         return None

@@ -1,4 +1,4 @@
-"""The HTTP service over run directories: it reads their journals, and training never needs it."""
+"""The HTTP service over run directories: it reads their journals, and training does not depend on it."""
 
 from pathlib import Path
 

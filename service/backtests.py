@@ -1,4 +1,4 @@
-"""Backtests: how well the predictor would have foretold the checkpoints that it has seen."""
+"""Backtests: how well the predictor would have predicted past checkpoints."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ router = APIRouter(tags=["backtests"])
 
 
 class Backtest(BaseModel):
-    """One checkpoint, foretold from those before it."""
+    """One checkpoint, predicted from those before it."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -34,7 +34,7 @@ class Backtest(BaseModel):
     life: int
     iteration: int
     checkpoints: int = Field(description="How many the predictor had learned from by then.")
-    result: dict[str, Any] = Field(description="Cosines of the foretold direction with the way that the weights went.")
+    result: dict[str, Any] = Field(description="Cosines of the predicted direction with the motion of the weights.")
     created_unix_seconds: float
 
 

@@ -1,4 +1,4 @@
-"""Bubbles: how long the ranks' training threads waited, and what was done meanwhile."""
+"""Bubbles: how long the ranks' training threads waited, and the work done meanwhile."""
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -44,14 +44,14 @@ class BubbleUse(BaseModel):
     iteration: int
     iterations: int = Field(description="Step boundaries that the row covers.")
     seconds: float = Field(description="Wall time that it covers.")
-    bubble_seconds: float = Field(description="The training thread waited so long.")
+    bubble_seconds: float = Field(description="Time for which the training thread waited.")
     used_seconds: float = Field(description="The predictor's work inside of waits.")
     late_seconds: float = Field(description="From the end of a wait to the end of work that was let into it.")
     outside_seconds: float = Field(description="Work that began outside.")
     slices: int = Field(description="Pieces of work.")
     late_slices: int = Field(description="Those that ran past the end of their wait.")
     copied_seconds: float | None = Field(
-        description="Copying of snapshots inside of waits; null where this rank's copies wait for nothing."
+        description="Copying of snapshots inside of waits; null where this rank's copies do not use waits."
     )
     copied_bytes: int | None = Field(description="Copied in that time.")
     copied_beside_bytes: int | None = Field(description="Of the same, copied beside the training's work.")
@@ -67,6 +67,6 @@ class BubbleList(BaseModel):
 
 @router.get("/bubbles", operation_id="list_bubbles")
 def list_bubbles(run_dir: RunDir, window: WindowQuery) -> BubbleList:
-    """Waits of the training threads of all ranks, and what was done in them; empty where none waited."""
+    """Waits of the training threads of all ranks, and the work done in them; empty where none waited."""
     rows, total = newest(run_dir, BubbleRow, lambda row: answered(BubbleUse, row), window)
     return BubbleList(bubbles=rows, total=total)

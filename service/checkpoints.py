@@ -1,4 +1,4 @@
-"""Checkpoints: what became of each that was due, and where it is now."""
+"""Checkpoints: the result of each due checkpoint, and where it is now."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from cpsr.journal import CheckpointRow
-from cpsr.service.copies import Copies, Copy, Held, held_on_disk
+from cpsr.service.copies import Copies, Copy, OnDisk, kept_on_disk
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.rows import answered, open_journal
 
@@ -58,7 +58,7 @@ class Checkpoint(BaseModel):
         description="`predicted`: its state, or one that it was trained from, was predicted."
     )
     verified: bool = Field(description="Whether every file was read back and compared when it was written.")
-    on_disk: Held = Field(
+    on_disk: OnDisk = Field(
         description="Of a checkpoint of this iteration in the run directory now: `whole`, training can restart from "
         "it; `weights`, kept for the predictor alone; `none`.",
     )
@@ -98,9 +98,9 @@ def list_checkpoints(run_dir: RunDir, window: WindowQuery) -> CheckpointList:
 
 
 def checkpoint_of(row: CheckpointRow, run_dir: Path) -> Checkpoint:
-    """A checkpoint, with what the run directory holds of it."""
-    held = held_on_disk(run_dir, row.iteration) if row.status == "committed" else "none"
-    return answered(Checkpoint, row, verified=_verified(row), on_disk=held)
+    """A checkpoint, with its present content in the run directory."""
+    kept = kept_on_disk(run_dir, row.iteration) if row.status == "committed" else "none"
+    return answered(Checkpoint, row, verified=_verified(row), on_disk=kept)
 
 
 def _listed(row: CheckpointRow, copies: Copies) -> ListedCheckpoint:
@@ -108,4 +108,4 @@ def _listed(row: CheckpointRow, copies: Copies) -> ListedCheckpoint:
 
 
 def _verified(row: CheckpointRow) -> bool:
-    return row.status == "committed"  # nothing is before every file was read back
+    return row.status == "committed"  # a checkpoint is verified once every file was read back

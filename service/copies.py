@@ -9,15 +9,15 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from cpsr.checkpoint.held import SHARED_MEMORY, HeldState, files_of, held_state
 from cpsr.checkpoint.manifest import COMMIT, THINNED, step_name
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, files_of, memory_state
 from cpsr.journal import CheckpointRow, JournalReader
 from cpsr.service.identity import identity_of
 
-__all__ = ["Copies", "Copy", "Held", "held_on_disk"]
+__all__ = ["Copies", "Copy", "OnDisk", "kept_on_disk"]
 
-Held = Literal["whole", "weights", "none"]
-# Of the events: what was said of a copy at the target last.
+OnDisk = Literal["whole", "weights", "none"]
+# Of the events: the last one of a copy at the target.
 COPIED, GONE = "target copied", ("target removed", "target set aside", "target copy damaged")
 REPLICA = "-replica-"  # in the name of a file that this machine holds for a rank of another
 
@@ -40,15 +40,15 @@ class Copy(BaseModel):
     )
     ranks: list[int] | None = Field(description="Whose states are there; null for all.")
     copied_unix_seconds: float | None = Field(
-        description="When it was made, as the journal says; null for what was seen just now."
+        description="When it was made, from the journal; null for a place that was read just now."
     )
 
 
 class Copies:
-    """What is known of the copies of some checkpoints.
+    """The known copies of some checkpoints.
 
-    Host memory is looked into where the newest life of the run is on this machine and belongs to this user; of other
-    machines' nothing is known here.
+    Host memory is read if the newest life of the run is on this machine and belongs to this user; memory of other
+    machines is not visible here.
 
     Args:
         run_dir: of the run.
@@ -61,11 +61,11 @@ class Copies:
         self._reader = reader
         self._folders = _names_in(run_dir / "checkpoints")  # few are left, of many rows
         lives = reader.lives()
-        held = _held_here(run_dir) if lives and lives[-1].host == socket.gethostname() else None
-        self.memory_seen = held is not None
-        self._held: dict[tuple[int, int], list[HeldState]] = defaultdict(list)
-        for state in held or ():
-            self._held[state.life, state.iteration].append(state)
+        states = _states_here(run_dir) if lives and lives[-1].host == socket.gethostname() else None
+        self.memory_seen = states is not None
+        self._in_memory: dict[tuple[int, int], list[MemoryState]] = defaultdict(list)
+        for state in states or ():
+            self._in_memory[state.life, state.iteration].append(state)
         committed = [row.iteration for row in rows if row.status == "committed"]
         self._copied: dict[int, float] = {}  # iteration -> when the copy at the target was made
         for event in reader.events_of(committed, (COPIED, *GONE)):
@@ -75,26 +75,26 @@ class Copies:
             else:
                 self._copied.pop(event.iteration, None)
 
-    def on_disk(self, row: CheckpointRow) -> Held:
+    def on_disk(self, row: CheckpointRow) -> OnDisk:
         """What the run directory holds of a checkpoint of this iteration."""
         there = row.status == "committed" and step_name(row.iteration) in self._folders
-        return held_on_disk(self._run_dir, row.iteration) if there else "none"
+        return kept_on_disk(self._run_dir, row.iteration) if there else "none"
 
     def of(self, row: CheckpointRow) -> list[Copy]:
-        """Every place where a committed checkpoint is; none where its iteration was saved again since."""
+        """Every place of a committed checkpoint; none where its iteration was saved again since."""
         if row.status != "committed":
             return []
-        states = self._held.get((row.life, row.iteration), ())
+        states = self._in_memory.get((row.life, row.iteration), ())
         found = [*self._on_disk(row), *self._at_target(row)]
         found += _in_memory([one for one in states if REPLICA not in one.path.name], "memory")
         found += _in_memory([one for one in states if REPLICA in one.path.name], "peer")
         return found if found and self._reader.latest_checkpoint(row.iteration) == row else []
 
     def _on_disk(self, row: CheckpointRow) -> Iterable[Copy]:
-        held = self.on_disk(row)
-        if held != "none":
+        kept = self.on_disk(row)
+        if kept != "none":
             size = _bytes_of(self._run_dir / "checkpoints" / step_name(row.iteration))
-            yield Copy(tier="disk", holds=held, bytes=size, verified=True, ranks=None, copied_unix_seconds=None)
+            yield Copy(tier="disk", holds=kept, bytes=size, verified=True, ranks=None, copied_unix_seconds=None)
 
     def _at_target(self, row: CheckpointRow) -> Iterable[Copy]:
         copied = self._copied.get(row.iteration)
@@ -105,7 +105,7 @@ class Copies:
             )
 
 
-def held_on_disk(run_dir: Path, iteration: int) -> Held:
+def kept_on_disk(run_dir: Path, iteration: int) -> OnDisk:
     """What the run directory holds of a checkpoint of this iteration."""
     step = run_dir / "checkpoints" / step_name(iteration)
     if step.is_symlink() or not (step / COMMIT).is_file():
@@ -120,13 +120,13 @@ def _names_in(directory: Path) -> frozenset[str]:
         return frozenset()
 
 
-def _held_here(run_dir: Path) -> list[HeldState] | None:
-    """States of the run in this machine's memory; None where that cannot be looked into."""
+def _states_here(run_dir: Path) -> list[MemoryState] | None:
+    """States of the run in this machine's memory; None where that is not readable."""
     run_id = identity_of(run_dir)[0].get("run_id")
     if run_id is None:
         return None
     try:
-        states = [held_state(path) for path in files_of(run_id, SHARED_MEMORY) if _is_own(path)]
+        states = [memory_state(path) for path in files_of(run_id, SHARED_MEMORY) if _is_own(path)]
     except OSError:
         return None
     return [state for state in states if state is not None]
@@ -136,21 +136,21 @@ def _is_own(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.geteuid()
     except OSError:
-        return False  # it has gone meanwhile
+        return False  # removed meanwhile
 
 
-def _in_memory(states: Sequence[HeldState], tier: Literal["memory", "peer"]) -> Iterable[Copy]:
+def _in_memory(states: Sequence[MemoryState], tier: Literal["memory", "peer"]) -> Iterable[Copy]:
     small = [one for one in states if one.kind == "small"]
     whole = [one for one in states if one.kind != "small"]
     holds: Literal["whole", "small"]
-    for holds, held in (("whole", whole), ("small", small)):
-        if held:
+    for holds, states in (("whole", whole), ("small", small)):
+        if states:
             yield Copy(
                 tier=tier,
                 holds=holds,
-                bytes=_sum(one.path for one in held),
+                bytes=_sum(one.path for one in states),
                 verified=False,
-                ranks=sorted({one.rank for one in held}),
+                ranks=sorted({one.rank for one in states}),
                 copied_unix_seconds=None,
             )
 

@@ -1,4 +1,4 @@
-"""The dashboard: one page and its files, which hold nothing of any run and ask this service for the rest."""
+"""The dashboard: one static page and its files, which fetch all data of runs from this service."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ __all__ = ["FILES", "is_page", "mount_dashboard"]
 
 FILES = Path(__file__).parent / "static"
 
-# Nothing but this service's own files is loaded or asked, and no other page may frame this one: whoever managed to get
-# a text with markup into a journal could not make a browser run it.
+# The page loads only this service's files, and no other page may frame it: markup in a journal's text cannot make a
+# browser execute it.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -33,7 +33,7 @@ class _Files(StaticFiles):
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is the page's or of one of its files: a browser asks for these before it can send a token."""
+    """Whether a path is the page or one of its files, which a browser requests before it can send a token."""
     return path == "/" or path.startswith(f"{_PREFIX}/")
 
 

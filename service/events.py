@@ -1,4 +1,4 @@
-"""`GET /events`: what the journal gains, as server-sent events that can be taken up again where they were left."""
+"""`GET /events`: new rows of the journal, as server-sent events that a client can resume."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from cpsr.service.problems import Problem
 
 __all__ = ["Streams", "router"]
 
-ID_CHARACTERS_MAX = 300  # of any place that was ever told
+ID_CHARACTERS_MAX = 300  # of any place that was ever sent
 
 _MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -57,7 +57,7 @@ class Streams:
             "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
             "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
             "journal, have an id to go on from, and `row`, their number within their kind. `progress` is the newest "
-            "step, at most once a second. `reset`: the journal is another one, or has lost rows that were told; `kept` "
+            "step, at most once a second. `reset`: the journal is another one, or has lost rows that were sent; `kept` "
             "is the number of the last row of each kind that stays. Forget the rows behind these, and everything where "
             "all are 0; what follows is every row behind them. `unavailable`: the journal cannot be read now.",
         }
@@ -80,7 +80,7 @@ async def follow_events(
         message = f"{streams.open} clients follow the events already"
         raise Problem(503, "too_many_streams", message, "close one, or ask GET /plan once a second")
     asked = last_event_id if last_event_id is not None else after
-    streams.open += 1  # before anything is waited for, or many that come together would all pass
+    streams.open += 1  # before the first await, or many simultaneous requests would all pass
     try:
         here = await run_in_threadpool(end_of, run_dir)
     except BaseException:
@@ -90,7 +90,7 @@ async def follow_events(
 
 
 class _Follower:
-    """What one client is told. Nothing is queued: the journal is read on when the client has taken what came before.
+    """The stream of one client. Nothing is queued: it reads on when the client has received the last messages.
 
     Args:
         run_dir: of the run.
@@ -104,7 +104,7 @@ class _Follower:
         self._failure = ""
 
     async def messages(self, asked: str | None, streams: Streams) -> AsyncIterator[str]:
-        """All that is told, until the service ends.
+        """All messages, until the service ends.
 
         Args:
             asked: where to begin.
@@ -115,21 +115,21 @@ class _Follower:
         yield _message("hello", {"run": self._run_dir.name}, self._place)
         if begin is None:
             yield self._reset("the id is none of this service's")
-        said = time.monotonic()
+        sent_at = time.monotonic()
         while not streams.closing:
-            told, more = await self._look()
-            for message in told:
+            messages, more = await self._look()
+            for message in messages:
                 yield message
-            if told:
-                said = time.monotonic()
-            elif time.monotonic() - said > streams.limits.quiet_seconds:
-                said = time.monotonic()
+            if messages:
+                sent_at = time.monotonic()
+            elif time.monotonic() - sent_at > streams.limits.quiet_seconds:
+                sent_at = time.monotonic()
                 yield ": still here\n\n"
             if not more:
                 await asyncio.sleep(streams.limits.poll_seconds)
 
     async def _look(self) -> tuple[list[str], bool]:
-        """What is new, and whether there may be more of it already."""
+        """New messages, and whether there may be more already."""
         try:
             news = await run_in_threadpool(recorded_after, self._run_dir, self._place)
         except JournalError as error:
@@ -137,14 +137,14 @@ class _Follower:
             return [] if known == self._failure else [_message("unavailable", {"message": self._failure})], False
         self._failure = ""
         self._place = news.begin
-        told = [self._reset(news.reset)] if news.reset else []
-        told += [_message(row.name, {**row.content, "row": _number(row)}, row.place) for row in news.rows]
+        messages = [self._reset(news.reset)] if news.reset else []
+        messages += [_message(row.name, {**row.content, "row": _number(row)}, row.place) for row in news.rows]
         if news.rows:
             self._place = news.rows[-1].place
         if news.step != self._step and news.step is not None:
-            told.append(_message("progress", news.step))
+            messages.append(_message("progress", news.step))
         self._step = news.step
-        return told, len(news.rows) >= ROWS_AT_ONCE
+        return messages, len(news.rows) >= ROWS_AT_ONCE
 
     def _reset(self, why: str) -> str:
         kept = dict(zip(FOLLOWED, self._place.rows, strict=True))
@@ -153,7 +153,7 @@ class _Follower:
 
 
 def _begin(asked: str | None, here: Place) -> Place | None:
-    """Where a stream begins; None where what was asked for is no place."""
+    """Where a stream begins; None where the id is invalid."""
     if asked is None:
         return here
     return start_of(here) if asked == "start" else Place.parse(asked)
@@ -169,21 +169,21 @@ def _message(name: str, content: dict[str, Any], place: Place | None = None) -> 
 
 
 class _EventStream(StreamingResponse):
-    """Counts itself, and ends where its client takes nothing for too long."""
+    """Counts itself, and ends if its client receives nothing for too long."""
 
     def __init__(self, content: AsyncIterator[str], streams: Streams) -> None:
         super().__init__(content, media_type="text/event-stream")
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and count no longer among the open streams."""
+        """Answer, then leave the open streams."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._streams.open -= 1
 
     async def stream_response(self, send: Send) -> None:
-        """Send until the content ends or the client has gone."""
+        """Send until the content ends or the client disconnects."""
 
         async def send_in_time(message: Message) -> None:
             async with asyncio.timeout(self._streams.limits.send_seconds):

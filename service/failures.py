@@ -1,4 +1,4 @@
-"""Failures: those that the job saw, and those that people report."""
+"""Failures: those that the job detected, and those that people report."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from cpsr.service.rows import open_journal
 
 __all__ = ["Failure", "FailureList", "FailureReport", "router"]
 
-CLOCKS_SECONDS = 60.0  # by which the clock of whoever reports a failure may be ahead
+CLOCKS_SECONDS = 60.0  # by which a reporter's clock may be ahead
 
 router = APIRouter(tags=["failures"])
 
@@ -43,11 +43,11 @@ class Failure(BaseModel):
     checkpoint_iteration: int | None
     description: str
     failed_unix_seconds: float
-    reported: bool = Field(description="Whether somebody reported it, or the job saw it by itself.")
+    reported: bool = Field(description="Whether it was reported, or the job detected it.")
 
 
 class FailureReport(BaseModel):
-    """What `POST /failures` takes: a failure that no restart of this job shows."""
+    """Body of `POST /failures`: a failure without a restart of this job."""
 
     model_config = ConfigDict(extra="forbid", strict=True)  # true is no number
 
@@ -66,15 +66,15 @@ class FailureList(BaseModel):
 
 @router.get("/failures", operation_id="list_failures")
 def list_failures(run_dir: RunDir, window: WindowQuery) -> FailureList:
-    """Failures that the job saw, and those that were reported, newest first."""
-    held = [one for one in _all(run_dir) if window.holds(one.failed_unix_seconds)]
-    held.sort(key=lambda failure: failure.failed_unix_seconds, reverse=True)
-    return FailureList(failures=held[: window.limit], total=len(held))
+    """Failures that the job detected, and reported ones, newest first."""
+    listed = [one for one in _all(run_dir) if window.holds(one.failed_unix_seconds)]
+    listed.sort(key=lambda failure: failure.failed_unix_seconds, reverse=True)
+    return FailureList(failures=listed[: window.limit], total=len(listed))
 
 
 @router.post("/failures", operation_id="report_failure", status_code=HTTPStatus.CREATED, dependencies=[MayWrite])
 def post_failure(run_dir: RunDir, report: FailureReport) -> Failure:
-    """Report a failure that no restart of this job shows; the failure rate counts it at the next phase's end."""
+    """Report a failure without a restart of this job; the failure rate counts it at the next phase's end."""
     now = time.time()
     failed = now if report.failed_unix_seconds is None else report.failed_unix_seconds
     if failed > now + CLOCKS_SECONDS:

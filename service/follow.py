@@ -1,4 +1,4 @@
-"""Following a journal: what was recorded since a place in it, and that place as a short text."""
+"""Following a journal: rows recorded since a position, and that position as a short text."""
 
 import heapq
 import re
@@ -24,7 +24,7 @@ from cpsr.service.rows import open_journal, plain_row
 
 __all__ = ["FOLLOWED", "ROWS_AT_ONCE", "News", "Place", "Recorded", "end_of", "recorded_after", "start_of"]
 
-# By the name under which a row is told. Their order is part of a place: a new one goes to the end.
+# By event name. Their order is part of a position: append new ones at the end.
 FOLLOWED: dict[str, type[Any]] = {
     "event": EventRow,
     "checkpoint": CheckpointRow,
@@ -37,7 +37,7 @@ FOLLOWED: dict[str, type[Any]] = {
     "backtest": BacktestRow,
     "bubble": BubbleRow,
 }
-ROWS_AT_ONCE = 100  # of each table: a reader that was away for long is told in pieces, and none of them is large
+ROWS_AT_ONCE = 100  # rows of each table at a time: a reader that was away for long gets small pieces
 _ROWS = r"\d{1,18}(?:\.\d{1,18}){%d}" % (len(FOLLOWED) - 1)  # noqa: UP031 - braces
 _PLACE = re.compile(rf"([0-9a-f]{{1,24}})-([0-9a-f]{{1,15}})-({_ROWS})")
 MICROSECONDS = 1e6
@@ -50,7 +50,7 @@ class Place:
     Attributes:
         journal: which one; a journal that was set aside and begun anew is another.
         opened: when the writer whose rows these were had opened it, in microseconds; 0: not known.
-        rows: number of the last row that was told, of each followed table.
+        rows: number of the last row that was sent, of each followed table.
     """
 
     journal: str
@@ -62,7 +62,7 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> "Place | None":
-        """The place that a text names; None where it is none of this version's."""
+        """The position that a text names; None where it is not of this version."""
         found = _PLACE.fullmatch(text)
         return None if found is None else cls(found[1], int(found[2], 16), tuple(map(int, found[3].split("."))))
 
@@ -88,7 +88,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class News:
-    """What a journal has gained.
+    """New rows of a journal.
 
     Attributes:
         begin: the place behind which its rows are: the one that was asked for, as far as the journal still agrees.
@@ -120,10 +120,10 @@ def start_of(place: Place) -> Place:
 
 
 def recorded_after(run_dir: Path, place: Place) -> News:
-    """What was recorded after a place.
+    """Rows recorded after a position.
 
-    A power cut may take the last rows of a journal, whose numbers are then given again: what was told of the rows that
-    are still there counts, and the others are told. Where the journal is another one, nothing of it was told yet.
+    A power cut may take the last rows of a journal, whose numbers are then used again: rows that are
+    still there count as sent, and the others are sent. If the journal is another one, nothing of it was sent yet.
 
     Raises:
         JournalError: the journal cannot be read.
@@ -136,11 +136,11 @@ def recorded_after(run_dir: Path, place: Place) -> News:
 
 
 def _agreed(reader: JournalReader, place: Place) -> tuple[Place, str]:
-    """The place up to which a journal still holds what was told, and why it is another; "" where it is the same."""
+    """The place up to which a journal still has the sent rows, and why it is another; "" if it is the same."""
     start = _start(reader)
     if start.journal != place.journal:
         return start, "the journal is another one than the id's: it was begun anew"
-    # The first writer after the one whose rows were told: what it found was told, or will be.
+    # The first writer after the one whose rows were sent: what it found was sent, or will be.
     later = next((last for opened, last in reader.openings() if opened > place.opened), {})
     kept = tuple(
         min(row, later.get(row_type, row)) for row, row_type in zip(place.rows, FOLLOWED.values(), strict=True)
@@ -161,7 +161,7 @@ def _rows_after(reader: JournalReader, place: Place) -> Iterator[Recorded]:
     for table, (name, row_type) in enumerate(FOLLOWED.items()):
         rows = reader.after(row_type, place.rows[table], ROWS_AT_ONCE)
         tables.append([(_time(row), table, number, name, row) for number, row in rows])
-    # Merged, not sorted: within a table rows keep their order whatever the clocks of ranks say, or a reader that goes
+    # Merged, not sorted: within a table rows keep their order whatever the clocks of ranks, or a reader that goes
     # on from a place would miss some.
     for _, table, number, name, row in heapq.merge(*tables, key=lambda entry: entry[:2]):
         place = place.after(table, number)

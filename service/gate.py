@@ -1,4 +1,4 @@
-"""What every request passes before anything looks at it: its address's rate, its right to ask, and its size."""
+"""Checks before any handler: the request rate of an address, access, and the body's size."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ __all__ = ["Gate", "Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one client may ask of the service.
+    """Limits of one client.
 
     Attributes:
         requests_per_second: of one address, for good: dozens of pages that poll each second are fewer.
@@ -42,7 +42,7 @@ class Limits:
 
 
 class Gate:
-    """Refuses what may not be asked, before its body is read.
+    """Refuses disallowed requests before it reads their body.
 
     Args:
         app: what answers.
@@ -90,16 +90,16 @@ class Gate:
         if foreign is not None:
             raise foreign
         refusal = self._access.refusal(host, headers.get("authorization"))
-        # The page holds nothing of a run, and a browser cannot send a token before it has it.
+        # The page contains no data of a run, and a browser needs it before it can send a token.
         if refusal is not None and not (refusal.status == 401 and is_page(scope["path"])):
             raise refusal
 
     async def _body(self, scope: Scope, receive: Receive) -> Message:
-        """The whole body in one message, or that the client has gone."""
+        """The whole body in one message, or the client's disconnect."""
         limit, body = self._limits.body_bytes, b""
         too_large = Problem(413, "body_too_large", f"the body has more than {limit} bytes", "send less")
-        told = Headers(scope=scope).get("content-length", "0")
-        if told.isdecimal() and int(told) > limit:
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
             raise too_large
         try:
             async with asyncio.timeout(self._limits.body_seconds):

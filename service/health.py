@@ -1,4 +1,4 @@
-"""Whether a run is well, and whether the service can answer about it."""
+"""Health of a run, and whether the service can answer about it."""
 
 import math
 import socket
@@ -31,7 +31,7 @@ router = APIRouter(tags=["health"])
 
 
 class Health(BaseModel):
-    """Whether the run can be seen, and whether it is well as far as its journal shows."""
+    """Whether the run is visible, and its health as its journal shows it."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -58,7 +58,7 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether the service can answer about the run, however that is."""
+    """Whether the service can answer about the run, healthy or not."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"ready": True, "reason": None}]})
 
@@ -68,7 +68,7 @@ class Readiness(BaseModel):
 
 @router.get("/healthz", operation_id="get_health", response_model=Health, responses={503: {"model": Health}})
 def get_health(run_dir: RunDir) -> JSONResponse:
-    """Whether the run is well: 200, or 503 with the reason."""
+    """Health of the run: 200, or 503 with the reason."""
     health = health_of(run_dir)
     status = HTTPStatus.OK if health.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(health.model_dump(mode="json"), status)

@@ -1,4 +1,4 @@
-"""What a run's directory says of itself, in `run.json`."""
+"""The identity of a run, from `run.json` in its directory."""
 
 import json
 from pathlib import Path

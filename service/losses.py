@@ -1,4 +1,4 @@
-"""The loss curve: losses of the run's present course, thinned out to what a plot can show."""
+"""The loss curve of the run's present course, thinned to the resolution of a plot."""
 
 import math
 
@@ -24,9 +24,7 @@ class LossCurve(BaseModel):
         json_schema_extra={"examples": [{"iterations": [1, 1001, 2001], "losses": [8.1, 3.2, None], "total": 2600}]}
     )
 
-    iterations: list[int] = Field(
-        description="Increasing; what was given up by going back to a checkpoint is left out."
-    )
+    iterations: list[int] = Field(description="Increasing; without iterations that a roll-back undid.")
     losses: list[float | None] = Field(
         description="Of these single iterations, not means (nats for a language model); null where there was none, or "
         "it was not finite."
@@ -70,7 +68,7 @@ def _thinned(reader: JournalReader, total: int, limit: int) -> list[StepRow]:
 def _between(reader: JournalReader, first: int, last: int, limit: int) -> list[StepRow]:
     """Steps of the present course in a range of iterations, evenly spaced, with the first and the last of it."""
     newest = reader.recent_steps(1)
-    last = min(last, newest[0].iteration) if newest else -1  # what lies behind it was given up
+    last = min(last, newest[0].iteration) if newest else -1  # a roll-back undid later ones
     count = min(limit, last - first + 1)
     found: list[StepRow] = []
     for place in range(count):

@@ -26,7 +26,7 @@ from cpsr.service.runs import Runs
 
 __all__ = ["RunMetrics", "router"]
 
-RUNS_MAX = 100  # beyond which a scrape would take seconds; `cpsr serve` over fewer runs tells all of them
+RUNS_MAX = 100  # beyond which a scrape would take seconds; `cpsr serve` over fewer runs reports all of them
 
 router = APIRouter(tags=["metrics"])
 
@@ -60,7 +60,7 @@ class RunMetrics(Collector):
         families = _Families()
         for name, run_dir in self._runs:
             health = health_of(run_dir)
-            families.gauge("healthy", "Whether the run is well, as /healthz says.", name, health.status == "ok")
+            families.gauge("healthy", "Whether the run is healthy, as in /healthz.", name, health.status == "ok")
             age = health.journal_age_seconds
             families.gauge("journal_age_seconds", "Since the journal was last written.", name, age)
             up = True
@@ -81,10 +81,10 @@ class _Families:
     """Metric families by name, in the order of their first sample."""
 
     def __init__(self) -> None:
-        self._held: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
 
     def __iter__(self) -> Iterator[Metric]:
-        return iter(self._held.values())
+        return iter(self._families.values())
 
     def gauge(self, name: str, text: str, run: str, value: float | None, **labels: str) -> None:
         """A sample that may go up and down; None leaves it out."""
@@ -105,9 +105,9 @@ class _Families:
     ) -> None:
         if value is None:
             return
-        if name not in self._held:
-            self._held[name] = family(f"cpsr_{name}", text, labels=["run", *labels])
-        self._held[name].add_metric([run, *labels.values()], float(value))
+        if name not in self._families:
+            self._families[name] = family(f"cpsr_{name}", text, labels=["run", *labels])
+        self._families[name].add_metric([run, *labels.values()], float(value))
 
 
 def _steps(families: _Families, run: str, reader: JournalReader) -> None:
@@ -127,7 +127,7 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
         return
     families.gauge(
         "checkpoint_interval_iterations",
-        "Between checkpoints, by the plan that holds; of ranks with intervals of their own the shortest.",
+        "Between checkpoints, by the current plan; the shortest of all ranks' intervals.",
         run,
         plan.interval_iterations,
         origin=plan.origin,
@@ -138,7 +138,7 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
     families.gauge("expected_cost_ratio", text, run, cost)
     rate = plan.explanation.get("inputs", {}).get("failures_per_second")
     families.gauge(
-        "failures_per_second", "Failure rate that the plan rests on.", run, None if rate is None else float(rate)
+        "failures_per_second", "Failure rate that the plan uses.", run, None if rate is None else float(rate)
     )
     ended = reader.latest_phase()
     count = 0 if ended is None else ended.phase + 1

@@ -1,4 +1,4 @@
-"""Overrides: the interval that people want for a while, in place of the planner's."""
+"""Overrides: an interval that temporarily replaces the planner's."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ __all__ = ["Override", "OverrideRequest", "override_of", "router"]
 
 INTERVAL_MAX_ITERATIONS = 2**31  # as the planner's
 HOUR_SECONDS = 3600.0
-LONGEST_SECONDS = 30 * 24 * HOUR_SECONDS  # what is to hold longer belongs into the configuration
+LONGEST_SECONDS = 30 * 24 * HOUR_SECONDS  # a longer override belongs into the configuration
 
 router = APIRouter(tags=["plan"])
 
@@ -60,7 +60,7 @@ class OverrideRequest(BaseModel):
     expires_in_seconds: float = Field(
         default=HOUR_SECONDS, gt=0, le=LONGEST_SECONDS, allow_inf_nan=False, description="It ends by itself."
     )
-    reason: str = Field(min_length=1, max_length=1000, description="For whoever wonders about the plan.")
+    reason: str = Field(min_length=1, max_length=1000, description="Explains the override to readers of the plan.")
 
     @model_validator(mode="after")
     def _one_or_the_other(self) -> "OverrideRequest":
@@ -74,7 +74,7 @@ class OverrideRequest(BaseModel):
 
 
 class Override(BaseModel):
-    """What people want the interval to be, and whether the plan that holds was made under it."""
+    """The requested interval, and whether the current plan uses it."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -99,8 +99,8 @@ class Override(BaseModel):
     expires_unix_seconds: float
     created_unix_seconds: float
     taken_up: bool = Field(
-        description="Whether the job has; at the next step boundary after it has heard of it, within about a second. A "
-        "job that has not measured a checkpoint yet does after its first."
+        description="Whether the job applies it, at a step boundary about a second after the request. A job without "
+        "a measured checkpoint applies it after its first one."
     )
 
 
@@ -120,10 +120,10 @@ def put_override(run_dir: RunDir, request: OverrideRequest) -> Override:
 
 @router.delete("/plan/override", operation_id="withdraw_override", dependencies=[MayWrite])
 def delete_override(run_dir: RunDir) -> Override:
-    """End the override that holds before its time; answers with the one that was ended."""
-    held = override_of(run_dir, None)
-    if held is None:
-        raise Problem(404, "no_override", "no override holds", "GET /plan says what does")
+    """End the current override early; answers with the one that was ended."""
+    current = override_of(run_dir, None)
+    if current is None:
+        raise Problem(404, "no_override", "no override is in force", "GET /plan has the current plan")
     now = time.time()
     withdrawal = PlanOverride(
         interval_min_iterations=None,
@@ -133,15 +133,15 @@ def delete_override(run_dir: RunDir) -> Override:
         created_unix_seconds=now,
     )
     override_plan(run_dir, withdrawal)
-    return held
+    return current
 
 
 def override_of(run_dir: Path, plan: PlanRow | None) -> Override | None:
-    """The override that holds now; None where none does.
+    """The current override; None where there is none.
 
     Args:
         run_dir: of the run.
-        plan: that holds.
+        plan: the current one.
 
     Raises:
         JournalError: the commands cannot be read.
@@ -149,8 +149,8 @@ def override_of(run_dir: Path, plan: PlanRow | None) -> Override | None:
     override = latest_override(run_dir)
     if override is None or not override.holds(time.time()):
         return None
-    told = None if plan is None else plan.explanation.get("override")
-    taken_up = isinstance(told, dict) and told.get("id") == override.id
+    applied = None if plan is None else plan.explanation.get("override")
+    taken_up = isinstance(applied, dict) and applied.get("id") == override.id
     return _answer(override, override.id, taken_up)
 
 

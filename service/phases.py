@@ -54,5 +54,5 @@ class PhaseList(BaseModel):
 def list_phases(run_dir: RunDir, window: WindowQuery) -> PhaseList:
     """Phases that have ended; one that ended again after a restart is listed once, as it ended last."""
     with open_journal(run_dir) as reader:
-        held = [answered(Phase, row) for row in reversed(reader.phases()) if window.holds(row.created_unix_seconds)]
-    return PhaseList(phases=held[: window.limit], total=len(held))
+        listed = [answered(Phase, row) for row in reversed(reader.phases()) if window.holds(row.created_unix_seconds)]
+    return PhaseList(phases=listed[: window.limit], total=len(listed))

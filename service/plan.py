@@ -1,4 +1,4 @@
-"""The plan: how often checkpoints are taken now, why, and how that came about."""
+"""The plan: how often checkpoints are taken now, why, and the plans before it."""
 
 import math
 import time
@@ -11,7 +11,16 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from cpsr.errors import JournalError
-from cpsr.journal import JournalReader, PhaseRow, PlanRow, RecoveryRow, RehearsalRow, json_ready
+from cpsr.journal import (
+    Beginning,
+    CheckpointRow,
+    JournalReader,
+    PhaseRow,
+    PlanRow,
+    RecoveryRow,
+    RehearsalRow,
+    json_ready,
+)
 from cpsr.planner.inputs import Origin
 from cpsr.service.checkpoints import Checkpoint, checkpoint_of
 from cpsr.service.health import RECENT_STEPS, iteration_seconds
@@ -19,7 +28,7 @@ from cpsr.service.identity import identity_of
 from cpsr.service.override import Override, override_of
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.problems import Problem
-from cpsr.service.recoveries import Recovery
+from cpsr.service.recoveries import Recovery, recovery_of
 from cpsr.service.rehearsals import Rehearsal
 from cpsr.service.rows import answered, open_journal
 
@@ -94,10 +103,10 @@ class PlanInput(BaseModel):
     """One figure that the plan was made from."""
 
     name: str
-    value: float | str | None = Field(description="A number that is not finite is told by its name.")
+    value: float | str | None = Field(description="A number that is not finite is given by its name.")
     unit: str | None
     source: str | None = Field(
-        description="`measured`, `prior` (nothing was measured yet) or `configured`; null: not said."
+        description="`measured`, `prior` (nothing was measured yet) or `configured`; null: unknown."
     )
     samples: int | None = Field(description="Measurements behind it.")
     age_iterations: int | None = Field(description="Since the newest of them, now; null where it was not measured.")
@@ -119,7 +128,7 @@ class PlanReply(BaseModel):
 
     run_id: str | None
     mode: str | None = Field(description="Recovery mode of the newest life.")
-    world_size: int | None = Field(description="null where the run directory does not say; `ranks` then has rank 0.")
+    world_size: int | None = Field(description="null where the run directory lacks it; `ranks` then has rank 0.")
     last_iteration: int | None
     iteration_seconds: float | None = Field(description="Median of the recent steps.")
     phase: CurrentPhase | None = Field(
@@ -127,16 +136,16 @@ class PlanReply(BaseModel):
     )
     ranks: list[RankPlan]
     recovery_mode: Literal["predict", "recompute"] | None = Field(
-        description="How a failure costs less, as far as is known; null where the plan did not choose."
+        description="The mode with the lower expected cost of a failure; null where the plan did not choose."
     )
     bound: str | None = Field(
         description="The bound without which another interval would have been chosen: `minimum`, `maximum` (the "
-        "user's), `persist` (the disk's), `predictor`; `none`; null where the plan does not say."
+        "user's), `persist` (the disk's), `predictor`; `none`; null where the plan does not record it."
     )
     inputs: list[PlanInput]
     rivals: list[Alternative]
-    override: Override | None = Field(description="What somebody wants the interval to be now.")
-    explanation: dict[str, Any] = Field(description="Everything that the planner says of the plan, as it recorded it.")
+    override: Override | None = Field(description="The current override of the interval.")
+    explanation: dict[str, Any] = Field(description="The planner's complete explanation of the plan, as recorded.")
     planned_unix_seconds: float
     age_seconds: float = Field(description="Of the plan.")
     newest_checkpoint: Checkpoint | None
@@ -174,7 +183,7 @@ class PastPlan(BaseModel):
 
     life: int
     from_iteration: int
-    until_iteration: int | None = Field(description="Where the next plan took its place; null: it holds.")
+    until_iteration: int | None = Field(description="Where the next plan replaced it; null: it is current.")
     phase: int | None = Field(description="The phase in which it began; null where none is known.")
     interval_iterations: int
     origin: str
@@ -205,11 +214,11 @@ def get_plan(run_dir: RunDir) -> PlanReply:
 
 @router.get("/plan/history", operation_id="list_plans")
 def list_plans(run_dir: RunDir, window: WindowQuery) -> PlanHistory:
-    """Every plan that held, with what others would have chosen then."""
+    """Every plan so far, with the choices of other rules at that time."""
     since, until = window.since_unix_seconds, window.until_unix_seconds
     with open_journal(run_dir) as reader:
         rows, phases = reader.newest(PlanRow, window.limit, since, until), reader.phases()
-        # What came after a plan says until when it held.
+        # The next plan gives the end of a plan.
         chain = [reader.plan_after(rows[0]) if rows else None, *rows]
         plans = [_past(row, after, phases) for after, row in pairwise(chain) if row is not None]
         return PlanHistory(plans=plans, total=reader.count(PlanRow, since, until))
@@ -249,7 +258,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             planned_unix_seconds=current.created_unix_seconds,
             age_seconds=max(0.0, time.time() - current.created_unix_seconds),
             newest_checkpoint=None if checkpoint is None else checkpoint_of(checkpoint, run_dir),
-            last_recovery=None if recovery is None else answered(Recovery, recovery),
+            last_recovery=None if recovery is None else recovery_of(recovery),
             last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
             descends_from_predicted=_descends_from_predicted(reader, recovery),
             warnings=warnings,
@@ -257,7 +266,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
 
 
 def _override(run_dir: Path, current: PlanRow, warnings: list[str]) -> Override | None:
-    """What people want; where that cannot be read the plan is answered all the same."""
+    """The current override; an unreadable one does not prevent the answer."""
     try:
         return override_of(run_dir, current)
     except JournalError as error:
@@ -273,8 +282,8 @@ def _current_phase(ended: PhaseRow | None, explanation: Mapping[str, Any]) -> Cu
 
 
 def _ranks(current: PlanRow, world_size: int, seconds: float | None) -> list[RankPlan]:
-    told = current.explanation.get("ranks")
-    own = told.get("interval_iterations", []) if isinstance(told, dict) else []
+    ranks = current.explanation.get("ranks")
+    own = ranks.get("interval_iterations", []) if isinstance(ranks, dict) else []
     intervals = own if len(own) == world_size else [current.interval_iterations] * world_size
     return [
         RankPlan(
@@ -312,7 +321,7 @@ def _inputs(explanation: Mapping[str, Any], since_iterations: int) -> list[PlanI
 
 
 def _alternatives(explanation: Mapping[str, Any]) -> list[Alternative]:
-    return [Alternative(name=name, **said) for name, said in explanation.get("rivals", {}).items()]
+    return [Alternative(name=name, **baseline) for name, baseline in explanation.get("rivals", {}).items()]
 
 
 def _past(row: PlanRow, after: PlanRow | None, phases: Sequence[PhaseRow]) -> PastPlan:
@@ -328,7 +337,7 @@ def _past(row: PlanRow, after: PlanRow | None, phases: Sequence[PhaseRow]) -> Pa
         mode=row.mode,
         bound=explanation.get("bound"),
         cost_per_second=explanation.get("expected", {}).get("cost_per_second"),
-        rival_interval_iterations={name: said["interval_iterations"] for name, said in rivals.items()},
+        rival_interval_iterations={name: baseline["interval_iterations"] for name, baseline in rivals.items()},
         override=explanation.get("override"),
         planned_unix_seconds=row.created_unix_seconds,
     )
@@ -342,18 +351,53 @@ def _phase_at(iteration: int, phases: Sequence[PhaseRow]) -> int | None:
 
 
 def _descends_from_predicted(reader: JournalReader, recovery: RecoveryRow | None) -> bool | None:
-    """Whether the state that is being trained now goes back to a predicted one."""
-    if recovery is None:
+    """Whether the present state descends from a predicted one."""
+    if recovery is None or recovery.beginning is Beginning.SCRATCH:
         return False
-    if recovery.method == "scratch":
-        return False
-    exact_iteration: int | None = recovery.restored_iteration
-    if recovery.predicted:
-        if recovery.outcome in ("kept", "watching"):
-            return True
-        exact_iteration = recovery.checkpoint_iteration  # the exact state there took the place of the refused one
-    checkpoint = None if exact_iteration is None else reader.latest_checkpoint(exact_iteration)
+    newest = reader.latest_checkpoint()
+    if newest is not None and _is_of(newest, recovery):
+        return newest.origin == "predicted"
+    if recovery.labelled:
+        return True
+    if _was_in_memory(recovery):
+        return _descended_before(reader, recovery)
+    start = _start(recovery)
+    checkpoint = None if start is None else reader.latest_checkpoint(start)
     return None if checkpoint is None else checkpoint.origin == "predicted"
+
+
+def _descended_before(reader: JournalReader, recovery: RecoveryRow) -> bool:
+    """Whether the state that a recovery found in memory descended from a predicted one of an earlier life."""
+    before = [row for row in reader.recoveries() if row.life < recovery.life]
+    checkpoints = [row for row in reader.checkpoints() if row.status == "committed"]
+    while before:
+        earlier = before.pop()
+        committed = [
+            row for row in checkpoints if _is_of(row, earlier) and row.iteration <= recovery.restored_iteration
+        ]
+        if committed:
+            return committed[-1].origin == "predicted"
+        if earlier.labelled:
+            return True
+        if not _was_in_memory(earlier):
+            return any(row.iteration == _start(earlier) and row.origin == "predicted" for row in checkpoints)
+    return False
+
+
+def _was_in_memory(recovery: RecoveryRow) -> bool:
+    """Whether the state came from memory, not from a checkpoint, and was not given up."""
+    return not recovery.given_up and any(source.source in ("memory", "departure") for source in recovery.sources)
+
+
+def _start(recovery: RecoveryRow) -> int | None:
+    """Where training continued: at the checkpoint, if a predicted state was given up."""
+    return recovery.checkpoint_iteration if recovery.given_up else recovery.restored_iteration
+
+
+def _is_of(checkpoint: CheckpointRow, recovery: RecoveryRow) -> bool:
+    """Whether a checkpoint was taken of a descendant of this life's first state."""
+    start = _start(recovery)
+    return checkpoint.life == recovery.life and start is not None and checkpoint.iteration > start
 
 
 def _finite(value: float) -> float | None:

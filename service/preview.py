@@ -14,7 +14,7 @@ from cpsr.service.rows import open_journal
 
 __all__ = ["PreviewReply", "PreviewRequest", "router"]
 
-# A run that was restarted, or pinned without being planned, has a few plans at most that say nothing of inputs.
+# A run that was restarted, or pinned without being planned, has at most a few plans without inputs.
 PLANS_LOOKED_AT = 50
 # Beyond these no job is; and within them nothing that is computed from them overflows.
 LARGEST_HOURS, LARGEST_BYTES = 1e9, 1e18
@@ -23,7 +23,7 @@ router = APIRouter(tags=["plan"])
 
 
 class PreviewRequest(BaseModel):
-    """What `POST /plan/preview` takes: what is to be different; the rest is as the job has measured it."""
+    """Body of `POST /plan/preview`: the values to change; the rest is as the job measured it."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -49,7 +49,7 @@ class PreviewRequest(BaseModel):
 
 
 class PreviewReply(BaseModel):
-    """The plan as it would be; nothing is changed by asking."""
+    """The plan for changed inputs; a preview changes nothing."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -74,9 +74,9 @@ class PreviewReply(BaseModel):
     recovery_mode: Literal["predict", "recompute"] | None
     bound: str = Field(description="The bound without which another interval would be chosen; `none`.")
     cost_per_second: float | str = Field(description="Expected seconds lost per second of wall time.")
-    held_interval_iterations: int = Field(description="Of the plan that holds.")
+    held_interval_iterations: int = Field(description="Of the current plan.")
     planned_unix_seconds: float = Field(description="When the plan was made whose inputs these are.")
-    from_iteration: int = Field(description="From which that plan held.")
+    from_iteration: int = Field(description="First iteration of that plan.")
     explanation: dict[str, Any] = Field(description="As of a plan; what was changed has the source `configured`.")
 
 
@@ -84,18 +84,18 @@ class PreviewReply(BaseModel):
 def post_preview(run_dir: RunDir, request: PreviewRequest) -> PreviewReply:
     """The plan for the same phase, made again by the planner from the recorded inputs with something different."""
     with open_journal(run_dir) as reader:
-        held, row, basis = _basis(reader)
+        current, row, basis = _basis(reader)
         lives, checkpoint = reader.lives(), reader.latest_checkpoint()
         state_bytes = None if checkpoint is None or not checkpoint.bytes else float(checkpoint.bytes)
         try:
             plan = preview(basis, Change(**request.model_dump()), state_bytes, _mode(lives[-1].mode if lives else ""))
         except ValueError as error:
             raise Problem(409, "size_unknown", str(error), "ask again once a checkpoint is committed") from error
-        return _reply(plan, basis, row, held)
+        return _reply(plan, basis, row, current)
 
 
 def _basis(reader: JournalReader) -> tuple[PlanRow, PlanRow, Basis]:
-    """The plan that holds, the newest one that was made from measurements, and what that was made from."""
+    """The current plan, the newest plan from measurements, and its inputs."""
     for count in (1, PLANS_LOOKED_AT):  # it mostly is the newest, and explanations are kilobytes
         rows = reader.newest(PlanRow, count)
         for row in rows:
@@ -115,7 +115,7 @@ def _mode(mode: str) -> Literal["auto", "predict", "exact"]:
     return "predict" if mode == "predict" else "exact" if mode == "exact" else "auto"
 
 
-def _reply(plan: Plan, basis: Basis, row: PlanRow, held: PlanRow) -> PreviewReply:
+def _reply(plan: Plan, basis: Basis, row: PlanRow, current: PlanRow) -> PreviewReply:
     explanation = json_ready(plan.explanation)
     return PreviewReply(
         interval_iterations=plan.interval_iterations,
@@ -123,7 +123,7 @@ def _reply(plan: Plan, basis: Basis, row: PlanRow, held: PlanRow) -> PreviewRepl
         recovery_mode=plan.mode,
         bound=explanation["bound"],
         cost_per_second=explanation["expected"]["cost_per_second"],
-        held_interval_iterations=held.interval_iterations,
+        held_interval_iterations=current.interval_iterations,
         planned_unix_seconds=row.created_unix_seconds,
         from_iteration=row.from_iteration,
         explanation=explanation,

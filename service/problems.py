@@ -1,4 +1,4 @@
-"""The one form of every answer that is not as asked: what happened, and what to do."""
+"""The common form of every refusal: what happened, and what to do."""
 
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -59,21 +59,21 @@ class Problem(Exception):  # noqa: N818 - what is answered, and nothing that wen
         return JSONResponse(self.error.model_dump(), self.status, self.headers)
 
 
-_SAID = {
+_DESCRIPTIONS = {
     400: "The body cannot be read.",
     401: "The service has a token, and the request has not.",
-    403: "This may not be asked, or not under this name.",
+    403: "The request is not allowed, or not under this host name.",
     404: "There is no such run, or nothing of the kind in it yet.",
-    408: "The body did not come in time.",
-    409: "The run is not in a state in which this can be answered.",
-    413: "The body is larger than any that is asked for.",
+    408: "The body did not arrive in time.",
+    409: "The state of the run does not allow an answer.",
+    413: "The body is too large.",
     422: "A parameter or the body does not fit.",
     429: "Too many requests from one address, or too many reports in an hour.",
     503: "The journal is absent, locked, truncated or newer.",
 }
 # For OpenAPI: what every operation may answer.
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": said} for status, said in _SAID.items()
+    status: {"model": Error, "description": description} for status, description in _DESCRIPTIONS.items()
 }
 
 
@@ -99,7 +99,7 @@ def _journal_unavailable(_: Request, error: Exception) -> JSONResponse:
 def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    hint = "GET /openapi.json lists what can be asked"
+    hint = "GET /openapi.json lists the operations"
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         # The router knows the methods of one operation; others may lie under the same path.
@@ -110,10 +110,10 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _bad_request(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # What was sent is left out: it may be long, and need not be text.
-    told = [f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
+    # Without the sent values: they may be long, and need not be text.
+    problems = [f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
     hint = "GET /openapi.json lists the parameters and their types"
-    return Problem(422, "bad_request", "; ".join(told), hint).response()
+    return Problem(422, "bad_request", "; ".join(problems), hint).response()
 
 
 def _internal_error(_: Request, error: Exception) -> JSONResponse:

@@ -1,11 +1,11 @@
-"""How fast one address may ask."""
+"""Rate limit of one address."""
 
 import math
 from collections import OrderedDict
 
 __all__ = ["Rates"]
 
-# Beyond so many the address that was idle longest is forgotten, which only gives it its whole burst again.
+# Beyond this number the address that was idle longest is forgotten, which only restores its full burst.
 ADDRESSES_MAX = 4096
 
 

@@ -9,7 +9,7 @@ from cpsr.journal import RecoveryRow
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.rows import answered, newest
 
-__all__ = ["Recovery", "RecoveryList", "router"]
+__all__ = ["Recovery", "RecoveryList", "recovery_of", "router"]
 
 router = APIRouter(tags=["recoveries"])
 
@@ -30,6 +30,7 @@ class Recovery(BaseModel):
                     "requested_mode": "auto",
                     "feasible": ["predicted", "exact"],
                     "outcome": "kept",
+                    "labelled": True,
                     "expected_lag_iterations": -30.0,
                     "reason": "121 iterations past the checkpoint",
                     "settings": {"window_iterations": 100},
@@ -50,15 +51,17 @@ class Recovery(BaseModel):
     checkpoint_iteration: int | None
     restored_iteration: int
     method: str = Field(
-        description="`scratch`, `exact`; anything else is a predicted state: `line`, or `vitp` (a turned line)."
+        description="`exact`; `departure`: an emergency dump of all ranks; `stale`: exact but for experts "
+        "that were saved before the checkpoint; else the name of what predicted it: `line`, or `vitp` (a turned line)."
     )
     requested_mode: str
     feasible: list[str] = Field(description="Methods that could have been taken.")
     outcome: Literal["kept", "vetoed", "rolled_back", "watching"]
+    labelled: bool = Field(description="Whether checkpoints taken from there on are labelled `predicted`.")
     expected_lag_iterations: float | None
     reason: str
     settings: dict[str, Any]
-    guard: dict[str, Any] = Field(description="What the guard measured; `lag` once the losses have told it.")
+    guard: dict[str, Any] = Field(description="What the guard measured; `lag` once the losses have given it.")
     sources: list[dict[str, Any]] = Field(description="Where each rank's state came from.")
     load_seconds: float | None
     predict_seconds: float | None
@@ -76,5 +79,10 @@ class RecoveryList(BaseModel):
 @router.get("/recoveries", operation_id="list_recoveries")
 def list_recoveries(run_dir: RunDir, window: WindowQuery) -> RecoveryList:
     """How lives began after a failure, with the source of every rank's state, the guard, and what it cost."""
-    rows, total = newest(run_dir, RecoveryRow, lambda row: answered(Recovery, row), window)
+    rows, total = newest(run_dir, RecoveryRow, recovery_of, window)
     return RecoveryList(recoveries=rows, total=total)
+
+
+def recovery_of(row: RecoveryRow) -> Recovery:
+    """The answer to a row."""
+    return answered(Recovery, row, labelled=row.labelled)

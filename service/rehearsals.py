@@ -1,4 +1,4 @@
-"""Rehearsals: recoveries that were tried out in the running job."""
+"""Rehearsals: recoveries that the running job tested."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""From the journal's rows to what is answered."""
+"""From the journal's rows to answers."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def newest(
 
 
 def answered(model: type[Answer], row: Any, **more: Any) -> Answer:
-    """A row as the model of an answer, which may leave columns out, with what the row does not have.
+    """A row as the model of an answer, which may leave columns out and add further fields.
 
     Raises:
         ValidationError: a value is none that the model knows.

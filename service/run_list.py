@@ -1,4 +1,4 @@
-"""`GET /runs`: what the service is over."""
+"""`GET /runs`: the runs of the service."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ router = APIRouter(tags=["runs"])
 
 
 class RunSummary(BaseModel):
-    """One run, and whether it is well."""
+    """One run, and its health."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -39,7 +39,7 @@ class RunSummary(BaseModel):
     name: str = Field(description="For the parameter `run` of every other operation.")
     run_id: str | None
     world_size: int | None
-    status: str = Field(description="As `/healthz` says.")
+    status: str = Field(description="As in `/healthz`.")
     reason: str | None
     life: LifeState | None
     journal_age_seconds: float | None

@@ -1,4 +1,4 @@
-"""The runs that a service is over: one run directory, or a directory that holds several."""
+"""The runs of a service: one run directory, or a directory with several."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ from cpsr.service.problems import Problem
 __all__ = ["Runs"]
 
 RUN_FILES = ("run.json", "journal.db")  # either of them shows that a directory is a run's
-NAMES_TOLD = 5
+NAMES_LISTED = 5
 NAME_BYTES = 255  # longer ones are no entry of any directory, and asking for them is an error
 
 
 class Runs:
-    """Finds run directories by name, and none outside of its own.
+    """Finds run directories by name, only inside its own directory.
 
     A directory that is a run itself, or does not hold any, is the only one: it need not exist yet.
 
@@ -26,8 +26,8 @@ class Runs:
 
     def names(self) -> list[str]:
         """Of all runs, in order; at least one."""
-        held = [] if _is_run(self.root) else self._held()
-        return held or [self._own_name]
+        runs = [] if _is_run(self.root) else self._children()
+        return runs or [self._own_name]
 
     def find(self, name: str | None) -> Path:
         """The directory of a run.
@@ -39,14 +39,14 @@ class Runs:
             Problem: there is no run of this name (404), or several and none is named (409).
         """
         if name is not None and not _is_run(self.root):
-            held = self.root / name
+            path = self.root / name
             # Only a name of one entry of this directory, which is no link, so that it cannot lead anywhere else.
-            if _is_entry(name) and len(os.fsencode(name)) <= NAME_BYTES and not held.is_symlink() and _is_run(held):
-                return held
+            if _is_entry(name) and len(os.fsencode(name)) <= NAME_BYTES and not path.is_symlink() and _is_run(path):
+                return path
         names = self.names()
         if name is None and len(names) > 1:
-            told = ", ".join(names[:NAMES_TOLD])
-            raise Problem(409, "run_needed", f"there are {len(names)} runs: {told}", "name one of them with ?run=")
+            listed = ", ".join(names[:NAMES_LISTED])
+            raise Problem(409, "run_needed", f"there are {len(names)} runs: {listed}", "name one of them with ?run=")
         if names == [self._own_name] and name in (None, self._own_name):
             return self.root
         if name is None:
@@ -57,12 +57,12 @@ class Runs:
     def _own_name(self) -> str:
         return self.root.absolute().name or "run"
 
-    def _held(self) -> list[str]:
+    def _children(self) -> list[str]:
         try:
             with os.scandir(self.root) as entries:
                 folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
-            return []  # it is told with the journal, which cannot be read either
+            return []  # reported with the journal, which cannot be read either
         return sorted(name for name in folders if _is_run(self.root / name))
 
 

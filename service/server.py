@@ -1,4 +1,4 @@
-"""The server around the service: its socket, its signals, and whose child it is."""
+"""The server around the service: its socket, its signals, and its parent process."""
 
 import asyncio
 import os
@@ -22,11 +22,11 @@ __all__ = ["Connections", "bind", "may_come", "serve"]
 
 DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
 PARENT_LOOK_SECONDS = 1.0
-LOOKS = 5  # at what a client has not taken, within the time after which it is let go
-SHARE = 4  # one other machine may have this part of the connections, and as many are left to this machine
+LOOKS = 5  # between checks of unsent data, within the time after which a client is disconnected
+SHARE = 4  # one other machine may have this part of the connections; the same part is reserved for this machine
 RETRY_SECONDS = 0.2
-PORT_SECONDS = 15.0  # how long a service that belongs to a job waits for the one of the life before to be gone
-CHILD_NICENESS = 10  # beside training, whatever it is asked
+PORT_SECONDS = 15.0  # how long a job's service waits for the service of the previous life to end
+CHILD_NICENESS = 10  # never more, beside training
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def serve(
         http=_Connection,
         limit_concurrency=connections.maximum,
         timeout_keep_alive=connections.idle_seconds,
-        log_level="error",  # warnings are of what clients send: nobody may fill the log from outside
+        log_level="error",  # clients cause warnings: no client may fill the log
         access_log=False,
-        proxy_headers=False,  # the address of a client is that of its connection, whatever it says
+        proxy_headers=False,  # the address of a client is that of its connection, whatever its headers
         server_header=False,
         timeout_graceful_shutdown=round(DRAIN_SECONDS),
     )
     server = _Server(config, app.state.streams)
 
-    # uvicorn raises the signal once more after its own clean shutdown; that second one must not end us by signal.
+    # uvicorn raises the signal again after its clean shutdown; that one must not kill this process.
     def stop(*_: object) -> None:
         server.end()
 
@@ -134,15 +134,15 @@ def may_come(address: str, there: list[str], maximum: int) -> bool:
 
 
 class _Connection(H11Protocol):
-    """Is closed also where it never brings a whole request, or never takes what it asked for.
+    """A connection that is closed also if it never sends a whole request, or never receives its answer.
 
-    The server's own limit begins after the first answer, and its way of closing waits for the client to take the rest.
+    The server's own limit begins after the first answer, and its close waits for the client to receive the rest.
     """
 
     _look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
-        """A client has come."""
+        """A client has connected."""
         there = [one.client[0] for one in self.connections if isinstance(one, _Connection) and one.client]
         super().connection_made(transport)
         if self.client and not may_come(self.client[0], there, self.limit_concurrency or Connections.maximum):
@@ -152,7 +152,7 @@ class _Connection(H11Protocol):
         self._watch(unsent=0, taken=self.loop.time())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed, and nothing of it is waited for."""
+        """The connection is closed."""
         if self._look is not None:
             self._look.cancel()
         super().connection_lost(exc)
@@ -170,7 +170,7 @@ class _Connection(H11Protocol):
             self.transport.close()
 
     def _watch(self, unsent: int, taken: float) -> None:
-        """Let a client go that takes nothing, also where it was closed and the rest is still to be sent.
+        """Disconnect a client that receives nothing, also after a close with unsent data.
 
         Args:
             unsent: bytes that waited for the client when this was looked at last.
@@ -186,7 +186,7 @@ class _Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Tells the streams of events to end when it is about to: it would wait for them else."""
+    """Ends the streams of events first: it would wait for them."""
 
     def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
         super().__init__(config)
@@ -204,7 +204,7 @@ class _Server(uvicorn.Server):
 
 
 def _end_with(parent: int, end: Callable[[], None]) -> None:
-    """Call `end` when the process that this one belongs to has died; a killed one cannot say so itself."""
+    """Call `end` when the parent process has died; a killed parent cannot do so itself."""
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_SECONDS)
     end()

@@ -3,17 +3,51 @@
 import os
 import re
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
 
-from cpsr.checkpoint.memory import remove_held
+from cpsr.checkpoint.memory_removal import remove_memory_states
 
 # No example has a time limit: a machine that does something else beside would decide. In CI they are the same at every
 # run, so that a red run is the change's; elsewhere new ones are drawn each time.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+# What starts the processes of ranks. A file of tests that imports from one of these is marked `ranks` as a whole.
+STARTS_RANKS = {
+    "tests.rank_processes",
+    "tests.launch.jobs",
+    "tests.peers.ranks",
+    "tests.ranks.dumping_ranks",
+    "tests.recovery.job",
+    "tests.recovery.terminated",
+    "tests.two_ranks",
+}
+# Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
+RANKS_TIMEOUT_SECONDS = 900
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts ranks, and give it time."""
+    for item in items:
+        module = getattr(item, "module", None)
+        if module is None or not starts_ranks(module):
+            continue
+        item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(RANKS_TIMEOUT_SECONDS))
+
+
+def starts_ranks(module: ModuleType) -> bool:
+    """Whether it imports something, or all, of a module that starts ranks."""
+    imported = vars(module).values()
+    names = {one.__name__ if isinstance(one, ModuleType) else getattr(one, "__module__", None) for one in imported}
+    return not names.isdisjoint(STARTS_RANKS)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,4 +57,4 @@ def _killed_jobs_leave_no_memory(tmp_path_factory: pytest.TempPathFactory) -> It
     for identity in tmp_path_factory.getbasetemp().rglob("run.json"):
         found = re.search(r'"run_id": *"([^"]+)"', identity.read_text(errors="replace"))  # some are damaged on purpose
         if found is not None:
-            remove_held(found[1])
+            remove_memory_states(found[1])

@@ -1,56 +1,132 @@
-"""The rooms table of ARCHITECTURE.md is what the code does."""
+"""The rooms table of ARCHITECTURE.md is what the code does, and the limits that keep rooms readable hold."""
 
+import ast
 import re
+import statistics
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ((?:`\w+`(?:, )?)+) \| .* \|$", re.MULTILINE)
 
 
-def table() -> dict[str, set[str] | None]:
-    """Room -> the rooms it may import; None is all."""
-    rows: dict[str, set[str] | None] = {}
-    for room, column in ROW.findall((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")):
-        cell = column.strip()
-        rows[room] = None if cell == "all" else set() if cell == "-" else {name.strip() for name in cell.split(",")}
-    return rows
+def rows() -> list[list[str]]:
+    """The rooms of each row, top to bottom."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    return [re.findall(r"`(\w+)`", cell) for cell in ROW.findall(text)]
 
 
 @pytest.fixture(scope="module")
-def imports() -> dict[str, set[str]]:
-    """Room -> the rooms it imports, from the code."""
+def imports() -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second, with the modules that do."""
     graph = grimp.build_graph("cpsr")
-    found: dict[str, set[str]] = {}
+    found = set()
     for module in graph.modules - {"cpsr", "cpsr.__main__"}:
-        room = module.split(".")[1]
-        targets = {target.split(".")[1] for target in graph.find_modules_directly_imported_by(module) if "." in target}
-        found.setdefault(room, set()).update(targets - {room})
+        for target in graph.find_modules_directly_imported_by(module):
+            if "." in target and target.split(".")[1] != module.split(".")[1]:
+                found.add((module, target))
     return found
 
 
-def test_every_room_is_in_the_table(imports: dict[str, set[str]]) -> None:
-    assert set(table()) == set(imports)
+def test_every_room_is_in_the_table(imports: set[tuple[str, str]]) -> None:
+    named = [room for row in rows() for room in row]
+    assert len(named) == len(set(named))
+    assert set(named) == {module.split(".")[1] for pair in imports for module in pair}
 
 
-def test_rooms_import_only_what_the_table_allows(imports: dict[str, set[str]]) -> None:
-    wrong = {}
-    for room, allowed in table().items():
-        if allowed is not None and not imports[room] <= allowed:
-            wrong[room] = imports[room] - allowed
-    assert wrong == {}
+def test_rooms_import_only_rooms_below_them(imports: set[tuple[str, str]]) -> None:
+    place = {room: number for number, row in enumerate(rows()) for room in row}
+    upward = [pair for pair in imports if place[pair[0].split(".")[1]] > place[pair[1].split(".")[1]]]
+    assert upward == []
 
 
-def test_the_table_allows_nothing_that_is_not_used(imports: dict[str, set[str]]) -> None:
-    unused = {room: allowed - imports[room] for room, allowed in table().items() if allowed}
-    assert {room: names for room, names in unused.items() if names} == {}
+# Limits that keep a room readable
+
+PRODUCT = [
+    path
+    for folder in ("cpsr", "predictor", "fitter", "service")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not any((ROOT / parent).is_symlink() for parent in path.relative_to(ROOT).parents)
+]
 
 
-def test_no_room_imports_in_a_circle(imports: dict[str, set[str]]) -> None:
-    done: set[str] = set()
-    rest = dict(imports)
-    while ready := [room for room, targets in rest.items() if targets <= done]:
-        done |= {room for room in ready if rest.pop(room) is not None}
-    assert rest == {}
+def lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Names of what instances hold: fields, and what any method assigns to `self`."""
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    assigned = {
+        one.attr
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.ctx, ast.Store)
+        and isinstance(one.value, ast.Name)
+        and one.value.id == "self"
+    }
+    return fields | assigned
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): lines(path) for path in PRODUCT}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
+    assert statistics.median(lengths.values()) <= 150
+
+
+def test_no_class_knows_everything() -> None:
+    large = {
+        f"{path.relative_to(ROOT)}:{node.name}": len(attributes(node))
+        for path in PRODUCT
+        for node in classes(path)
+        if len(attributes(node)) > 25
+    }
+    assert large == {}
+
+
+def test_constructors_take_at_most_seven_arguments() -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}": count
+        for path in PRODUCT
+        for node in classes(path)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if (count := len(method.args.args) - 1 + len(method.args.kwonlyargs)) > 7
+    }
+    assert long == {}
+
+
+def test_the_facade_is_thin() -> None:
+    path = ROOT / "cpsr" / "recovery.py"
+    own = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("from cpsr")]
+    assert lines(path) <= 250
+    assert len(own) <= 15
+
+
+def test_pages_are_short() -> None:
+    assert len(rows()) <= 20
+    assert lines(ROOT / "ARCHITECTURE.md") <= 150
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
+def test_tests_know_neither_benchmarks_nor_what_is_private_to_the_facade() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\brecovery\._[a-z]|^\s*(from|import) cpsr\.benchmarks", line)
+    }
+    assert wrong == set()
+
+
+def test_results_are_small() -> None:
+    files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 3e6

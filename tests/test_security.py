@@ -24,12 +24,12 @@ from cpsr import CPSRRecovery
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.manifest import commit_record
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.cli import app
-from cpsr.codec import decode
+from cpsr.cli.main import app
 from cpsr.errors import CPSRError
 from cpsr.export.command import run_export
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
+from cpsr.state.codec import decode
 from tests.recovery.test_faults import Loop, config, life, loader
 
 ROOT = Path(__file__).parents[1]

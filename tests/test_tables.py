@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from cpsr.cli import app
+from cpsr.cli.main import app
 from cpsr.demo.launch import Kill
 from cpsr.demo.report import table
 from cpsr.demo.result import DemoResult
@@ -74,7 +74,7 @@ def written_run(tmp_path: Path) -> Path:
         journal = Journal.open(tmp_path / "journal.db")
         life = journal.start_life("predict")
         for status in ("committed", "skipped", "failed"):
-            journal.record_checkpoint(
+            journal.record(
                 CheckpointRow(
                     life=life,
                     iteration=1234567,
@@ -85,7 +85,7 @@ def written_run(tmp_path: Path) -> Path:
                     reason=REASON,
                 )
             )
-        journal.record_recovery(
+        journal.record(
             RecoveryRow(
                 id=f"r{life}",
                 life=life,
@@ -98,7 +98,7 @@ def written_run(tmp_path: Path) -> Path:
                 reason=REASON,
             )
         )
-        journal.record_rehearsal(
+        journal.record(
             RehearsalRow(
                 id=f"h{life}",
                 life=life,

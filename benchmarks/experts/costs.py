@@ -9,7 +9,7 @@ import numpy
 import scipy
 
 from cpsr.benchmarks.experts.tasks import FailingTask
-from cpsr.benchmarks.intervals import CONFIDENCE, Estimate
+from cpsr.benchmarks.harness.intervals import CONFIDENCE, Estimate
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import LagBeyondError, persistent_lag
@@ -38,8 +38,6 @@ class Cost:
         momentary_mean: see above.
         expert_age_iterations: mean age of the experts over the failures, at the checkpoint.
         saved_experts: of all ranks, in each checkpoint up to each failure since the one before.
-        predicted: operators that were predicted, over the failures.
-        held: operators that stayed stale for want of snapshots to predict from, over the failures.
     """
 
     label: str
@@ -57,8 +55,6 @@ class Cost:
     momentary_mean: float
     expert_age_iterations: float
     saved_experts: tuple[tuple[int, ...], ...]
-    predicted: int
-    held: int
 
     @property
     def final_lag_iterations(self) -> float | None:
@@ -142,8 +138,6 @@ def _cost(task: FailingTask, run: Mapping[str, Any], fault_free: LossCurve) -> C
         momentary_mean=account["momentary_mean"],
         expert_age_iterations=float(numpy.mean([failure["ages"] for failure in failures])),
         saved_experts=tuple(tuple(failure["saved_experts"]) for failure in failures),
-        predicted=sum(failure.get("predicted", 0) for failure in failures),
-        held=sum(failure.get("held", 0) for failure in failures),
     )
 
 

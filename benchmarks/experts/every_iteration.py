@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,11 +14,11 @@ from cpsr.benchmarks.experts.followed import rank_budget
 from cpsr.benchmarks.experts.names import EVERYTHING, MOETION, STALL_AIM, WINDOW
 from cpsr.benchmarks.experts.policies import IN_TURN, POLICIES
 from cpsr.benchmarks.experts.training import Training
+from cpsr.benchmarks.experts.unsaved import UnsavedTokens
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.sparse import Sparse
-from cpsr.experts.operators import Expert, Operator
-from cpsr.experts.popularity import Popularity
-from cpsr.experts.unsaved import UnsavedTokens
+from cpsr.engines.moe.operators import Expert, Operator
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.experts.window import SparseWindow, sparse_window
 
 __all__ = ["BlockPair", "Link", "measure_every_iteration"]
@@ -207,8 +207,9 @@ def _pair(training: Training, pool: SnapshotPool, choose: Choose, place: int) ->
 def _snapshot_step(training: Training, pool: SnapshotPool, choose: Choose, found: BlockPair) -> None:
     started = time.perf_counter()
     shard = training.adapter.shard()
-    everything = frozenset(shard.operators)
-    snapshot = pool.begin(shard, training.iteration, None, "sparse", Sparse(everything, choose()))
+    contents = Contents.sparse(frozenset(shard.operators), choose())
+    contents = replace(contents, uncopied=contents.carried)
+    snapshot = pool.begin(shard, training.iteration, None, contents)
     begun = time.perf_counter() - started
     assert snapshot is not None  # the one before was released
     before = snapshot.stall_seconds

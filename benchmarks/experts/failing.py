@@ -1,24 +1,20 @@
 """One run with four failures, by what becomes of the experts that are older than the checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from cpsr.benchmarks.experts.followed import Followed, rank_budget
-from cpsr.benchmarks.experts.names import CATCH_UP, CATCH_UP_NOTHING, MADE_UP, PREDICT, PREDICT_PLAINLY, STALE
-from cpsr.benchmarks.experts.predicting import predicted
-from cpsr.benchmarks.experts.reaches import measure_reaches
+from cpsr.benchmarks.experts.names import CATCH_UP, CATCH_UP_NOTHING, MADE_UP, STALE
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.tasks import Failures
 from cpsr.benchmarks.experts.training import Training
 from cpsr.config import ExpertsConfig
 from cpsr.errors import CPSRError
-from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import StatePredictor
 
 __all__ = ["Curve", "follow"]
 
@@ -31,13 +27,11 @@ class _Mode:
     """What becomes of stale experts.
 
     Attributes:
-        predictor: they are predicted.
         more_capacity: by which that of their layers is raised meanwhile.
         step_factor: of their steps meanwhile.
         whole: none is stale after all, and the rest is as if they were.
     """
 
-    predictor: Callable[[], StatePredictor] | None = None
     more_capacity: float = 0.0
     step_factor: float = 1.0
     whole: bool = False
@@ -48,8 +42,6 @@ _MODES = {
     MADE_UP: _Mode(more_capacity=0.1),  # moetion, section 6
     CATCH_UP: _Mode(step_factor=STEP_FACTOR),
     CATCH_UP_NOTHING: _Mode(step_factor=STEP_FACTOR, whole=True),
-    PREDICT: _Mode(LinePredictor),
-    PREDICT_PLAINLY: _Mode(partial(LinePredictor, gain=1.0)),
 }
 VALIDATION_ITERATIONS = 10
 CURVE_BEFORE_ITERATIONS = 200  # as far back as a lag is looked for
@@ -72,17 +64,13 @@ class Curve:
         self.iterations.append(training.iteration)
         self.losses.append(training.validate().tolist())
 
-    def mean_at(self, iteration: int) -> float:
-        """Over the chunks, at an iteration at which they were validated."""
-        return float(numpy.mean(self.losses[self.iterations.index(iteration)]))
-
 
 @dataclass
 class _FaultFree:
     """The run without failures: its curve, its routed tokens, and what the first failure is held against."""
 
+    tokens: NDArray[numpy.int64]
     curve: Curve = field(default_factory=Curve)
-    tokens: list[list[list[int]]] = field(default_factory=list)
     checkpoint: Saved | None = None
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -95,8 +83,8 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
         failures: when.
 
     Returns:
-        Plain data: `fault_free`, a curve; `tokens`, `(iterations, layers, experts)`; `reaches`, one for each policy,
-        see `measure_reaches`; `runs`, one for each policy and mode, see `_with_failures`.
+        Plain data: `fault_free`, a curve; `tokens`, `(layers, experts)` over its iterations; `runs`, one for each
+        policy and mode, see `_with_failures`.
 
     Raises:
         CPSRError: the machine does not compute the same twice: nothing would be paired.
@@ -105,36 +93,30 @@ def follow(training: Training, failures: Failures) -> dict[str, Any]:
     policies = [Followed(name, training, budget) for name in failures.policies]
     fault_free = _without_failures(training, failures, policies)
     _require_exact(training, fault_free, failures.at[0])
-    exact_nats = fault_free.curve.mean_at(failures.checkpoint_before(failures.at[0]))
     assert fault_free.checkpoint is not None
-    reaches = [measure_reaches(training, policy, fault_free.checkpoint, exact_nats) for policy in policies]
     runs = [
         _with_failures(training, failures, policy, mode, fault_free.checkpoint)
         for policy in policies
         for mode in failures.modes
     ]
-    return {
-        "fault_free": asdict(fault_free.curve),
-        "tokens": fault_free.tokens,
-        "reaches": reaches,
-        "runs": runs,
-    }
+    return {"fault_free": asdict(fault_free.curve), "tokens": fault_free.tokens.tolist(), "runs": runs}
 
 
 def _without_failures(training: Training, failures: Failures, policies: Sequence[Followed]) -> _FaultFree:
     """To the end; policies are followed up to the first failure."""
-    found, first = _FaultFree(), failures.checkpoint_before(failures.at[0])
+    experts = numpy.zeros((len(training.layers), training.layers[0].experts), dtype=numpy.int64)
+    found, first = _FaultFree(experts), failures.checkpoint_before(failures.at[0])
     while training.iteration < failures.fault_free_end:
         training.step()
         at = training.iteration
         if at % failures.interval_iterations == 0:
             routed = training.routed()
-            found.tokens += [[numpy.asarray(layer).tolist() for layer in one.routed.tokens] for one in routed]
+            found.tokens += sum(numpy.stack(one.routed.tokens) for one in routed)
             if at <= first:
                 for policy in policies:
                     policy.save(routed)
         if at == first:
-            found.checkpoint = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
+            found.checkpoint = Saved(training.adapter.shard(), training.iteration, training.adapter.scalars())
         if at == failures.at[0]:
             found.weights = _weights(training)
         if at % VALIDATION_ITERATIONS == 0 and at >= first - CURVE_BEFORE_ITERATIONS:
@@ -156,16 +138,14 @@ def _with_failures(
 
     Returns:
         `policy` and `mode`; `account` of lost tokens at the end; `failures`, for each: `curve` from its checkpoint
-        to the next failure, `ages` of this rank's experts in iterations, `saved_experts` of all ranks in each
-        checkpoint since the failure before, and how many operators were `predicted` and `held`, for want of snapshots
-        of their own.
+        to the next failure, `ages` of this rank's experts in iterations, and `saved_experts` of all ranks in each
+        checkpoint since the failure before.
     """
     how, found = _MODES[mode], list[dict[str, Any]]()
     policy = policy.fork(how.more_capacity, how.step_factor, checkpoint if how.whole else None)
     for failure, until in zip(failures.at, (*failures.at[1:], failures.end), strict=True):
-        weights, told = ({}, {}) if how.predictor is None else predicted(how.predictor(), policy.saved)
         ages, saved_experts = policy.ages(), policy.saved_experts
-        policy.put_back(weights)
+        policy.put_back()
         assert training.iteration == failures.checkpoint_before(failure)
         curve = Curve()
         curve.add(training)
@@ -175,7 +155,7 @@ def _with_failures(
                 policy.save(training.routed())
             if training.iteration % VALIDATION_ITERATIONS == 0:
                 curve.add(training)
-        found.append({"curve": asdict(curve), "ages": ages, "saved_experts": saved_experts, **told})
+        found.append({"curve": asdict(curve), "ages": ages, "saved_experts": saved_experts})
     policy.close()
     return {"policy": policy.name, "mode": mode, "account": policy.account(), "failures": found}
 
@@ -183,7 +163,7 @@ def _with_failures(
 def _require_exact(training: Training, fault_free: _FaultFree, failure: int) -> None:
     """Everything at the checkpoint, trained on to the failure, is what it was there: a dense recovery costs no loss."""
     assert fault_free.checkpoint is not None
-    fault_free.checkpoint.put_back(training.adapter.shard(), {})
+    fault_free.checkpoint.put_back(training.adapter.shard())
     training.adapter.load_scalars(fault_free.checkpoint.scalars)
     training.adapter.push_down()
     training.forget_routed()

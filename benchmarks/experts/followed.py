@@ -4,22 +4,20 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from cpsr.benchmarks.experts.policies import policy_of_job
 from cpsr.benchmarks.experts.saved import Saved
 from cpsr.benchmarks.experts.training import Training
+from cpsr.benchmarks.experts.unsaved import UnsavedTokens
+from cpsr.engines.moe.measures import HardCount
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import Popularity
+from cpsr.engines.moe.token_counts import Counted
 from cpsr.experts.budget import Budget
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.lost_tokens import LostTokens
-from cpsr.experts.measures import HardCount
 from cpsr.experts.missed_iterations import MissedIterations
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity
 from cpsr.experts.recovering import Recovering
-from cpsr.experts.token_counts import Counted
-from cpsr.experts.unsaved import UnsavedTokens
 
 __all__ = ["Followed", "rank_budget"]
 
@@ -63,7 +61,7 @@ class Followed:
         self._whole: Saved | None = None  # what is gone back to in place of `saved`
         self.lost = LostTokens(training.layers)
         self.saved_experts: tuple[int, ...] = ()
-        self.saved = Saved(training.adapter.shard(), training.now, training.adapter.scalars())
+        self.saved = Saved(training.adapter.shard(), training.iteration, training.adapter.scalars())
 
     def fork(self, more_capacity: float, step_factor: float = 1.0, whole: Saved | None = None) -> "Followed":
         """The same, which goes its own way from here.
@@ -113,20 +111,18 @@ class Followed:
             if not isinstance(operator, Expert) or operator in experts
             for name in parameters
         ]
-        self.saved.save(training.adapter.shard(), names, training.now, training.adapter.scalars())
+        self.saved.save(training.adapter.shard(), names, training.iteration, training.adapter.scalars())
         if self._whole is not None:
-            self._whole.save(training.adapter.shard(), self._whole.operators, training.now, training.adapter.scalars())
+            self._whole.save(
+                training.adapter.shard(), self._whole.operators, training.iteration, training.adapter.scalars()
+            )
         self._ledger.saved(experts)
         self.saved_experts = (*self.saved_experts, len(experts))
 
-    def put_back(self, weights: dict[str, torch.Tensor]) -> None:
-        """Bring the training back to the last checkpoint, with every operator as it was last saved.
-
-        Args:
-            weights: in place of the saved ones, by parameter.
-        """
+    def put_back(self) -> None:
+        """Bring the training back to the last checkpoint, with every operator as it was last saved."""
         adapter = self._training.adapter
-        (self._whole or self.saved).put_back(adapter.shard(), weights)
+        (self._whole or self.saved).put_back(adapter.shard())
         adapter.load_scalars(self.saved.scalars)
         adapter.push_down()
         self._training.forget_routed()
@@ -143,7 +139,7 @@ class Followed:
     def _catch_up(self) -> None:
         """Older operators make up for what they miss, and for what they still missed when they were saved."""
         if self._catching_up is not None:
-            newest = self.saved.entries[-1].iteration
+            newest = self.saved.iteration
             operators = self._training.adapter.shard().operators
             self._missed.restarted({name: self.saved.newest(name) for name in operators}, newest)
             missed = self._missed.at(newest)
@@ -156,7 +152,7 @@ class Followed:
 
     def ages(self) -> list[int]:
         """Iterations by which each of this rank's experts is older than the last checkpoint."""
-        newest = self.saved.entries[-1].iteration
+        newest = self.saved.iteration
         return [
             newest - self.saved.newest(parameters[0])
             for operator, parameters in self._training.operators.parameters.items()

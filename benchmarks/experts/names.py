@@ -4,26 +4,20 @@ __all__ = [
     "ADAPTIVE",
     "CATCH_UP",
     "CATCH_UP_NOTHING",
-    "COMPARED",
     "EACH",
     "EQUAL",
     "EVERYTHING",
     "MADE_UP",
     "MODES",
     "MOETION",
-    "PREDICT",
-    "PREDICTED",
-    "PREDICT_PLAINLY",
     "STALE",
     "STALL_AIM",
     "WINDOW",
 ]
 
 # What becomes of experts that are older than the checkpoint: they stay so; with more capacity until what they lost is
-# made up; with steps twice as long for as long; they are predicted, as far ahead as the prior expects least lag of; or
-# exactly up to the checkpoint.
+# made up; with steps twice as long for as long.
 STALE, MADE_UP, CATCH_UP = "stale", "stale, 10% capacity", "stale, catching up"
-PREDICT, PREDICT_PLAINLY = "predict", "predict, gain 1"
 # Every expert is as it was at the checkpoint, and the same ones take the same longer steps: what these alone do.
 CATCH_UP_NOTHING = "whole, the same steps"
 # By what the command line calls them, in the order in which they are measured.
@@ -32,11 +26,7 @@ MODES = {
     "more_capacity": MADE_UP,
     "catch_up": CATCH_UP,
     "catch_up_whole": CATCH_UP_NOTHING,
-    "predict": PREDICT,
-    "predict_gain_1": PREDICT_PLAINLY,
 }
-PREDICTED = (PREDICT, PREDICT_PLAINLY)
-COMPARED = (*PREDICTED, CATCH_UP)  # with experts that stay stale
 # Ways to choose operators for a snapshot after every iteration, beside the policies.
 EVERYTHING, WINDOW = "everything", "window"
 # Who writes what ranks hold alike: each of them; or one, always the same, or by the experts of a checkpoint.

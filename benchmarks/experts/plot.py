@@ -9,13 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpsr.benchmarks.experts.costs import Cost
-from cpsr.benchmarks.experts.exposure import Exposure
 from cpsr.benchmarks.experts.names import (
     CATCH_UP,
     CATCH_UP_NOTHING,
     MADE_UP,
-    PREDICT,
-    PREDICT_PLAINLY,
     STALE,
     STALL_AIM,
 )
@@ -29,15 +26,12 @@ COLOURS = ("#1f6f8b", "#d08c2f", "#7a9e3f", "#8a4b08", "#777777")
 AIM_COLOUR = "#c0392b"
 MODE_COLOURS = {
     STALE: "#d08c2f",
-    PREDICT: "#1f6f8b",
-    PREDICT_PLAINLY: "#7a9e3f",
     MADE_UP: "#777777",
     CATCH_UP: "#a03070",
     CATCH_UP_NOTHING: "#c9b3d9",
 }
 MODE_SHIFT = 0.12  # of the markers of different modes
 PERCENT = 100.0
-SHOWN_ITERATIONS = 100  # of tokens at risk, as in the paper's figure
 
 
 def draw(result: Result, costs: Sequence[Cost], machine: dict[str, Any]) -> dict[str, Figure]:
@@ -55,14 +49,11 @@ def draw(result: Result, costs: Sequence[Cost], machine: dict[str, Any]) -> dict
 
 
 def _draw_arithmetic(arithmetic: Arithmetic) -> Figure:
-    figure = Figure(figsize=(14, 9), layout="constrained")
-    (bars, sweep), (first, second) = figure.subplots(2, 2)
+    figure = Figure(figsize=(14, 4.7), layout="constrained")
+    bars, sweep = figure.subplots(1, 2)
     _bars(bars, arithmetic.sizes)
     _sweep(sweep, arithmetic.sweep)
-    _at_risk(first, arithmetic.exposures[0])
-    real = [one for one in arithmetic.exposures if not one.source.startswith("synthetic")]
-    _at_risk(second, (real or arithmetic.exposures[1:])[0])
-    figure.suptitle("Sparse snapshots of mixtures of experts: arithmetic on shapes and routed tokens", fontsize=11)
+    figure.suptitle("Sparse snapshots of mixtures of experts: arithmetic on shapes", fontsize=11)
     return figure
 
 
@@ -93,18 +84,6 @@ def _sweep(axes: Axes, points: Sequence[SweepPoint]) -> None:
     axes.set_ylabel("whole state over a snapshot")
     axes.legend(fontsize=8)
     axes.set_title(f"Snapshots of the experts with {SAVED_TOKENS:.0%} of the tokens", loc="left", fontsize=10)
-
-
-def _at_risk(axes: Axes, exposure: Exposure) -> None:
-    for (policy, series), colour in zip(exposure.at_risk.items(), COLOURS, strict=False):
-        axes.plot(range(1, len(series) + 1), series, lw=1, color=colour, label=policy)
-    axes.set_xlim(0, min(SHOWN_ITERATIONS, len(next(iter(exposure.at_risk.values())))))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("iteration, a snapshot after each")
-    axes.set_ylabel("tokens at risk, iterations' worth")
-    axes.legend(fontsize=8)
-    title = f"{exposure.source}; {exposure.experts_per_layer} of {exposure.experts} experts saved"
-    axes.set_title(title, loc="left", fontsize=10)
 
 
 def _draw_stalls(stalls: Sequence[Stalled], machine: dict[str, Any]) -> Figure:

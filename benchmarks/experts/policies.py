@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from cpsr.benchmarks.experts.age_weighted import AgeWeighted
 from cpsr.benchmarks.experts.names import MOETION
 from cpsr.config import ExpertsConfig
-from cpsr.experts.age_weighted import AgeWeighted
-from cpsr.experts.layers import ExpertLayer
+from cpsr.engines.moe.layers import ExpertLayer
 from cpsr.experts.load_aware import LoadAware
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.named import policy_named
@@ -13,7 +13,6 @@ from cpsr.experts.policy import Policy
 from cpsr.experts.sequential import Sequential
 
 __all__ = [
-    "BY_AGE",
     "BY_BYTES",
     "BY_LOAD",
     "BY_NUMBER",
@@ -60,11 +59,9 @@ def policy_of_job(name: str, layers: Sequence[ExpertLayer], experts_per_layer: i
     """What a job's checkpoints choose by, for all ranks.
 
     Args:
-        name: among those of `CONFIGURED`, or `BY_AGE`, which no configuration has.
+        name: among those of `CONFIGURED`.
         layers: of the model.
         experts_per_layer: K with which Dynamic-K starts; its limit is the configuration's default.
     """
-    if name == BY_AGE:
-        return BY_BYTES[name](layers)
     configured = next(key for key, label in CONFIGURED.items() if label == name)
     return policy_named(configured, layers, experts_per_layer, ExpertsConfig().lost_portion_limit)

@@ -6,14 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.experts.exposure import Exposure
-from cpsr.benchmarks.experts.reaches import GAINS, Reach
 from cpsr.benchmarks.experts.result import Arithmetic, Compared, Recovered, Result, Stalled
 from cpsr.benchmarks.experts.scheduling import OPERATORS
 from cpsr.benchmarks.experts.sizes import EXPERTS, SAVED_TOKENS, RankBytes, SnapshotSize, SweepPoint
 from cpsr.benchmarks.experts.written import Written
-from cpsr.benchmarks.intervals import Estimate
-from cpsr.benchmarks.output import interval_text, verdict
+from cpsr.benchmarks.harness.intervals import Estimate
+from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.tables import print_table
 
 __all__ = ["show"]
@@ -21,7 +19,6 @@ __all__ = ["show"]
 PERCENT = 100.0
 MEGABYTE, GIGABYTE = 1e6, 1e9
 MILLISECONDS = 1e3
-TEN_THOUSANDTHS = 1e4
 
 
 def show(console: Console, machine: dict[str, Any], result: Result) -> None:
@@ -36,8 +33,8 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
         print_table(console, _recovered(result.recovered))
         if result.compared:
             print_table(console, _compared(result.compared))
-        print_table(console, _reaches(result.reaches))
-        console.print("Lost tokens are counted as the papers do, whether experts are predicted or not.")
+        for label, skew in result.skews.items():
+            console.print(f"{label}: the routed tokens have a skew of {skew:.2f} over the run.")
     for aim, met in result.aims().items():
         console.print(f"{verdict(met)}  {aim}")
     console.print(f"{machine['cpu_model']}, {machine['cores']} cores, load before {machine['load_before']:.1f}")
@@ -45,10 +42,9 @@ def show(console: Console, machine: dict[str, Any], result: Result) -> None:
 
 def _show_arithmetic(console: Console, arithmetic: Arithmetic) -> None:
     print_table(console, _sizes(arithmetic.sizes))
-    said = _ranks(arithmetic.rank_bytes)
-    console.print(said)
+    busiest = _ranks(arithmetic.rank_bytes)
+    console.print(busiest)
     print_table(console, _sweep(arithmetic.sweep))
-    print_table(console, _exposures(arithmetic.exposures))
     table = _columns(f"Choosing among {OPERATORS:,} operators", "policy", "ranks", "ms", "chosen")
     for one in arithmetic.scheduling:
         table.add_row(one.policy, str(one.ranks), f"{MILLISECONDS * one.seconds:.1f}", f"{one.chosen:,}")
@@ -110,19 +106,6 @@ def _sweep(points: Sequence[SweepPoint]) -> Table:
         row = sorted((point for point in points if point.experts == experts), key=lambda point: point.skew)
         cells = [f"{point.dense_bytes / point.snapshot_bytes:.1f} ({point.saved_experts:.1f})" for point in row]
         table.add_row(str(experts), *cells)
-    return table
-
-
-def _exposures(exposures: Sequence[Exposure]) -> Table:
-    policies = list(exposures[0].at_risk)
-    title = "Tokens at risk with a snapshot after every iteration, in iterations' worth (over those in turn)"
-    table = _columns(title, "tokens", "skew", "K", *policies)
-    for one in exposures:
-        cells = []
-        for policy, series in one.at_risk.items():
-            share = one.against_turn.get(policy)
-            cells.append(f"{sum(series) / len(series):.2f}" + ("" if share is None else f" ({share:.2f})"))
-        table.add_row(one.source, f"{one.skew:.2f}", f"{one.experts_per_layer} of {one.experts}", *cells)
     return table
 
 
@@ -194,24 +177,12 @@ def _compared(found: Iterable[Compared]) -> Table:
         "lag less half of stale's",
         "gap less half, nats",
     )
-    table = _columns(
-        "Predicted or catching up against stale, by the same policy (below 0: better than the aim)", *headings
-    )
+    table = _columns("Catching up against stale, by the same policy (below 0: better than the aim)", *headings)
     for one in found:
         share = "-" if one.lag_share is None else f"{one.lag_share:.2f}"
         table.add_row(
             one.label, one.policy, one.mode, share, _text(one.lag_beyond_aim, 1), _text(one.gap_beyond_aim, 4)
         )
-    return table
-
-
-def _reaches(found: Sequence[Reach]) -> Table:
-    title = "At the first failure's checkpoint, loss over all experts as they were there, 0.0001 nats"
-    gains = (f"moved by {gain:g}" for gain in GAINS)
-    table = _columns(title, "model", "policy", "cosine of the move and the true one", *gains)
-    for one in found:
-        gaps = (interval_text(gap, TEN_THOUSANDTHS, digits=1) for gap in one.gaps_nats)
-        table.add_row(one.label, one.policy, _text(one.cosine, 2), *gaps)
     return table
 
 

@@ -7,15 +7,13 @@ from typing import Any
 import numpy
 
 from cpsr.benchmarks.experts.costs import Cost, mean_interval
-from cpsr.benchmarks.experts.exposure import SNAPSHOT_SHARE, Exposure
-from cpsr.benchmarks.experts.names import COMPARED, MOETION, STALE, STALL_AIM, WINDOW
+from cpsr.benchmarks.experts.names import CATCH_UP, MOETION, STALE, STALL_AIM, WINDOW
 from cpsr.benchmarks.experts.policies import IN_TURN
-from cpsr.benchmarks.experts.reaches import Reach
 from cpsr.benchmarks.experts.scheduling import OPERATORS, Scheduling
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, moetion_shape, pec_shape
 from cpsr.benchmarks.experts.sizes import RankBytes, SnapshotSize, SweepPoint
 from cpsr.benchmarks.experts.written import Written
-from cpsr.benchmarks.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval
 
 __all__ = [
     "LAG_SHARE_AIM",
@@ -33,20 +31,18 @@ SCHEDULING_AIM_SECONDS = 0.1
 # Of the whole state (pec, Fig. 5 (a); moetion, section 7.2: "over 9x").
 SAVED_AIMS = {(pec_shape().name, IN_TURN): 0.542, (moetion_shape(MOETION_EXPERTS).name, MOETION): 1 - 1 / 9}
 ROUNDING = 0.0005  # of the papers' figures
-RISK_AIM = 0.5  # of what is at risk where experts are saved in turn
 LAG_SHARE_AIM = 0.5  # of the lag of stale experts
 PERCENT = 100.0
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What follows from shapes and routed tokens, without training."""
+    """What follows from shapes, without training."""
 
     sizes: list[SnapshotSize]
     sweep: list[SweepPoint]
     rank_bytes: RankBytes
     scheduling: list[Scheduling]
-    exposures: list[Exposure]
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Compared:
-    """Experts that are predicted, or that catch up, against stale ones by the same policy, paired by seed.
+    """Experts that catch up against stale ones by the same policy, paired by seed.
 
     Attributes:
         label: of the model.
@@ -193,7 +189,7 @@ def compared(costs: Sequence[Cost]) -> list[Compared]:
     """For each model, policy, and what became of older experts."""
     by_mode = {key: {run.seed: run for run in runs} for key, runs in _grouped(costs)}
     results = []
-    for label, policy, mode in (key for key in by_mode if key[2] in COMPARED):
+    for label, policy, mode in (key for key in by_mode if key[2] == CATCH_UP):
         pairs = [(run, by_mode[label, policy, STALE][seed]) for seed, run in by_mode[label, policy, mode].items()]
         lags = [
             (one.final_lag_iterations, other.final_lag_iterations)
@@ -201,14 +197,14 @@ def compared(costs: Sequence[Cost]) -> list[Compared]:
             if one.final_lag_iterations is not None and other.final_lag_iterations is not None
         ]
         stale = sum(lag for _, lag in lags)
-        beyond = [predicted - LAG_SHARE_AIM * lag for predicted, lag in lags]
+        beyond = [one - LAG_SHARE_AIM * lag for one, lag in lags]
         gaps = [one.mean_gap_nats - LAG_SHARE_AIM * other.mean_gap_nats for one, other in pairs]
         results.append(
             Compared(
                 label,
                 policy,
                 mode,
-                sum(predicted for predicted, _ in lags) / stale if stale > 0 else None,
+                sum(one for one, _ in lags) / stale if stale > 0 else None,
                 mean_interval(beyond) if len(beyond) > 1 else None,
                 mean_interval(gaps),
             )
@@ -223,14 +219,18 @@ def _grouped(costs: Sequence[Cost]) -> Iterator[tuple[tuple[str, str, str], list
 
 @dataclass(frozen=True)
 class Result:
-    """All of it; parts that were not measured are empty."""
+    """All of it; parts that were not measured are empty.
+
+    Attributes:
+        skews: of the tokens of each model that fails, over the run and its layers; of its first seed.
+    """
 
     arithmetic: Arithmetic | None = None
     stalls: list[Stalled] = field(default_factory=list)
     recovered: list[Recovered] = field(default_factory=list)
     compared: list[Compared] = field(default_factory=list)
-    reaches: list[Reach] = field(default_factory=list)
     written: list[Written] = field(default_factory=list)
+    skews: dict[str, float] = field(default_factory=dict)
 
     def aims(self) -> dict[str, bool]:
         """Each aim and whether it is met, by the value and not by its interval."""
@@ -253,12 +253,6 @@ def _aims_of(arithmetic: Arithmetic) -> dict[str, bool]:
         if saved is not None:
             aim = f"{size.shape}, {size.policy}: {PERCENT * saved:.1f}% smaller snapshots: {PERCENT * size.saved:.1f}%"
             found[aim] = size.saved >= saved - ROUNDING
-    for one in arithmetic.exposures:
-        if one.experts == SNAPSHOT_SHARE * one.experts_per_layer:
-            share = one.against_turn[MOETION]
-            found[f"{one.source}: by popularity at most half at risk of what is in turn: {share:.2f}"] = (
-                share <= RISK_AIM
-            )
     slowest = max(one.seconds for one in arithmetic.scheduling)
     aim = f"{OPERATORS:,} operators scheduled in {SCHEDULING_AIM_SECONDS} s: {slowest:.3f} s"
     return found | {aim: slowest < SCHEDULING_AIM_SECONDS}

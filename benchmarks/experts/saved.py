@@ -1,4 +1,4 @@
-"""What sparse snapshots have saved of one rank, in memory: operators of different ages, and their past weights."""
+"""What sparse snapshots have saved of one rank, in memory: operators of different ages."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -6,88 +6,56 @@ from typing import Any
 
 import torch
 
-from cpsr.predictor.protocol import HistoryEntry
-from cpsr.state import OperatorState, Shard
+from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["HISTORY_SPAN_ITERATIONS", "Saved"]
-
-HISTORY_SPAN_ITERATIONS = 400  # as a checkpoint store keeps it by default
+__all__ = ["Saved"]
 
 
 class Saved:
-    """Newest state of every operator, and its weights at each of its snapshots (a `History`).
+    """The newest snapshot of every operator.
 
     Args:
         shard: saved whole, to begin with.
-        entry: when.
+        iteration: when.
         scalars: counters and step counts then.
+
+    Attributes:
+        iteration: of the newest checkpoint.
+        scalars: of the newest checkpoint.
+        operators: their names.
     """
 
-    def __init__(self, shard: Shard, entry: HistoryEntry, scalars: Any) -> None:
-        self.entries: tuple[HistoryEntry, ...] = ()
+    def __init__(self, shard: Shard, iteration: int, scalars: Any) -> None:
         self.operators = tuple(shard.operators)
-        # Operator -> its snapshots, oldest first: iteration and weights.
-        self._weights: dict[str, tuple[tuple[int, torch.Tensor], ...]] = dict.fromkeys(self.operators, ())
+        self._taken: dict[str, int] = {}
+        self._weights: dict[str, torch.Tensor] = {}
         self._moments: dict[str, dict[str, torch.Tensor]] = {}
-        self.save(shard, self.operators, entry, scalars)
+        self.save(shard, self.operators, iteration, scalars)
 
-    def save(self, shard: Shard, names: Iterable[str], entry: HistoryEntry, scalars: Any) -> None:
+    def save(self, shard: Shard, names: Iterable[str], iteration: int, scalars: Any) -> None:
         """Copy these operators."""
-        self.scalars = scalars
-        oldest = entry.iteration - HISTORY_SPAN_ITERATIONS
-        self.entries = (*(one for one in self.entries if one.iteration >= oldest), entry)
+        self.iteration, self.scalars = iteration, scalars
         for name in names:
             operator = shard.operators[name]
-            taken = (entry.iteration, operator.parameter.values.to(torch.float32, copy=True))
-            self._weights[name] = (*self._needed(name), taken)
+            self._taken[name] = iteration
+            self._weights[name] = operator.parameter.values.clone()
             self._moments[name] = {key: moment.clone() for key, moment in operator.moments.items()}
 
     def fork(self) -> "Saved":
         """The same, which goes its own way from here; tensors are shared, since none is ever changed."""
         other = copy.copy(self)
-        other._weights, other._moments = dict(self._weights), dict(self._moments)
+        other._taken, other._weights, other._moments = dict(self._taken), dict(self._weights), dict(self._moments)
         return other
 
-    def put_back(self, shard: Shard, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write the newest state of every operator into the engine's views.
-
-        Args:
-            shard: of the engine.
-            weights: in place of the newest ones.
-        """
+    def put_back(self, shard: Shard) -> None:
+        """Write the newest state of every operator into the engine's views."""
         for name, operator in shard.operators.items():
-            operator.parameter.values.copy_(weights.get(name, self.newest_weights(name)))
+            operator.parameter.values.copy_(self._weights[name])
             _put_back_moments(operator, self._moments[name])
 
     def newest(self, operator: str) -> int:
         """Iteration of an operator's newest snapshot."""
-        return self._weights[operator][-1][0]
-
-    def newest_weights(self, operator: str) -> torch.Tensor:
-        """Of an operator's newest snapshot, of this rank's slice; not to be changed."""
-        return self._weights[operator][-1][1]
-
-    def numel(self, operator: str) -> int:
-        """Elements of this rank's slice."""
-        return self.newest_weights(operator).numel()
-
-    def taken_at(self, operator: str, entry: int) -> int:
-        """Iteration of the operator's newest snapshot at that entry."""
-        return self._at(operator, entry)[0]
-
-    def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        """Weights `[start, stop)` at that entry, a view."""
-        return self._at(operator, entry)[1][start:stop]
-
-    def _at(self, operator: str, entry: int) -> tuple[int, torch.Tensor]:
-        last = self.entries[entry].iteration
-        return next(one for one in reversed(self._weights[operator]) if one[0] <= last)
-
-    def _needed(self, name: str) -> tuple[tuple[int, torch.Tensor], ...]:
-        """Snapshots that an entry still refers to."""
-        snapshots, first = self._weights[name], self.entries[0].iteration
-        before = [place for place, (iteration, _) in enumerate(snapshots) if iteration <= first]
-        return snapshots[before[-1] :] if before else snapshots
+        return self._taken[operator]
 
 
 def _put_back_moments(operator: OperatorState, moments: Mapping[str, torch.Tensor]) -> None:

@@ -8,12 +8,12 @@ from functools import partial
 import numpy
 
 from cpsr.benchmarks.experts.policies import BY_BYTES, BY_NUMBER, POLICIES
+from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
+from cpsr.engines.moe.operators import Expert, Operator
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer, ExpertParallel
 from cpsr.experts.moevement import MoEvement, OperatorBytes
-from cpsr.experts.operators import Expert, Operator
 from cpsr.experts.policy import Policy
-from cpsr.experts.popularity import Popularity
 
 __all__ = ["OPERATORS", "Scheduling", "scheduling"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cpsr.experts.layers import ExpertLayer
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert, NonExpert, Operator
 from cpsr.experts.moevement import OperatorBytes
-from cpsr.experts.operators import Expert, NonExpert, Operator
 
 __all__ = ["MOETION_EXPERTS", "SPREAD_OF_64", "Shape", "moetion_shape", "pec_shape"]
 

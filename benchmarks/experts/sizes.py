@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from cpsr.benchmarks.experts.policies import IN_TURN, POLICIES
 from cpsr.benchmarks.experts.routing import SKEWS, drawn_shares
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, SPREAD_OF_64, Shape, moetion_shape, pec_shape
+from cpsr.engines.moe.layers import ExpertParallel
+from cpsr.engines.moe.popularity import Popularity, zeros
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertParallel
 from cpsr.experts.moevement import MoEvement
-from cpsr.experts.popularity import Popularity, zeros
 from cpsr.experts.sequential import Sequential
 from cpsr.experts.sharding import adaptive_sharding, equal_sharding, expert_bytes_by_rank
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from cpsr.benchmarks.experts.names import MODES, STALE
-from cpsr.benchmarks.experts.policies import BY_AGE, CONFIGURED, IN_TURN
+from cpsr.benchmarks.experts.policies import CONFIGURED, IN_TURN
 from cpsr.demo.model import GPTConfig
 
 __all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask", "Task", "WritesTask"]
@@ -70,7 +70,7 @@ class Failures(_Plain):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if unknown := [name for name in self.policies if name not in (*CONFIGURED.values(), BY_AGE)]:
+        if unknown := [name for name in self.policies if name not in CONFIGURED.values()]:
             raise ValueError(f"there is no policy {unknown[0]!r}")
         if unknown := [name for name in self.modes if name not in MODES.values()]:
             raise ValueError(f"there is no mode {unknown[0]!r}")

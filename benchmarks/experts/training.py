@@ -15,11 +15,10 @@ from cpsr.benchmarks.experts.model import MixtureGPT
 from cpsr.benchmarks.experts.tasks import Mixture
 from cpsr.benchmarks.recovery.task import SEED_STRIDE, VALIDATION_CHUNKS
 from cpsr.engines import adapt
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
-from cpsr.experts.token_counts import Counted
-from cpsr.predictor.protocol import HistoryEntry
-from cpsr.state import Shard
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.token_counts import Counted
+from cpsr.state.shard import Shard
 
 __all__ = ["Training"]
 
@@ -68,12 +67,6 @@ class Training:
     def iteration(self) -> int:
         """Updates so far."""
         return self.adapter.iteration
-
-    @property
-    def now(self) -> HistoryEntry:
-        """A checkpoint at this iteration, as a history has it."""
-        at = self.iteration
-        return HistoryEntry(at, sum(map(learning_rate, range(at))), learning_rate(at))
 
     def step(self, before_update: Callable[[], object] | None = None) -> None:
         """Train one iteration.

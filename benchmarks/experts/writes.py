@@ -11,16 +11,16 @@ from cpsr.benchmarks.experts.followed import rank_budget
 from cpsr.benchmarks.experts.names import ADAPTIVE, EACH, EQUAL
 from cpsr.benchmarks.experts.policies import IN_TURN, POLICIES
 from cpsr.benchmarks.experts.training import Training
+from cpsr.benchmarks.experts.unsaved import UnsavedTokens
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CheckpointConfig
-from cpsr.expert_saving import unit_name, units_of
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity
-from cpsr.experts.unsaved import UnsavedTokens
-from cpsr.group import Group
-from cpsr.write_sharing import WriteSharing
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import Popularity
+from cpsr.experts.units import unit_name, units_of
+from cpsr.ranks.group import Group
 
 __all__ = ["measure_writes"]
 
@@ -58,7 +58,7 @@ class _Writer:
         pool: SnapshotPool,
         group: Group,
         run_dir: Path,
-        writes: WriteSharing | None,
+        writes: WriteAssignment | None,
         *,
         adaptive: bool,
     ) -> None:
@@ -76,12 +76,14 @@ class _Writer:
         """One checkpoint of these experts; None: all of them."""
         shard = self._training.adapter.shard()
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
-        shared = None if self._writes is None else self._writes.shared(chosen)
-        if shared is not None and self._writes is not None and not self._adaptive:
-            # As if no rank had an expert to write.
-            shared = replace(shared, writers=self._writes.shared(frozenset()).writers)
+        contents = Contents.sparse(frozenset(units), saved)
+        contents = replace(contents, uncopied=contents.carried)
+        if self._writes is not None:
+            # Where it is not adaptive, as if no rank had an expert to write.
+            writers = self._writes.writers(chosen if self._adaptive else frozenset())
+            contents = replace(contents, writers=writers, replicated=self._writes.replicated)
         self._group.barrier()
-        begun = self._pool.begin(shard, iteration, None, "sparse", Sparse(frozenset(units), saved), shared)
+        begun = self._pool.begin(shard, iteration, None, contents)
         snapshot = self._pool.finish()
         assert begun is snapshot is not None  # the one before was released
         self._group.barrier()
@@ -110,7 +112,7 @@ def measure_writes(training: Training, rounds: int, experts_per_layer: int, dire
     group, shard = Group(), training.adapter.shard()
     units = units_of(training.operators, shard)
     pool = SnapshotPool(shard, buffers=1)
-    writes = WriteSharing.of(shard, units, training.adapter.data_parallel_ranks, group)
+    writes = WriteAssignment.of(shard, units, training.adapter.data_parallel_ranks, group)
     try:
         ways = {
             way: _Writer(

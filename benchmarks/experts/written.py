@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpsr.benchmarks.experts.names import EACH
-from cpsr.benchmarks.intervals import Estimate, median_interval, median_ratio_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
 
 __all__ = ["Written", "written"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from cpsr.benchmarks.faults.job import COMMITTED, RUN_ID, commit_snapshots, open_run, scalars_of, shard_of
 from cpsr.checkpoint.commit import Missing
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.engines.moe.naming import PatternNaming
 from cpsr.experts.completeness import wrong_experts
-from cpsr.experts.naming import PatternNaming
 
 __all__ = ["ALL", "EXPERTS", "SparseSave", "chain", "open_sparse", "sparse_scalars", "sparse_snapshot", "write_sparse"]
 
@@ -29,11 +29,11 @@ class SparseSave:
     """What one checkpoint is to hold of the experts.
 
     Attributes:
-        sparse: which of them it saves.
+        contents: of each rank's part.
         ages: the iteration at which each of them was saved last.
     """
 
-    sparse: Sparse
+    contents: Contents
     ages: Mapping[str, int]
 
 
@@ -48,7 +48,7 @@ def chain(choices: Mapping[int, Collection[int]]) -> dict[int, SparseSave]:
     for iteration, numbers in choices.items():
         saved = frozenset(EXPERTS[number] for number in numbers)
         ages |= dict.fromkeys(saved, iteration)
-        saves[iteration] = SparseSave(Sparse(frozenset(EXPERTS), saved), dict(ages))
+        saves[iteration] = SparseSave(Contents.sparse(frozenset(EXPERTS), saved), dict(ages))
     return saves
 
 
@@ -64,7 +64,7 @@ def sparse_scalars(iteration: int, save: SparseSave) -> dict[str, Any]:
 def sparse_snapshot(rank: int, iteration: int, save: SparseSave, run_id: str = RUN_ID) -> Snapshot:
     """A snapshot outside any pool."""
     scalars = sparse_scalars(iteration, save)
-    return Snapshot(iteration, shard_of(rank, iteration, run_id), scalars, sparse=save.sparse)
+    return Snapshot(iteration, shard_of(rank, iteration, run_id), scalars, contents=save.contents)
 
 
 def open_sparse(run_dir: Path, life: int, run_id: str = RUN_ID) -> list[CheckpointStore]:

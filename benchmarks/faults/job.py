@@ -13,7 +13,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CPSRError
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["COMMITTED", "INTERVAL", "KEEP_ALL", "RANKS", "RUN_ID", "commit", "commit_snapshots", "copy_run", "open_run"]
 __all__ += ["same_bits", "scalars_of", "shard_of", "snapshot_of", "write_run"]

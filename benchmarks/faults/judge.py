@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.faults.launcher import Life
+from cpsr.benchmarks.faults.life import Life
 from cpsr.benchmarks.faults.part import RANKS
 from cpsr.benchmarks.faults.remains import Remains, remains_of
 from cpsr.benchmarks.faults.scenarios import Scenario
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.memory import HeldState
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.verify import verify_run
 from cpsr.journal import JournalReader, RecoveryRow
 
@@ -169,7 +169,7 @@ class Judge:
 
     # The end
 
-    def conclude(self, held: Sequence[HeldState]) -> None:
+    def conclude(self, held: Sequence[MemoryState]) -> None:
         """All lives were seen: look at what the job has left, in memory what is `held`."""
         assert self._ended is not None
         if not self._ended.good:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.faults.judge import Judge
-from cpsr.benchmarks.faults.launcher import Launched, Life
+from cpsr.benchmarks.faults.life import Launched, Life
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.part import RANKS, Fault, Part
-from cpsr.benchmarks.faults.remains import held_by, remains_of, remove_memory
+from cpsr.benchmarks.faults.remains import remains_of, remove_memory, states_in
 from cpsr.benchmarks.faults.scenarios import REHEARSED_ITERATIONS, Scenario
-from cpsr.checkpoint.memory import PAGE_BYTES, SHARED_MEMORY
+from cpsr.checkpoint.memory_states import PAGE_BYTES, SHARED_MEMORY
 from cpsr.errors import CPSRError
 
 __all__ = ["live"]
@@ -81,7 +81,7 @@ class _Stage:
                     break
                 if self._lives == 1:
                     self._spoil_memory()
-            judge.conclude(held_by(self._run_dir, self._memories))
+            judge.conclude(states_in(self._run_dir, self._memories))
         finally:
             if self._stopped is not None:
                 self._stopped.end()
@@ -126,7 +126,7 @@ class _Stage:
             },
             "predictor": {"window_iterations": 100},
             "journal": {"flush_iterations": 4},
-            "liveness": {
+            "ranks": {
                 "heartbeat_timeout_seconds": SILENCE_SECONDS,
                 "sigterm_grace_seconds": SIGTERM_GRACE_SECONDS,
             },
@@ -138,7 +138,7 @@ class _Stage:
     def _spoil_memory(self) -> None:
         """What the scenario has happen to the states in memory, between two lives."""
         memories = self._nodes[1:] if self._scenario.memory == "removed" and self._nodes else self._memories
-        for state in held_by(self._run_dir, memories):
+        for state in states_in(self._run_dir, memories):
             if self._scenario.memory == "removed":
                 state.path.unlink()
             elif self._scenario.memory == "damaged" and state.rank == 1:

@@ -8,21 +8,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
-import cpsr.peers.replicator as replicator_module
-import cpsr.recovery as recovery_module
+import cpsr.life.opening as opening_module
+import cpsr.peers.incoming as incoming_module
+import cpsr.peers.outgoing as outgoing_module
+from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.ladder import Ladder
-from cpsr.prediction import StatePrediction
+from cpsr.life.life import Life
+from cpsr.life.probation import Probation
 from cpsr.predictor.guard import Guard
-from cpsr.recovery_watch import RecoveryWatch
-from cpsr.restore import Restorer
-from cpsr.saver import Saver
+from cpsr.restart.ladder import Ladder
+from cpsr.restart.prediction import StatePrediction
+from cpsr.restart.restore import Restorer
+from cpsr.saving.saver import Saver
 
 __all__ = ["DEPARTING", "PREDICTING", "REHEARSING", "REPLICATING", "RESTARTING", "TRAINING", "Happening", "arm"]
 
@@ -58,7 +62,8 @@ class Happening:
 
 
 def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
-    return bool(arguments[2].iteration == place)
+    *_, put = arguments  # hands the views to its snapshot
+    return bool(put.args[0].iteration == place)
 
 
 def _sealed(place: int, arguments: Sequence[Any]) -> bool:
@@ -77,31 +82,31 @@ def _second(place: int, arguments: Sequence[Any]) -> bool:
 
 TRAINING = {
     "step": Happening(None, "", STEPS),
-    "updating": Happening(recovery_module.CPSRRecovery, "state_changes", STEPS, after=True),
+    "updating": Happening(Life, "state_changes", STEPS, after=True),
     "publishing": Happening(ProgressCounter, "publish", STEPS, _second),
-    "snapshot": Happening(SnapshotPool, "_copy_on_host", CHECKPOINTS, _snapshot_of),
+    "snapshot": Happening(StateCopier, "_copy_on_host", CHECKPOINTS, _snapshot_of),
     "sealing": Happening(MemoryFile, "seal", CHECKPOINTS, _sealed),
-    "writing": Happening(store_module, "write_tensors", CHECKPOINTS, _written),
+    "writing": Happening(part_module, "write_tensors", CHECKPOINTS, _written),
     "commit": Happening(store_module, "seal", CHECKPOINTS, _second, ranks=(0,)),
     "retention": Happening(CheckpointStore, "retain", (3, 4, 5), ranks=(0,)),
     "last save": Happening(Saver, "save_now", FIRST),
 }
 RESTARTING = {
-    "opening": Happening(recovery_module, "open_run", FIRST, watched=False),
+    "opening": Happening(opening_module, "open_run", FIRST, watched=False),
     "load": Happening(CheckpointStore, "load", FIRST),
     "decision": Happening(Ladder, "decide", FIRST),
 }
 PREDICTING = {
     "prediction": Happening(StatePrediction, "attempt", FIRST),
     "judging": Happening(Guard, "veto", FIRST),
-    "watch": Happening(RecoveryWatch, "observe", (1, 2, 3)),
+    "watch": Happening(Probation, "observe", (1, 2, 3)),
     "roll-back": Happening(Restorer, "roll_back", FIRST, after=True),
     "setting aside": Happening(CheckpointStore, "abandon_after", (2,)),
 }
 REHEARSING = {"rehearsal": Happening(None, "train_on", (1, 3, 5))}
 REPLICATING = {
-    "sending": Happening(replicator_module, "send_state", (2, 3, 4)),
-    "receiving": Happening(replicator_module, "receive_state", (2, 3, 4)),
+    "sending": Happening(outgoing_module, "send_state", (2, 3, 4)),
+    "receiving": Happening(incoming_module, "receive_state", (2, 3, 4)),
 }
 DEPARTING = {"dump": Happening(SnapshotPool, "dump", FIRST)}
 

@@ -9,7 +9,7 @@ from typing import Any
 from cpsr.benchmarks.faults.job import INTERVAL, KEEP_ALL, RANKS, commit, open_run, same_bits, scalars_of, shard_of
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 
 __all__ = ["FOREIGN", "Verdict", "is_right", "restart"]
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from cpsr.benchmarks.faults.part import RANKS
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_states, remove_held, verify_held
+from cpsr.checkpoint.memory_reader import verify_memory_state
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
 from cpsr.checkpoint.progress import newest_life, read_progress
-from cpsr.rundir import IDENTITY
+from cpsr.checkpoint.run_directory import IDENTITY
 
-__all__ = ["Remains", "held_by", "remains_of", "remove_memory"]
+__all__ = ["Remains", "remains_of", "remove_memory", "states_in"]
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,17 @@ class Remains:
         return max(self.committed | self.complete, default=0)
 
 
-def held_by(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[HeldState]:
+def states_in(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[MemoryState]:
     """What lies in the shared memory of the run's machines, whole or not."""
     run_id = _run_id(run_dir)
-    return [] if run_id is None else [state for memory in memories for state in held_states(run_id, memory)]
+    return [] if run_id is None else [state for memory in memories for state in memory_states(run_id, memory)]
 
 
 def remove_memory(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> None:
     """Leave nothing there of this run, whole or torn."""
     run_id = _run_id(run_dir)
     for memory in memories if run_id is not None else ():
-        remove_held(str(run_id), memory)
+        remove_memory_states(str(run_id), memory)
 
 
 def _run_id(run_dir: Path) -> str | None:
@@ -59,7 +61,7 @@ def _run_id(run_dir: Path) -> str | None:
 def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Remains:
     """Look without changing anything."""
     progress = read_progress(run_dir, RANKS)
-    held = [state for state in held_by(run_dir, memories) if verify_held(state) is None]
+    held = [state for state in states_in(run_dir, memories) if verify_memory_state(state) is None]
     first = newest_life(run_dir)
     newest = [state for state in held if (state.life, state.branch) >= first]
     snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}

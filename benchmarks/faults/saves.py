@@ -15,7 +15,8 @@ from cpsr.benchmarks.faults.experts import (
     write_sparse,
 )
 from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, scalars_of, shard_of, snapshot_of, write_run
-from cpsr.checkpoint.snapshot import Part, SnapshotPool
+from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CheckpointConfig
@@ -54,12 +55,12 @@ class RankWriter:
         self._rank = store.rank
         self._experts = experts
 
-    def begin(self, iteration: int, part: Part = "whole") -> bool:
+    def begin(self, iteration: int, contents: Contents = WHOLE) -> bool:
         """Take a snapshot and hand it to the writer; False where no buffer was free."""
         shard, save = shard_of(self._rank, iteration), self._experts.get(iteration)
         scalars = scalars_of(iteration) if save is None else sparse_scalars(iteration, save)
         started = time.perf_counter()
-        self.pool.begin(shard, iteration, scalars, part, None if save is None else save.sparse)
+        self.pool.begin(shard, iteration, scalars, contents if save is None else save.contents)
         snapshot = self.pool.finish()
         if snapshot is not None:
             self.writer.submit(snapshot)
@@ -76,9 +77,9 @@ class RankWriter:
             raise CPSRError(f"the writer is not through after {DRAIN_SECONDS:g} s")
         return [(one.iteration, one.status, one.reason) for one in self.writer.outcomes()]
 
-    def save(self, iteration: int, part: Part = "whole") -> list[tuple[int, str, str]]:
+    def save(self, iteration: int, contents: Contents = WHOLE) -> list[tuple[int, str, str]]:
         """Take one snapshot and wait for what becomes of it."""
-        self.begin(iteration, part)
+        self.begin(iteration, contents)
         return self.wait()
 
 

@@ -21,9 +21,9 @@ from cpsr import CPSRRecovery
 from cpsr.benchmarks.faults.moments import arm
 from cpsr.benchmarks.faults.part import Fault, Part, notes_path
 from cpsr.checkpoint.manifest import COMMIT, step_name
-from cpsr.codec import encode
 from cpsr.engines import adapt
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.state.codec import encode
 
 __all__ = ["main"]
 

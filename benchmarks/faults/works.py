@@ -8,11 +8,20 @@ from pathlib import Path
 
 from cpsr.benchmarks.faults.experts import open_sparse, write_sparse
 from cpsr.benchmarks.faults.forked import POLL_SECONDS, Gate
-from cpsr.benchmarks.faults.job import COMMITTED, INTERVAL, KEEP_ALL, commit, open_run, snapshot_of, write_run
+from cpsr.benchmarks.faults.job import (
+    COMMITTED,
+    INTERVAL,
+    KEEP_ALL,
+    commit,
+    open_run,
+    shard_of,
+    snapshot_of,
+    write_run,
+)
 from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
 from cpsr.benchmarks.faults.tracing import NO_LINKS
+from cpsr.checkpoint.contents import WEIGHTS, Contents
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.snapshot import Part
 from cpsr.errors import CPSRError
 
 __all__ = ["WORKS", "Work"]
@@ -107,21 +116,25 @@ def _save_again(run_dir: Path, gate: Gate) -> None:
 
 
 def _save_weights(run_dir: Path, gate: Gate) -> None:
-    _save_partial(run_dir, gate, "weights")
+    _save_partial(run_dir, gate, WEIGHTS, _carried())
 
 
 def _save_carried(run_dir: Path, gate: Gate) -> None:
-    _save_partial(run_dir, gate, "carried")
+    _save_partial(run_dir, gate, _carried(), WEIGHTS)
 
 
-def _save_partial(run_dir: Path, gate: Gate, part: Part) -> None:
+def _carried() -> Contents:
+    return Contents.carried_weights(frozenset(shard_of(0, 0).operators))
+
+
+def _save_partial(run_dir: Path, gate: Gate, first: Contents, second: Contents) -> None:
     stores = open_run(run_dir, LIFE)
     ranks = [RankWriter(store) for store in stores]
     for rank in reversed(ranks):
         rank.save(50)
-    ranks[1].save(60, "carried" if part == "weights" else "weights")
+    ranks[1].save(60, second)
     gate.wait()
-    gate.note(done=True, outcomes=ranks[0].save(60, part))
+    gate.note(done=True, outcomes=ranks[0].save(60, first))
 
 
 def _with_remains(run_dir: Path) -> None:

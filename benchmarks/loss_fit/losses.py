@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.files import open_tensors, read_json
+from cpsr.benchmarks.harness.files import open_tensors, read_json
 from cpsr.benchmarks.recovery.trajectory import SEGMENT_ITERATIONS, VALIDATION_ITERATIONS
 from cpsr.errors import CPSRError
 from cpsr.journal.reader import JournalReader

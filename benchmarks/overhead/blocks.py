@@ -58,7 +58,7 @@ def measure_pairs(
         }
         measured.append(Pair(seconds[True], seconds[False]))
     adapter.detach()
-    adapter.attach(recovery)
+    adapter.attach(recovery.life)
     return measured
 
 
@@ -72,7 +72,7 @@ def _block(
 ) -> float:
     adapter.detach()
     if with_wrapper:
-        adapter.attach(recovery)
+        adapter.attach(recovery.life)
     batches = wrapped if with_wrapper else plain
     for _ in range(SETTLE_STEPS):
         step(next(batches))

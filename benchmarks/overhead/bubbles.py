@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.benchmarks.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval
 from cpsr.benchmarks.overhead.interval import IntervalSample
-from cpsr.coordinator.pipeline_schedule import stage_waits
+from cpsr.learning.pipeline_schedule import stage_waits
 
 __all__ = ["DATA_PARALLEL", "STAGES", "BubbleResult", "Simulated", "StageResult", "simulate", "summarise_bubbles"]
 

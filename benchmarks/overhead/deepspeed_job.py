@@ -1,7 +1,5 @@
-"""One rank of a DeepSpeed ZeRO-1 job on gloo, started by torchrun: the demo's model and batch."""
+"""One rank of a DeepSpeed ZeRO-1 job on gloo, started by the harness: the demo's model and batch."""
 
-import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,8 @@ import deepspeed
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from cpsr.benchmarks.harness.ranks import join_ranks
 from cpsr.benchmarks.overhead.blocks import configuration, measure_pairs
-from cpsr.benchmarks.overhead.launch import start_gloo
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import adapt
@@ -20,14 +18,9 @@ from cpsr.recovery import CPSRRecovery
 BATCH = 4  # windows per rank and step, as in the demo
 
 
-def main() -> None:
-    """Measure on every rank; rank 0, which also keeps the journal, writes what it saw."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--pairs", type=int, required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    arguments = parser.parse_args()
-    engine = _engine()
+def main(run_dir: Path, pairs: int) -> list[dict[str, Any]] | None:
+    """Measure on every rank; rank 0, which also keeps the journal, returns what it saw."""
+    engine = _engine(run_dir)
     adapter = adapt(engine)
     text, _ = read_corpus()
     windows = Windows(text, GPTConfig().context)
@@ -37,16 +30,13 @@ def main() -> None:
         engine.backward(engine(batch))
         engine.step()
 
-    with CPSRRecovery(adapter, configuration(arguments.run_dir)) as recovery:
-        pairs = measure_pairs(adapter, recovery, loader, step, arguments.pairs)
-    if adapter.rank == 0:
-        found = json.dumps([asdict(pair) for pair in pairs])
-        (arguments.results / f"{adapter.rank}.json").write_text(found, encoding="utf-8")
-    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+    with CPSRRecovery(adapter, configuration(run_dir)) as recovery:
+        measured = measure_pairs(adapter, recovery, loader, step, pairs)
+    return [asdict(pair) for pair in measured] if adapter.rank == 0 else None
 
 
-def _engine() -> Any:
-    start_gloo()
+def _engine(run_dir: Path) -> Any:
+    join_ranks(run_dir)
     torch.manual_seed(0)
     model = GPT(GPTConfig())
     engine, *_ = deepspeed.initialize(
@@ -61,7 +51,3 @@ def _engine() -> Any:
         },
     )
     return engine
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
-from cpsr.learner import Pace
-from cpsr.recovery import CPSRRecovery
+from cpsr.learning.learner import Learner, Pace
 
 __all__ = ["Gate"]
 
@@ -18,9 +17,9 @@ class Gate:
     checkpoint: its work in an interval is not more than usual but for the products of one more checkpoint.
     """
 
-    def __init__(self, recovery: CPSRRecovery) -> None:
-        self._learner = recovery._learner
-        pace = self._learner._pace
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        pace = learner._pace
         assert pace is not None  # the predictor learns
         self._pace: Pace = pace
         self._open = threading.Event()
@@ -29,7 +28,7 @@ class Gate:
     def timed(self, train: Callable[[], None], working: bool) -> float:
         """Seconds that `train` takes while the predictor works, or does not."""
         if working and not self._open.is_set():
-            with self._learner.held():
+            with self._learner.locked():
                 pass
             self._open.set()
         elif not working:

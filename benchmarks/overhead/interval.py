@@ -48,10 +48,10 @@ def measure_interval(recovery: CPSRRecovery, train: Callable[[], None]) -> Inter
         train: over one interval.
     """
     checkpoint = recovery.iteration
-    before, started = recovery._bubbles.account(), perf_counter()
+    before, started = recovery.life.loop.learning.bubbles.account(), perf_counter()
     train()
-    seconds, after = perf_counter() - started, recovery._bubbles.account()
-    learned: dict[str, Any] = recovery._learner.state_dict()
+    seconds, after = perf_counter() - started, recovery.life.loop.learning.bubbles.account()
+    learned: dict[str, Any] = recovery.life.loop.learning.learner.state_dict()
     return IntervalSample(
         seconds,
         after.bubble_seconds - before.bubble_seconds,

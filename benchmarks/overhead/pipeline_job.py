@@ -1,7 +1,5 @@
-"""One stage of a DeepSpeed pipeline on gloo, started by torchrun: what the predictor does in its bubbles, and costs."""
+"""One stage of a DeepSpeed pipeline on gloo: what the predictor does in its bubbles, and costs."""
 
-import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -12,10 +10,10 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader
 
+from cpsr.benchmarks.harness.ranks import RANKS, join_ranks
 from cpsr.benchmarks.overhead.blocks import Pair
 from cpsr.benchmarks.overhead.gate import Gate
-from cpsr.benchmarks.overhead.interval import IntervalSample, measure_interval
-from cpsr.benchmarks.overhead.launch import RANKS, start_gloo
+from cpsr.benchmarks.overhead.interval import measure_interval
 from cpsr.benchmarks.overhead.pipeline_model import layers, loss, split
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPTConfig
@@ -24,44 +22,49 @@ from cpsr.recovery import CPSRRecovery
 BATCH = 4  # windows in a micro-batch, as in the demo
 
 
-def main() -> None:
-    """Train over so many checkpoint intervals, and write what this stage saw."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--interval-iterations", type=int, required=True)
-    parser.add_argument("--micro-batches", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True, help="intervals before anything is measured")
-    parser.add_argument("--intervals", type=int, required=True, help="intervals whose bubbles are measured")
-    parser.add_argument("--pairs", type=int, required=True, help="intervals with and without the predictor's work")
-    arguments = parser.parse_args()
-    engine = _engine(arguments.micro_batches)
+def main(
+    run_dir: Path, interval_iterations: int, micro_batches: int, warm_up: int, intervals: int, pairs: int
+) -> dict[str, Any]:
+    """Train over so many checkpoint intervals, and return what this stage saw.
+
+    Args:
+        run_dir: of the job.
+        interval_iterations: of its checkpoints.
+        micro_batches: of an iteration.
+        warm_up: intervals before anything is measured.
+        intervals: whose bubbles are measured.
+        pairs: of intervals with and without the predictor's work.
+    """
+    engine = _engine(run_dir, micro_batches)
     text, _ = read_corpus()
     loader = DataLoader(Windows(text, GPTConfig().context), batch_size=BATCH, collate_fn=split, drop_last=True)
     configuration = {
-        "run_dir": arguments.run_dir,
-        "checkpoint": {"interval_iterations": arguments.interval_iterations, "final": False},
+        "run_dir": run_dir,
+        "checkpoint": {"interval_iterations": interval_iterations, "final": False},
         "rehearsal": {"budget_fraction": 0.0},  # one rehearsal would be longer than an interval
     }
     with CPSRRecovery(engine, configuration) as recovery:
         data = recovery.resume(loader, repeat=True)
 
         def train() -> None:
-            for _ in range(arguments.interval_iterations):
+            for _ in range(interval_iterations):
                 engine.train_batch(data)
 
-        for _ in range(arguments.warm_up):
+        for _ in range(warm_up):
             train()
-        intervals = [measure_interval(recovery, train) for _ in range(arguments.intervals)]
-        pairs = _measure_pairs(recovery, train, arguments.pairs)
-    _write(arguments.results / f"{engine.global_rank}.json", engine, intervals, pairs)
-    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+        samples = [measure_interval(recovery, train) for _ in range(intervals)]
+        measured = _measure_pairs(recovery, train, pairs)
+    return {
+        "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+        "intervals": [asdict(sample) for sample in samples],
+        "pairs": [asdict(pair) for pair in measured],
+    }
 
 
 def _measure_pairs(recovery: CPSRRecovery, train: Callable[[], None], pairs: int) -> list[Pair]:
     """Intervals with the predictor's work and without, in turns: with, without, without, with."""
     measured = []
-    with Gate(recovery) as gate:
+    with Gate(recovery.life.loop.learning.learner) as gate:
         for index in range(pairs):
             order = (True, False) if index % 2 == 0 else (False, True)
             seconds = {working: gate.timed(train, working) for working in order}
@@ -69,17 +72,8 @@ def _measure_pairs(recovery: CPSRRecovery, train: Callable[[], None], pairs: int
     return measured
 
 
-def _write(path: Path, engine: Any, intervals: list[IntervalSample], pairs: list[Pair]) -> None:
-    found = {
-        "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
-        "intervals": [asdict(interval) for interval in intervals],
-        "pairs": [asdict(pair) for pair in pairs],
-    }
-    path.write_text(json.dumps(found), encoding="utf-8")
-
-
-def _engine(micro_batches: int) -> Any:
-    start_gloo()
+def _engine(run_dir: Path, micro_batches: int) -> Any:
+    join_ranks(run_dir)
     torch.manual_seed(0)
     module = PipelineModule(layers(GPTConfig()), num_stages=RANKS, loss_fn=loss, partition_method="uniform")
     engine, *_ = deepspeed.initialize(
@@ -93,7 +87,3 @@ def _engine(micro_batches: int) -> Any:
         },
     )
     return engine
-
-
-if __name__ == "__main__":
-    main()

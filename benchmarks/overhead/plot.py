@@ -12,7 +12,7 @@ from cpsr.benchmarks.overhead.memory import MemoryRun
 from cpsr.benchmarks.overhead.result import VariantResult
 from cpsr.benchmarks.overhead.timeline import Timeline
 
-__all__ = ["draw", "draw_bubbles", "draw_memory"]
+__all__ = ["draw_all"]
 
 COLOUR = "#1f6f8b"
 OTHER_COLOUR = "#d08c2f"
@@ -26,7 +26,7 @@ JITTER = 0.15
 BAR_WIDTH = 0.35
 
 
-def draw(results: Sequence[VariantResult], machine: dict[str, Any]) -> Figure:
+def _draw(results: Sequence[VariantResult], machine: dict[str, Any]) -> Figure:
     """Every sample and each run's median; one panel a variant."""
     figure = Figure(figsize=(5.4 * len(results), 4.2), layout="constrained")
     for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
@@ -35,7 +35,7 @@ def draw(results: Sequence[VariantResult], machine: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_bubbles(result: BubbleResult, machine: dict[str, Any]) -> Figure:
+def _draw_bubbles(result: BubbleResult, machine: dict[str, Any]) -> Figure:
     """The predictor's work in an interval against its bubbles: measured stages, and larger jobs simulated from them."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     measured, simulated = figure.subplots(1, 2, width_ratios=(1, 1.6))
@@ -45,7 +45,7 @@ def draw_bubbles(result: BubbleResult, machine: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_memory(run: MemoryRun, machine: dict[str, Any]) -> Figure:
+def _draw_memory(run: MemoryRun, machine: dict[str, Any]) -> Figure:
     """A run's own memory over time, with the predictor and without, before the failure and after the restart."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     before, after = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
@@ -130,3 +130,20 @@ def _simulated_jobs(axes: Axes, result: BubbleResult) -> None:
     axes.set_ylabel("seconds in an interval")
     axes.legend(fontsize=8)
     axes.set_title("SIMULATED by the 1F1B schedule from those stages; not run", loc="left", fontsize=10)
+
+
+def draw_all(
+    memory_runs: Sequence[MemoryRun],
+    variants: list[VariantResult],
+    bubbles: BubbleResult | None,
+    machine: dict[str, Any],
+) -> dict[str, Figure]:
+    """Figures by name: the first is the JSON file's own plot, the others lie beside it."""
+    figures = {}
+    if variants:
+        figures["steps"] = _draw(variants, machine)
+    if bubbles is not None:
+        figures["bubbles"] = _draw_bubbles(bubbles, machine)
+    if memory_runs:
+        figures["memory"] = _draw_memory(memory_runs[-1], machine)
+    return figures

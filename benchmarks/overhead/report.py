@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.output import interval_text, verdict
+from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS
 from cpsr.benchmarks.overhead.bubbles import BubbleResult, Simulated
 from cpsr.benchmarks.overhead.memory import MemoryResult

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.benchmarks.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, Pair
 
 __all__ = ["COORDINATOR_AIM", "OVERHEAD_AIM", "VariantResult", "summarise"]

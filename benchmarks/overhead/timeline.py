@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from cpsr.benchmarks.harness.sampling import Sampling
 from cpsr.benchmarks.predictor_cost.memory import resident
-from cpsr.benchmarks.sampling import Sampling
 from cpsr.config import CPSRConfig
-from cpsr.coordinator.memory import history_checkpoints
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines.torch import TorchAdapter
+from cpsr.learning.memory import history_checkpoints
 from cpsr.predictor.footprint import fitted
 from cpsr.recovery import CPSRRecovery
 
@@ -80,7 +80,7 @@ def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, mod
         timeline.predicted = recovery.restored.predicted
         for _ in range(iterations):
             next(train)
-        learned: dict[str, Any] = recovery._learner.state_dict()
+        learned: dict[str, Any] = recovery.life.loop.learning.learner.state_dict()
         timeline.learned_checkpoints = learned["vitp"]["checkpoints"]
         if fails:
             raise _FailureError
@@ -92,7 +92,7 @@ def bound_bytes(model: GPTConfig) -> int:
     with torch.device("meta"):
         operators = len(list(GPT(model).parameters()))
     config = CPSRConfig.load(_configuration(Path(), predicts=True))
-    limit, chunk = config.predictor.memory_limit_bytes, config.predictor.chunk_elements
+    limit, chunk = config.learning.memory_limit_bytes, config.predictor.chunk_elements
     return fitted(limit, operators, history_checkpoints(config), chunk).peak_bytes
 
 
@@ -102,7 +102,7 @@ def _configuration(run_dir: Path, predicts: bool) -> dict[str, Any]:
         "mode": "predict" if predicts else "exact",
         # What the first life leaves in shared memory is exact, and would spare the second its prediction.
         "checkpoint": {"interval_iterations": INTERVAL_ITERATIONS, "final": False, "shared_memory": False},
-        "predictor": {"learning_budget_fraction": LEARNING_BUDGET_FRACTION if predicts else 0.0},
+        "learning": {"budget_fraction": LEARNING_BUDGET_FRACTION if predicts else 0.0},
         "rehearsal": {"budget_fraction": 0.0},
     }
 

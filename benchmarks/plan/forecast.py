@@ -15,7 +15,7 @@ from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, LagBeyondError, persistent_lag
 from cpsr.journal import CheckpointRow, JournalReader, PlanRow, RecoveryRow, StepRow
-from cpsr.planning.stall import StallMeter
+from cpsr.planner.live.stall import StallMeter
 
 __all__ = [
     "Cost",

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
 from rich.progress import Progress
 
-from cpsr.benchmarks.machine import busy_warning, describe_machine
-from cpsr.benchmarks.output import progress_bar, save
+from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.plan.failing_job import follow
 from cpsr.benchmarks.plan.forecast import median_iteration_seconds
 from cpsr.benchmarks.plan.injection import Injection, Mode, failing_job, fault_free_job
@@ -38,18 +36,12 @@ def main(
         CPSRError: a job ended by itself, or failed otherwise than it was made to.
     """
     lengths = injection or Injection()
-    console = Console()
     cache.mkdir(parents=True, exist_ok=True)
-    machine = describe_machine(cache)
-    if warning := busy_warning(machine):
-        console.print(f"[yellow]{warning}[/yellow]")
-    with progress_bar(console) as progress:
-        results = [result for seed in range(seeds) for result in _run_seed(lengths, seed, cache, progress)]
-    for table in tables(results):
-        print_table(console, table)
-    if json_path is not None:
-        plot = save(json_path, report(results, lengths, machine), draw(results))
-        console.print(f"figures: {json_path}   plot: {plot}")
+    with measuring("plan, real", json_path, place=cache) as call:
+        results = [result for seed in range(seeds) for result in _run_seed(lengths, seed, cache, call.progress)]
+        for table in tables(results):
+            print_table(call.console, table)
+        call.leave(report(results, lengths), draw(results))
 
 
 def _run_seed(injection: Injection, seed: int, cache: Path, progress: Progress) -> list[JobResult]:

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from cpsr.benchmarks.output import verdict
+from cpsr.benchmarks.harness.measurement import verdict
 from cpsr.benchmarks.plan.forecast import LAG_WINDOW, Cost, Realised
 from cpsr.benchmarks.plan.injection import MTBF_PRIOR_FAILURES, PHASE_ITERATIONS, Injection, Mode
 from cpsr.benchmarks.plan.judgement import JobResult, relative_error
-from cpsr.config import GuardConfig
+from cpsr.config import LifeConfig
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 
 __all__ = ["AIM_FRACTION", "draw", "report", "tables"]
@@ -31,11 +31,9 @@ def tables(results: Sequence[JobResult]) -> list[Table]:
     return [_costs(results), _reasons(results), _single(results)]
 
 
-def report(results: Sequence[JobResult], injection: Injection, machine: dict[str, Any]) -> dict[str, Any]:
+def report(results: Sequence[JobResult], injection: Injection) -> dict[str, Any]:
     """Everything as plain data, for the JSON file."""
     return {
-        "benchmark": "plan, real",
-        "machine": machine,
         "aim_fraction": AIM_FRACTION,
         "lag_window_iterations": LAG_WINDOW,
         "settings": {
@@ -266,7 +264,7 @@ def _draw_horizons(axes: Axes, results: Sequence[JobResult]) -> None:
             )
         planned = statistics.fmean(result.forecast.horizon_iterations for result in mine)
         axes.axhline(planned, linestyle="--" if mode == "exact" else ":", color="grey", label=f"mean planned, {mode}")
-    watch = GuardConfig().watch_iterations
+    watch = LifeConfig().watch_iterations
     axes.axvline(watch, color="tab:red", linewidth=0.8, label="a predicted state is watched up to here")
     axes.set(
         xlabel="iterations since the last restart",

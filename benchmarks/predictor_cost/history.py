@@ -14,7 +14,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import CPSRError
 from cpsr.predictor.protocol import Target
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["BYTES_PER_VALUE", "SIZES", "SPAN_ITERATIONS", "SyntheticHistory", "operator_shapes"]
 

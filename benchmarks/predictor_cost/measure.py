@@ -13,18 +13,18 @@ import torch
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
 from cpsr.benchmarks.predictor_cost.memory import MemoryPeak, Resident
 from cpsr.benchmarks.predictor_cost.reads import CountedHistory
+from cpsr.benchmarks.recovery.methods.baselines import BASELINES
+from cpsr.benchmarks.recovery.methods.elementwise import ElementwisePredictor
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.config import PredictorConfig
-from cpsr.errors import CPSRError
-from cpsr.predictor.baselines import BASELINES
+from cpsr.errors import ConfigError, CPSRError
 from cpsr.predictor.displacement import measure
-from cpsr.predictor.elementwise import ElementwisePredictor
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 from cpsr.predictor.vitp import VITPPredictor
 
-__all__ = ["METHODS", "MethodSamples", "Repeat", "measure_method"]
+__all__ = ["METHODS", "MethodSamples", "Repeat", "find_methods", "measure_method"]
 
 # Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
 METHODS: dict[str, Callable[..., StatePredictor]] = {
@@ -97,6 +97,14 @@ class MethodSamples:
     first_seconds: float
     peak: Resident
     repeats: list[Repeat] = field(default_factory=list)
+
+
+def find_methods(methods: str) -> list[str]:
+    """Names, comma-separated; ConfigError where there is no method of a name."""
+    names = [name.strip() for name in methods.split(",")]
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ConfigError(f"--methods: {', '.join(unknown)} not known; there are {', '.join(METHODS)}")
+    return names
 
 
 def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> MethodSamples:

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from cpsr.benchmarks.sampling import Sampling
+from cpsr.benchmarks.harness.sampling import Sampling
 
 __all__ = ["MemoryPeak", "Resident", "resident"]
 

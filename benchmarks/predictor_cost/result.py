@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.benchmarks.intervals import Estimate, median_interval, median_ratio_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
 from cpsr.benchmarks.predictor_cost.measure import MethodSamples
 
 __all__ = ["MEGABYTE", "MEMORY_AIM_BYTES", "RATIO_AIM", "MethodResult", "summarise"]

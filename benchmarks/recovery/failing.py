@@ -9,12 +9,12 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.files import read_json, write_json, write_tensors
+from cpsr.benchmarks.harness.files import read_json, write_json, write_tensors
 from cpsr.benchmarks.recovery.grid import HORIZON_SHARE, Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.jobs import Run
 from cpsr.benchmarks.recovery.learning import learned, lesson
-from cpsr.benchmarks.recovery.methods import PREDICTORS, predictor_source, sees_the_run
+from cpsr.benchmarks.recovery.methods.roster import PREDICTORS, predictor_source, sees_the_run
 from cpsr.benchmarks.recovery.predict import predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, CachedHistory, Trajectory
@@ -102,7 +102,7 @@ class _Course:
         self._newest: State = self._trainer.state()
         self._fault_free_until = first.checkpoint
         self._checkpoints = list(range(first.interval, first.checkpoint + 1, first.interval))
-        self._state = learned(method, trajectory, first.interval, first.checkpoint, rehearsal_budget=0.0).state
+        self._state = learned(method, trajectory, first.interval, first.checkpoint).state
         self._work = first.checkpoint
         self._commits_from = first.checkpoint
         self._measures = False  # before the first failure it is the fault-free run

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.output import progress_bar, save
+from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.failing import FailingRun, failure_points, follow, recomputing_losses
 from cpsr.benchmarks.recovery.grid import Selection
 from cpsr.benchmarks.recovery.jobs import Run, train
-from cpsr.benchmarks.recovery.methods import DERIVED, HARNESS, REHEARSED, find_methods
+from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, ZERO_WITHIN_NATS, where
 from cpsr.benchmarks.recovery.result import PAPER_BELOW
-from cpsr.benchmarks.recovery.workers import Workers, describe
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.tables import print_table
 
@@ -74,10 +74,7 @@ def main(selection: Selection, count: int, cache: Path, json_path: Path | None =
         ConfigError: so many failures do not fit into the run.
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
-    console = Console()
-    machine = describe(cache, workers)
-    aside = (*HARNESS, *DERIVED, REHEARSED)
-    methods = [name for name in find_methods(selection.methods) if name not in aside]
+    methods = [name for name in find_methods(selection.methods) if name not in HARNESS]
     runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
     failing = [
         FailingRun(run, failure_points(run.workload.iterations, interval, count), method)
@@ -85,23 +82,20 @@ def main(selection: Selection, count: int, cache: Path, json_path: Path | None =
         for interval in selection.intervals
         for method in methods
     ]
-    with Workers(workers) as pool, progress_bar(console) as progress:
-        train([(run, run.workload.iterations) for run in runs], pool, progress)
-        bar = progress.add_task(f"runs with {count} failures", total=len(failing))
-        records = pool.each(follow, failing, lambda done: progress.update(bar, completed=done))
-    results = [_judged(one, record) for one, record in zip(failing, records, strict=True)]
-    _show(console, results)
-    if json_path is not None:
-        report = {
-            "benchmark": "recovery, several failures",
-            "machine": machine,
+    with measuring("recovery, several failures", json_path, place=cache.parent, timed=False) as call:
+        with Workers(workers) as pool:
+            train([(run, run.workload.iterations) for run in runs], pool, call.progress)
+            bar = call.progress.add_task(f"runs with {count} failures", total=len(failing))
+            records = pool.each(follow, failing, lambda done: call.progress.update(bar, completed=done))
+        results = [_judged(one, record) for one, record in zip(failing, records, strict=True)]
+        _show(call.console, results)
+        figures = {
             "selection": asdict(selection),
             "failures": count,
             "paper_share_below_baseline": PAPER_BELOW,
             "runs": [_plain(result) for result in results],
         }
-        plot = save(json_path, report, draw_failures(results, machine))
-        console.print(f"figures: {json_path}   plot: {plot}")
+        call.leave(figures, draw_failures(results, call.machine))
 
 
 def _judged(failing: FailingRun, record: dict[str, Any]) -> FailuresResult:
@@ -217,8 +211,8 @@ def _plain(result: FailuresResult) -> dict[str, Any]:
         "seed": result.failing.run.seed,
         "interval": result.failing.points[0].interval,
         "method": result.failing.method,
-        **{name: getattr(result, name) for name in ("recoveries", "work", "recomputing", "never_failed", "below")},
-        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
+        "recoveries": result.recoveries,
+        "below": result.below,
         "final_gap_nats": result.final_gap_nats if math.isfinite(result.final_gap_nats) else None,
         "final_recomputing_gap_nats": result.final_recomputing_gap_nats,
     }

@@ -8,7 +8,7 @@ from typing import Any
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.learning import learned
-from cpsr.benchmarks.recovery.methods import PREDICTORS
+from cpsr.benchmarks.recovery.methods.roster import PREDICTORS
 from cpsr.benchmarks.recovery.predict import predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
@@ -28,8 +28,6 @@ class Formed:
         seconds: opening the history, loading what was learned, forecasting, predicting and injecting.
         settings: of the forecast.
         learning_seconds: spent on learning at the checkpoints before, not in `seconds`.
-        rehearsals: outcomes of the rehearsals before the failure.
-        rehearsal_iterations: what these cost the run, in training iterations.
         accuracy: the predictor's own scores of itself, where it keeps any.
     """
 
@@ -38,12 +36,10 @@ class Formed:
     seconds: float
     settings: dict[str, Any]
     learning_seconds: float = 0.0
-    rehearsals: tuple[dict[str, Any], ...] = ()
-    rehearsal_iterations: float = 0.0
     accuracy: list[dict[str, Any]] | None = None
 
 
-def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, rehearsal_budget: float) -> Formed:
+def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State) -> Formed:
     """The state at the failure as `method` predicts it, injected into a trainer once to time it.
 
     Args:
@@ -51,9 +47,8 @@ def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, r
         trajectory: the run that fails; its checkpoints are the history.
         point: where it fails.
         checkpoint: the true state at the last checkpoint, whose moments every method keeps, counting on from f.
-        rehearsal_budget: share of the training that rehearsals may take.
     """
-    lessons = learned(method, trajectory, point.interval, point.checkpoint, rehearsal_budget)
+    lessons = learned(method, trajectory, point.interval, point.checkpoint)
     trainer = trajectory.trainer()
     predictor = PREDICTORS[method].predictor(point.interval)
     started = time.perf_counter()
@@ -76,8 +71,6 @@ def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State, r
         seconds,
         forecast.settings,
         lessons.seconds,
-        lessons.rehearsals,
-        lessons.rehearsal_iterations,
         None if accuracy is None else [score for score in accuracy() if all(map(math.isfinite, score.values()))],
     )
 
@@ -88,7 +81,7 @@ def form_moved(trajectory: Trajectory, point: Point, checkpoint: State, failure:
     It costs the horizon, which is recomputed first, and has nothing to do with the failure: any run could do it at any
     time. What `line` costs less than it is what the prediction itself saves.
     """
-    moved = form(MOVES_AS, trajectory, point, checkpoint, rehearsal_budget=0.0)
+    moved = form(MOVES_AS, trajectory, point, checkpoint)
     if moved.state is None:
         return moved
     weights = {

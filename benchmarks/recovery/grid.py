@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from cpsr.benchmarks.recovery.methods import find_methods
+from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
 from cpsr.errors import ConfigError
 
 __all__ = [
-    "DEFAULT_REHEARSAL_BUDGET",
     "FRACTIONS",
     "FULL",
     "HORIZON_SHARE",
@@ -27,7 +26,6 @@ FRACTIONS = (0.25, 0.5, 0.75)
 # Iterations from checkpoint to failure, as a share of the interval: 0.84 +- 0.15, the dear half of all failures.
 HORIZON_SHARE = 0.84
 HORIZON_SPREAD = 0.15
-DEFAULT_REHEARSAL_BUDGET = 0.005  # the product's share of training for rehearsals; runs as short as these earn none
 # Failure points lie within this share of the training around the fraction's place.
 PLACE_SPREAD = 0.06
 # Steps of the golden ratio, and of the squared plastic number beside it: evenly spread however many points are taken,
@@ -70,7 +68,6 @@ class Selection:
         points: failure points in each cell and seed.
         seeds: 0, 1, ... of the training runs.
         methods: names, or None for all that there are.
-        rehearsal_budget: share of the training that rehearsals may take.
     """
 
     name: str
@@ -80,7 +77,6 @@ class Selection:
     points: int
     seeds: int
     methods: tuple[str, ...] | None
-    rehearsal_budget: float = DEFAULT_REHEARSAL_BUDGET
 
 
 QUICK = Selection(
@@ -102,7 +98,6 @@ def selection(
     workloads: str | None = None,
     methods: str | None = None,
     infeasible: bool = False,
-    rehearsal_budget: float | None = None,
     intervals: str | None = None,
 ) -> Selection:
     """The quick or the full selection, with what an option says in place of its own.
@@ -114,7 +109,6 @@ def selection(
         workloads: names, comma-separated.
         methods: names, comma-separated.
         infeasible: add the intervals of 300 and 500 iterations.
-        rehearsal_budget: share of the training that rehearsals may take.
         intervals: iterations between checkpoints, comma-separated.
 
     Raises:
@@ -129,7 +123,6 @@ def selection(
         points=points or base.points,
         seeds=seeds or base.seeds,
         intervals=(*spaced, *INFEASIBLE_INTERVALS) if infeasible else spaced,
-        rehearsal_budget=base.rehearsal_budget if rehearsal_budget is None else rehearsal_budget,
     )
     _refuse_unkept(chosen)
     return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")

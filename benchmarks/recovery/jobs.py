@@ -5,17 +5,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 
-from cpsr.benchmarks.output import progress_bar
+from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.learning import learned
 from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
-from cpsr.benchmarks.recovery.methods import HARNESS, PREDICTORS, sees_the_run
+from cpsr.benchmarks.recovery.methods.roster import HARNESS, PREDICTORS, sees_the_run
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trajectory import Trajectory
-from cpsr.benchmarks.recovery.workers import Workers
 from cpsr.benchmarks.recovery.workload import Workload
 
 __all__ = ["Job", "Run", "measure", "train"]
@@ -46,7 +44,6 @@ class Job:
     run: Run
     points: tuple[Point, ...]
     methods: tuple[str, ...]
-    rehearsal_budget: float
 
     @property
     def until(self) -> int:
@@ -54,16 +51,15 @@ class Job:
         return max(needed_until(point) for point in self.points)
 
 
-def measure(jobs: Sequence[Job], workers: Workers, console: Console) -> list[list[Outcome]]:
+def measure(jobs: Sequence[Job], workers: Workers, progress: Progress) -> list[list[Outcome]]:
     """Train the fault-free runs, learn from them, recover at every point; for each job its outcomes, by point.
 
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
-    with progress_bar(console) as progress:
-        train([(job.run, job.until) for job in jobs], workers, progress)
-        _learn(jobs, workers, progress)
-        return _recover(jobs, workers, progress)
+    train([(job.run, job.until) for job in jobs], workers, progress)
+    _learn(jobs, workers, progress)
+    return _recover(jobs, workers, progress)
 
 
 def train(needed: Sequence[tuple[Run, int]], workers: Workers, progress: Progress) -> None:
@@ -109,7 +105,7 @@ def _learn(jobs: Sequence[Job], workers: Workers, progress: Progress) -> None:
 
 def _follow(job: Job) -> None:
     for point in sorted(job.points, key=lambda point: point.checkpoint):
-        learned(job.methods[0], job.run.trajectory(), point.interval, point.checkpoint, job.rehearsal_budget)
+        learned(job.methods[0], job.run.trajectory(), point.interval, point.checkpoint)
 
 
 def _recover(jobs: Sequence[Job], workers: Workers, progress: Progress) -> list[list[Outcome]]:
@@ -120,7 +116,7 @@ def _recover(jobs: Sequence[Job], workers: Workers, progress: Progress) -> list[
 
 
 def _outcomes(job: Job) -> list[Outcome]:
-    measurement = PointMeasurement(job.run.trajectory(), job.points[0], job.rehearsal_budget)
+    measurement = PointMeasurement(job.run.trajectory(), job.points[0])
     return [measurement.outcome(method) for method in job.methods]
 
 

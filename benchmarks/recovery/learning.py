@@ -1,13 +1,12 @@
 """What a method's predictor has learned from a run by one of its checkpoints, kept on disk along the way."""
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.files import read_tree, write_tree
-from cpsr.benchmarks.recovery.methods import PREDICTORS, Method, predictor_source, sees_the_run
-from cpsr.benchmarks.recovery.rehearsals import is_earned, rehearse
+from cpsr.benchmarks.harness.files import read_tree, write_tree
+from cpsr.benchmarks.recovery.methods.roster import PREDICTORS, Method, predictor_source, sees_the_run
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.predictor.protocol import History, StatePredictor
 
@@ -22,20 +21,14 @@ class Learned:
 
     Attributes:
         state: for `load_state_dict`; None where the method sees nothing before the failure.
-        seconds: spent on learning so far, without rehearsals.
-        held: rehearsals so far, with those that told no lag.
-        rehearsals: their outcomes.
-        rehearsal_iterations: what they cost the run.
+        seconds: spent on learning so far.
     """
 
     state: dict[str, Any] | None = None
     seconds: float = 0.0
-    held: int = 0
-    rehearsals: tuple[dict[str, Any], ...] = ()
-    rehearsal_iterations: float = 0.0
 
 
-def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int, rehearsal_budget: float) -> Learned:
+def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int) -> Learned:
     """What a method knows after it has seen the run's checkpoints one by one, up to and with `checkpoint`.
 
     It goes on from the newest state on disk. Every checkpoint is learned by a predictor that has just loaded the state
@@ -46,7 +39,6 @@ def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int, r
         trajectory: the run.
         interval: iterations between its checkpoints.
         checkpoint: the last one to learn from.
-        rehearsal_budget: share of the training that rehearsals may take.
 
     Raises:
         CPSRError: a file of the cache is damaged.
@@ -54,10 +46,11 @@ def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int, r
     name = PREDICTORS[name].learns_as or name
     if not sees_the_run(name, interval):
         return Learned()
-    directory = _directory(name, trajectory, interval, rehearsal_budget)
+    directory = _directory(name, trajectory, interval)
     at, known = _newest(directory, checkpoint)
     for newest in range(at + interval, checkpoint + 1, interval):
-        known = _next(name, trajectory, interval, newest, known, rehearsal_budget)
+        predictor, seconds = lesson(PREDICTORS[name], interval, trajectory.history(newest, interval), known.state)
+        known = Learned(predictor.state_dict(), known.seconds + seconds)
         if newest == checkpoint or newest // interval % KEPT_CHECKPOINTS == 0:
             write_tree(directory / f"{newest:05d}.safetensors", asdict(known))
     return known
@@ -76,9 +69,8 @@ def lesson(
     return predictor, time.perf_counter() - started
 
 
-def _directory(name: str, trajectory: Trajectory, interval: int, rehearsal_budget: float) -> Path:
-    budget = f"-budget{rehearsal_budget:g}" if PREDICTORS[name].rehearses else ""
-    return trajectory.directory / "learned" / f"T{interval:03d}-{name}{budget}-{predictor_source(name)}"
+def _directory(name: str, trajectory: Trajectory, interval: int) -> Path:
+    return trajectory.directory / "learned" / f"T{interval:03d}-{name}-{predictor_source(name)}"
 
 
 def _newest(directory: Path, checkpoint: int) -> tuple[int, Learned]:
@@ -87,21 +79,3 @@ def _newest(directory: Path, checkpoint: int) -> tuple[int, Learned]:
     if not before:
         return 0, Learned()
     return before[-1], Learned(**read_tree(directory / f"{before[-1]:05d}.safetensors"))
-
-
-def _next(
-    name: str, trajectory: Trajectory, interval: int, newest: int, known: Learned, rehearsal_budget: float
-) -> Learned:
-    """One checkpoint later."""
-    method = PREDICTORS[name]
-    predictor, seconds = lesson(method, interval, trajectory.history(newest, interval), known.state)
-    known = replace(known, seconds=known.seconds + seconds)
-    if method.rehearses and is_earned(rehearsal_budget, newest, known.held):
-        rehearsal = rehearse(predictor, trajectory, interval, newest)
-        if rehearsal is not None:
-            cost = known.rehearsal_iterations + rehearsal.iterations
-            known = replace(known, held=known.held + 1, rehearsal_iterations=cost)
-            if rehearsal.outcome is not None:
-                predictor.record(rehearsal.outcome)
-                known = replace(known, rehearsals=(*known.rehearsals, rehearsal.outcome))
-    return replace(known, state=predictor.state_dict())

@@ -12,15 +12,13 @@ import numpy
 import xxhash
 
 import cpsr.fitter
-from cpsr.benchmarks.files import read_json, write_json
+from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.recovery.form import MOVES_AS, Formed, form, form_moved, form_truth
-from cpsr.benchmarks.recovery.grid import DEFAULT_REHEARSAL_BUDGET, Point
-from cpsr.benchmarks.recovery.methods import (
-    HARNESS,
+from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.methods.roster import (
     HARNESS_VERSION,
     MOVED,
     ORACLE,
-    PREDICTORS,
     RECOMPUTE,
     predictor_source,
 )
@@ -52,8 +50,6 @@ class Outcome:
         recover_seconds: opening the history, loading what was learned, forecasting, predicting and injecting; None for
             recomputing.
         learning_seconds: spent at the checkpoints before, on learning; None for recomputing.
-        rehearsal_iterations: what the rehearsals before the failure cost the run, in training iterations.
-        rehearsals: their outcomes.
         accuracy: the predictor's own scores of itself, where it keeps any.
         settings: of the forecast.
         curve: what was measured after the recovery (see `_figures`); None where nothing was run.
@@ -68,8 +64,6 @@ class Outcome:
     beyond: bool = False
     recover_seconds: float | None = None
     learning_seconds: float | None = None
-    rehearsal_iterations: float = 0.0
-    rehearsals: tuple[dict[str, Any], ...] = ()
     accuracy: list[dict[str, Any]] | None = None
     settings: dict[str, Any] | None = None
     curve: dict[str, Any] | None = None
@@ -85,15 +79,11 @@ class PointMeasurement:
     Args:
         trajectory: the run that fails.
         point: where it fails.
-        rehearsal_budget: share of the training that rehearsals may take.
     """
 
-    def __init__(
-        self, trajectory: Trajectory, point: Point, rehearsal_budget: float = DEFAULT_REHEARSAL_BUDGET
-    ) -> None:
+    def __init__(self, trajectory: Trajectory, point: Point) -> None:
         self._trajectory = trajectory
         self._point = point
-        self._budget = rehearsal_budget
         self._directory = trajectory.directory / "points" / f"T{point.interval:03d}-f{point.failure:05d}"
         self._formed: tuple[str | None, State | None] = None, None  # the newest, with its key
 
@@ -113,8 +103,6 @@ class PointMeasurement:
             reason=formed["reason"],
             recover_seconds=formed["seconds"],
             learning_seconds=formed["learning_seconds"],
-            rehearsal_iterations=formed["rehearsal_iterations"],
-            rehearsals=tuple(formed["rehearsals"]),
             accuracy=formed["accuracy"],
             settings=formed["settings"],
         )
@@ -133,8 +121,6 @@ class PointMeasurement:
 
     def _formed_path(self, method: str) -> Path:
         source = f"harness{HARNESS_VERSION}" if method == ORACLE else predictor_source(_made_by(method))
-        if method not in HARNESS and PREDICTORS[method].rehearses:
-            source = f"budget{self._budget:g}-{source}"
         return self._directory / f"formed-{method}-{source}.json"
 
     def _form(self, method: str) -> dict[str, Any]:
@@ -150,7 +136,7 @@ class PointMeasurement:
             return form_truth(self._trajectory, self._failure[0])
         if method == MOVED:
             return form_moved(self._trajectory, self._point, self._checkpoint, self._failure[0])
-        return form(method, self._trajectory, self._point, self._checkpoint, self._budget)
+        return form(method, self._trajectory, self._point, self._checkpoint)
 
     def _curve(self, method: str, key: str) -> dict[str, Any]:
         """What followed after the state of that key, with figures by the present fitter."""

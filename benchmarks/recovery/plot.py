@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import DERIVED, ORACLE, RECOMPUTE, REHEARSED
+from cpsr.benchmarks.recovery.methods.roster import ORACLE, RECOMPUTE
 from cpsr.benchmarks.recovery.result import RecoveryResult
 from cpsr.benchmarks.recovery.statistics import CellResult
 
@@ -25,7 +25,7 @@ ZERO_WITHIN_NATS = 0.01  # the gap's axis is linear up to here
 
 def draw_cost(result: RecoveryResult) -> Figure:
     """Persistent lag over the horizon, by interval and stage: one panel a workload (the paper's Fig. 7)."""
-    shown = [name for name in result.methods if name not in (RECOMPUTE, REHEARSED)]
+    shown = [name for name in result.methods if name != RECOMPUTE]
     panels = result.selection.workloads
     figure = Figure(figsize=(12, 1.3 + PANEL_HEIGHT * len(panels)), layout="constrained")
     axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -39,7 +39,7 @@ def draw_cost(result: RecoveryResult) -> Figure:
 
 def draw_gaps(result: RecoveryResult, outcomes: dict[str, list[Outcome]]) -> Figure:
     """Mean paired loss gap after the recovery: one row a workload, one column a stage."""
-    shown = [name for name in result.methods if name not in (RECOMPUTE, ORACLE, REHEARSED, *DERIVED)]
+    shown = [name for name in result.methods if name not in (RECOMPUTE, ORACLE)]
     workloads, fractions = result.selection.workloads, result.selection.fractions
     size = (max(9.0, 1.5 + 3.6 * len(fractions)), 1.3 + PANEL_HEIGHT * len(workloads))  # the title needs nine
     figure = Figure(figsize=size, layout="constrained")

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.output import verdict as aim_text
+from cpsr.benchmarks.harness.measurement import verdict as aim_text
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
-from cpsr.benchmarks.recovery.methods import CELL_BEST, DERIVED, HINDSIGHT, MOVED, ORACLE, RECOMPUTE, REHEARSED, STALE
+from cpsr.benchmarks.recovery.methods.roster import MOVED, ORACLE, RECOMPUTE, STALE
 from cpsr.benchmarks.recovery.result import (
     LAG_AIM,
     PAPER_BELOW,
@@ -24,10 +24,6 @@ from cpsr.tables import print_table
 __all__ = ["show"]
 
 VERDICTS = ("better", "not worse", "undetermined", "worse")
-HOW_CHOSEN = {
-    HINDSIGHT: "the arm that cost least at each failure, chosen by the very measurement that judges it: optimistic",
-    CELL_BEST: "the arm that cost least over the cell's other failures",
-}
 STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
 
 
@@ -43,8 +39,6 @@ def show(console: Console, result: RecoveryResult) -> None:
     )
     print_table(console, _means_table(result))
     print_table(console, _whole_table(result))
-    if REHEARSED in result.methods:
-        print_table(console, _rehearsals_table(result))
     for line in _anchor_lines(result):
         console.print(line)
     for line in _verdict_lines(result):
@@ -63,7 +57,7 @@ def _cells_table(result: RecoveryResult, workload: str, interval: int) -> Table:
         table.add_column(f"at {fraction:.0%}", justify="right")
     for heading in ("gap at injection, nats", "predict + inject, iterations"):
         table.add_column(heading, justify="right")
-    for method in _without_rehearsals(result):
+    for method in result.methods:
         row = [cells.get((method, fraction)) for fraction in result.selection.fractions]
         gaps = " ".join(_number(cell.injection_gap_nats if cell else None, 3) for cell in row)
         costs = " ".join(_number(cell.recover_iterations if cell else None, 1) for cell in row)
@@ -78,7 +72,7 @@ def _means_table(result: RecoveryResult) -> Table:
     intervals = [interval for interval in result.selection.intervals if interval in INTERVALS]
     for heading in (*(f"at {fraction:.0%}" for fraction in fractions), *(f"every {each}" for each in intervals)):
         table.add_column(heading, justify="right")
-    for method in _without_rehearsals(result):
+    for method in result.methods:
         means = [result.mean(method, fraction=fraction) for fraction in fractions]
         means += [result.mean(method, interval=interval) for interval in intervals]
         table.add_row(method, *("-" if mean is None else f"{mean.lag.value:+.2f}" for mean in means))
@@ -90,7 +84,7 @@ def _whole_table(result: RecoveryResult) -> Table:
     table.add_column("method", no_wrap=True)
     for heading in ("all cells", "of all u", "untold", "beyond", "below", "learning, s"):
         table.add_column(heading, justify="right")
-    for method in _without_rehearsals(result):
+    for method in result.methods:
         table.add_row(method, *_whole_texts(result, method), _learning_text(result, method))
     table.caption = (
         "all cells count alike, whatever their horizon; of all u: sum of the lags over sum of the horizons; untold: "
@@ -112,40 +106,9 @@ def _whole_texts(result: RecoveryResult, method: str) -> list[str]:
     return [_mean_text(whole.lag), f"{whole.of_all_horizons:+.2f}", str(whole.untold), beyond, share]
 
 
-def _without_rehearsals(result: RecoveryResult) -> list[str]:
-    """What is shown in the same tables: rehearsals have a cost of their own, and a table of their own."""
-    return [method for method in result.methods if method != REHEARSED]
-
-
 def _learning_text(result: RecoveryResult, method: str) -> str:
     seconds = [cell.learning_seconds for cell in result.cells if cell.method == method and cell.learning_seconds]
     return f"{max(seconds):.1f}" if seconds else "-"
-
-
-def _rehearsals_table(result: RecoveryResult) -> Table:
-    budget = result.selection.rehearsal_budget
-    table = Table(title=f"With rehearsals, for which {budget:.1%} of the training are allowed", title_justify="left")
-    table.add_column("cell", no_wrap=True)
-    for heading in ("lag / u", "rehearsals / u", "lag + rehearsals, over u"):
-        table.add_column(heading, justify="right")
-    rehearsed = [cell for cell in result.cells if cell.method == REHEARSED]
-    for cell in rehearsed:
-        where = f"{cell.cell.workload}, every {cell.cell.interval}, at {cell.cell.fraction:.0%}"
-        both = cell.lag_and_rehearsals
-        if both is not None:
-            cost = both.value - cell.lag.value
-            table.add_row(where, _mean_text(cell.lag), f"{cost:.2f}", _mean_text(both))
-    charged = [cell for cell in rehearsed if cell.lag_and_rehearsals is not None]
-    if len(charged) > 1:
-        lag = sum(cell.lag.value for cell in charged) / len(charged)
-        both_mean = sum(cell.lag_and_rehearsals.value for cell in charged if cell.lag_and_rehearsals) / len(charged)
-        table.add_row("mean of these", f"{lag:+.2f}", f"{both_mean - lag:.2f}", f"{both_mean:+.2f}")
-    table.caption = (
-        "rehearsals: 60 iterations and the loading, each, all of them charged to this one failure"
-        if table.row_count
-        else "no rehearsal was earned: the results are the line's"
-    )
-    return table
 
 
 def _anchor_lines(result: RecoveryResult) -> Iterator[str]:
@@ -158,7 +121,7 @@ def _anchor_lines(result: RecoveryResult) -> Iterator[str]:
 
 
 def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
-    aside = (RECOMPUTE, MOVED, ORACLE, STALE, REHEARSED, *DERIVED)
+    aside = (RECOMPUTE, MOVED, ORACLE, STALE)
     for method in (name for name in result.methods if name not in aside):
         whole = result.mean(method)
         if whole is None:
@@ -171,10 +134,6 @@ def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
             )
         for other in (RECOMPUTE, STALE):
             yield f"      against {other}: {_tally([cell for cell in result.cells if cell.method == method], other)}"
-    for method, how in HOW_CHOSEN.items():
-        whole = result.mean(method) if method in result.methods else None
-        if whole is not None:
-            yield f"in hindsight only  {method} ({how}): mean lag {_mean_text(whole.lag)} u over {whole.cells} cells"
 
 
 def _aim(result: RecoveryResult, whole: GridMean) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cpsr.benchmarks.recovery.grid import INTERVALS, Cell, Selection
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import MOVED, PREDICTORS
+from cpsr.benchmarks.recovery.methods.roster import MOVED, PREDICTORS
 from cpsr.benchmarks.recovery.statistics import CellResult, Mean, cell_results, differences, grid_mean, samples_of
 
 __all__ = [
@@ -93,10 +93,8 @@ class RecoveryResult:
         return next(found, None)
 
     def to_json(self, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
-        """Plain data, with every failure point in it."""
+        """Plain data, with every failure's lag in it: `[seed, interval, checkpoint, failure, lag]` by method."""
         return {
-            "benchmark": "recovery",
-            "machine": self.machine,
             "selection": asdict(self.selection),
             "aim": {"mean_lag_over_horizon": LAG_AIM},
             "anchors": {
@@ -108,7 +106,7 @@ class RecoveryResult:
             "means": [asdict(mean) for mean in self.means],
             "against_recompute_moved": {name: asdict(mean) for name, mean in self.against_moved.items()},
             "cells": [asdict(cell) for cell in self.cells],
-            "points": {name: [_point(outcome) for outcome in of] for name, of in outcomes.items()},
+            "lags": {name: _lags(of) for name, of in outcomes.items()},
         }
 
 
@@ -192,9 +190,10 @@ def _against_moved(by_cell: dict[Cell, list[Outcome]], methods: Sequence[str]) -
     return found
 
 
-def _point(outcome: Outcome) -> dict[str, Any]:
-    plain = asdict(outcome)
-    del plain["accuracy"]  # the warm-up's report has it
-    if plain["curve"] is not None:  # losses of every chunk stay in the cache
-        plain["curve"] = {key: value for key, value in plain["curve"].items() if key != "losses"}
-    return plain
+def _lags(outcomes: Sequence[Outcome]) -> dict[str, list[list[float | None]]]:
+    found: dict[str, list[list[float | None]]] = {}
+    for one in outcomes:
+        point, lag = one.point, one.lag_iterations
+        row = [one.seed, point.interval, point.checkpoint, point.failure, None if lag is None else round(lag, 2)]
+        found.setdefault(one.method, []).append(row)
+    return found

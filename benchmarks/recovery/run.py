@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.progress import Progress
 
-from cpsr.benchmarks.output import save, save_beside
+from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.grid import Point, Selection, points
-from cpsr.benchmarks.recovery.hindsight import chosen_outcomes
 from cpsr.benchmarks.recovery.jobs import Job, Run, measure
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import find_methods, measured_methods
+from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.plot import draw_cost, draw_gaps
 from cpsr.benchmarks.recovery.report import show
 from cpsr.benchmarks.recovery.result import summarise
-from cpsr.benchmarks.recovery.workers import Workers, describe
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 
 __all__ = ["CACHE", "main", "measure_grid"]
@@ -34,22 +33,17 @@ def main(selection: Selection, cache: Path = CACHE, json_path: Path | None = Non
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
-    console = Console()
     methods = find_methods(selection.methods)
-    machine = describe(cache, workers)
-    outcomes = measure_grid(selection, measured_methods(methods), cache, workers, console)
-    for of in outcomes.values():
-        of += [outcome for outcome in chosen_outcomes(of) if outcome.method in methods]
-    result = summarise(selection, machine, methods, outcomes)
-    show(console, result)
-    if json_path is not None:
-        plot = save(json_path, result.to_json(outcomes), draw_cost(result))
-        beside = save_beside(plot, "gap", draw_gaps(result, outcomes))
-        console.print(f"figures: {json_path}   plots: {plot}, {beside}")
+    with measuring("recovery", json_path, place=cache.parent, timed=False) as call:
+        call.machine.update(torch_threads=1, workers=workers)
+        outcomes = measure_grid(selection, methods, cache, workers, call.progress)
+        result = summarise(selection, call.machine, methods, outcomes)
+        show(call.console, result)
+        call.leave(result.to_json(outcomes), {"cost": draw_cost(result), "gap": draw_gaps(result, outcomes)})
 
 
 def measure_grid(
-    selection: Selection, methods: Sequence[str], cache: Path, workers: int, console: Console
+    selection: Selection, methods: Sequence[str], cache: Path, workers: int, progress: Progress
 ) -> dict[str, list[Outcome]]:
     """Outcomes of methods at every failure point of a selection, by workload.
 
@@ -58,11 +52,8 @@ def measure_grid(
     """
     runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
     with Workers(workers) as pool:
-        jobs = [
-            Job(run, _points(run.workload.iterations, selection), tuple(methods), selection.rehearsal_budget)
-            for run in runs
-        ]
-        measured = measure(jobs, pool, console)
+        jobs = [Job(run, _points(run.workload.iterations, selection), tuple(methods)) for run in runs]
+        measured = measure(jobs, pool, progress)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in selection.workloads}
     for run, of in zip(runs, measured, strict=True):
         outcomes[run.workload.name] += of

@@ -12,6 +12,7 @@ import cpsr.predictor
 __all__ = ["files_digest", "package_files", "predictor_files"]
 
 PREDICTOR = Path(inspect.getfile(cpsr.predictor)).parent
+BASELINES = Path(__file__).parent / "methods"
 DIGEST_CHARACTERS = 12
 
 
@@ -30,7 +31,7 @@ def package_files(package: ModuleType) -> list[Path]:
 
 
 def predictor_files(start: Path) -> set[Path]:
-    """A source file, and everything in the room of predictors that it rests on, however far its imports go."""
+    """A source file, and every module of a predictor that it rests on, however far its imports go."""
     found: set[Path] = set()
     rest = [start]
     while rest:
@@ -52,8 +53,12 @@ def _used(path: Path) -> list[Path]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    prefix = f"{cpsr.predictor.__name__}."
-    modules = [PREDICTOR / f"{name.removeprefix(prefix)}.py" for name in names if name.startswith(prefix)]
+    modules = [
+        folder / f"{name.removeprefix(prefix)}.py"
+        for prefix, folder in (("cpsr.predictor.", PREDICTOR), ("cpsr.benchmarks.recovery.methods.", BASELINES))
+        for name in names
+        if name.startswith(prefix)
+    ]
     tables = [
         beside
         for beside in PREDICTOR.iterdir()

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.intervals import CONFIDENCE, RESAMPLES, SEED
+from cpsr.benchmarks.harness.intervals import CONFIDENCE, RESAMPLES, SEED
 from cpsr.benchmarks.recovery.grid import Cell
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import MOVED, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.methods.roster import MOVED, RECOMPUTE, STALE
 
 __all__ = [
     "CellResult",
@@ -65,8 +65,6 @@ class CellResult:
         injection_gap_nats: mean paired loss gap right at injection.
         recover_iterations: forecasting, predicting and injecting, in training iterations, by their median times.
         learning_seconds: median of what the predictor had spent on learning before the failure.
-        rehearsal_iterations: mean cost of the rehearsals before a failure, as if it were the run's only one.
-        lag_and_rehearsals: `lag` with that cost in it; None where there were none.
         below_recompute: mean share of the evaluations with a lower loss than recomputing after as many iterations.
         verdicts: `better`, `not worse`, `worse` or `undetermined`, against recomputing and against stale.
     """
@@ -83,8 +81,6 @@ class CellResult:
     injection_gap_nats: float | None
     recover_iterations: float | None
     learning_seconds: float | None
-    rehearsal_iterations: float
-    lag_and_rehearsals: Mean | None
     below_recompute: float | None
     verdicts: dict[str, str]
 
@@ -126,8 +122,6 @@ def _cell_result(cell: Cell, method: str, outcomes: list[Outcome], stale: list[O
         injection_gap_nats=_mean([curve["transient"]["gap_nats"] for curve in curves]),
         recover_iterations=_recover_iterations(told),
         learning_seconds=_median([one.learning_seconds for one in told if one.learning_seconds is not None]),
-        rehearsal_iterations=float(numpy.mean([one.rehearsal_iterations for one in told])),
-        lag_and_rehearsals=_with_rehearsals(told),
         # Where the horizon was recomputed first, iterations after the failure do not compare.
         below_recompute=_mean([_below(one) for one in outcomes]) if curves and method != MOVED else None,
         verdicts=verdicts,
@@ -241,14 +235,6 @@ def _recover_iterations(outcomes: Sequence[Outcome]) -> float | None:
         return None
     recover, step = numpy.median(numpy.array(pairs), axis=0)
     return float(recover / step)
-
-
-def _with_rehearsals(outcomes: Sequence[Outcome]) -> Mean | None:
-    if not any(outcome.rehearsal_iterations for outcome in outcomes):
-        return None
-    return mean_interval(
-        [Sample(_cluster(one), _share(one) + one.rehearsal_iterations / one.point.horizon) for one in outcomes]
-    )
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -10,7 +10,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.files import open_tensors, read_json, write_json, write_tensors
+from cpsr.benchmarks.harness.files import open_tensors, read_json, write_json, write_tensors
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trainer import State, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
@@ -113,17 +113,6 @@ class Trajectory:
                 rows[end - SEGMENT_ITERATIONS + (place + 1) * VALIDATION_ITERATIONS] = row
         inside = [iteration for iteration in sorted(rows) if first <= iteration <= last]
         return LossCurve(numpy.array(inside), numpy.array([rows[iteration] for iteration in inside]))
-
-    def training_losses(self, first: int, last: int) -> NDArray[numpy.float64]:
-        """Losses of the training batches `first <= iteration < last`, all of them trained before."""
-        parts = []
-        for end in range(
-            first - first % SEGMENT_ITERATIONS + SEGMENT_ITERATIONS, last + SEGMENT_ITERATIONS, SEGMENT_ITERATIONS
-        ):
-            with open_tensors(self._path(end)) as file:
-                parts.append(file.get_tensor("training").numpy())
-        start = first % SEGMENT_ITERATIONS
-        return numpy.concatenate(parts)[start : start + last - first]
 
     def history(self, checkpoint: int, interval: int) -> "CachedHistory":
         """The checkpoints at the multiples of `interval` up to `checkpoint`; none is made before training."""

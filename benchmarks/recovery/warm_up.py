@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.output import save
+from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.grid import HORIZON_SHARE, Point, Selection
 from cpsr.benchmarks.recovery.jobs import Job, Run, measure
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import DERIVED, HARNESS, find_methods
+from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, COST_RANGE, where
 from cpsr.benchmarks.recovery.statistics import Mean, mean_interval, samples_of
-from cpsr.benchmarks.recovery.workers import Workers, describe
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.tables import print_table
 
@@ -72,27 +72,23 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
-    console = Console()
-    machine = describe(cache, workers)
-    methods = tuple(name for name in find_methods(selection.methods) if name not in (*HARNESS, *DERIVED))
+    methods = tuple(name for name in find_methods(selection.methods) if name not in HARNESS)
     runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
     jobs = [
-        Job(run, warm_up_points(interval, selection.points), methods, selection.rehearsal_budget)
+        Job(run, warm_up_points(interval, selection.points), methods)
         for run in runs
         for interval in selection.intervals
     ]
-    with Workers(workers) as pool:
-        measured = measure(jobs, pool, console)
-    outcomes: dict[tuple[str, int], list[Outcome]] = {}
-    for job, of in zip(jobs, measured, strict=True):
-        outcomes.setdefault((job.run.workload.name, job.points[0].interval), []).extend(of)
-    places = [place for (name, interval), of in outcomes.items() for place in summarise_places(name, interval, of)]
-    accuracies = _accuracies(outcomes)
-    _show(console, places)
-    if json_path is not None:
-        report = {
-            "benchmark": "recovery, warm-up",
-            "machine": machine,
+    with measuring("recovery, warm-up", json_path, place=cache.parent, timed=False) as call:
+        with Workers(workers) as pool:
+            measured = measure(jobs, pool, call.progress)
+        outcomes: dict[tuple[str, int], list[Outcome]] = {}
+        for job, of in zip(jobs, measured, strict=True):
+            outcomes.setdefault((job.run.workload.name, job.points[0].interval), []).extend(of)
+        places = [place for (name, interval), of in outcomes.items() for place in summarise_places(name, interval, of)]
+        accuracies = _accuracies(outcomes)
+        _show(call.console, places)
+        figures = {
             "selection": asdict(selection),
             "paper_settled_iterations": PAPER_SETTLED,
             "places": [asdict(place) for place in places],
@@ -101,8 +97,7 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
                 for (name, interval, method), scores in accuracies.items()
             ],
         }
-        plot = save(json_path, report, draw_warm_up(places, accuracies, machine))
-        console.print(f"figures: {json_path}   plot: {plot}")
+        call.leave(figures, draw_warm_up(places, accuracies, call.machine))
 
 
 def summarise_places(workload: str, interval: int, outcomes: Sequence[Outcome]) -> list[Place]:

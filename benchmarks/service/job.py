@@ -1,6 +1,5 @@
 """The training job that writes the journal meanwhile: a byte-level GPT in one process, until it is asked to end."""
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -16,25 +15,17 @@ __all__ = ["main"]
 BATCH = 2  # windows: a step of a few tens of milliseconds
 
 
-def main() -> None:
-    """Train in the run directory of the command line; SIGTERM ends it at a step."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--full-steps", type=int)
-    arguments = parser.parse_args()
+def main(run_dir: Path, full_steps: int | None) -> None:
+    """Train in the run directory; SIGTERM ends it at a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters())
     text, _ = read_corpus()
     loader = DataLoader(Windows(text, GPTConfig().context), batch_size=BATCH, drop_last=True)
-    configuration = {"run_dir": str(arguments.run_dir), "journal": {"full_steps": arguments.full_steps}}
+    configuration = {"run_dir": str(run_dir), "journal": {"full_steps": full_steps}}
     with CPSRRecovery(TorchAdapter(model, optimizer), configuration) as recovery:
         for batch in recovery.resume(loader, repeat=True):
             optimizer.zero_grad()
             model(batch).backward()
             optimizer.step()
-
-
-if __name__ == "__main__":
-    main()

@@ -78,7 +78,7 @@ def _record_plans(path: Path, steps: int) -> None:
     plan = make_plan([JOB], Limits(10, 500))
     for phase in range(min(PHASES_MAX, steps // PHASE_ITERATIONS)):
         first, last = phase * PHASE_ITERATIONS, (phase + 1) * PHASE_ITERATIONS
-        journal.record_phase(
+        journal.record(
             PhaseRow(
                 life=life,
                 phase=phase,
@@ -89,7 +89,7 @@ def _record_plans(path: Path, steps: int) -> None:
                 ended_by="length",
             )
         )
-        journal.record_plan(
+        journal.record(
             PlanRow(
                 life=life,
                 from_iteration=last,

@@ -1,6 +1,5 @@
 """The service and the training job, each in a process of its own, and what the service's memory is."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,15 +9,19 @@ from pathlib import Path
 
 import psutil
 
+from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.harness.ranks import end_ranks, log_tail, start_job
+from cpsr.benchmarks.service.clients import Answers, poll
+from cpsr.benchmarks.service.result import Result, summarise
 from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
 
-__all__ = ["newest_iteration", "peak_resident_bytes", "processor_seconds", "serving", "training"]
+__all__ = ["measure", "peak_resident_bytes"]
 
 START_SECONDS = 300.0  # reading ten million steps once, beside others, included
 END_SECONDS = 60.0
 LOOK_SECONDS = 0.2
-LOG_LINES = 15
+WARM_UP_SECONDS = 5.0  # the first answers of a process import and connect
 
 
 @contextmanager
@@ -37,35 +40,36 @@ def serving(run_dir: Path) -> Iterator[tuple[str, int]]:
                 raise CPSRError(f"the service did not start, its first line is {line!r}; its log is above")
             yield line.split(" on ")[1].strip(), process.pid
         finally:
-            _end(process)
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @contextmanager
 def training(run_dir: Path, full_steps: int | None) -> Iterator[None]:
-    """The training job, which has recorded its first steps.
+    """The training job, which has recorded its first steps; `run_dir` is called `run`, as of every job.
 
     Raises:
         CPSRError: it ended, or recorded nothing in time; the message ends with its last lines.
     """
-    before, log_path = _steps(run_dir), run_dir / "job.log"
-    command = [sys.executable, "-m", "cpsr.benchmarks.service.job", "--run-dir", str(run_dir)]
-    command += [] if full_steps is None else ["--full-steps", str(full_steps)]
-    with log_path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while _steps(run_dir) == before:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise CPSRError(f"the training job recorded no step\n{_tail(log_path)}")
-                time.sleep(LOOK_SECONDS)
-            yield
-            if process.poll() is not None:
-                raise CPSRError(f"the training job ended meanwhile\n{_tail(log_path)}")
-        finally:
-            _end(process)
+    directory, before = run_dir.parent, _steps(run_dir)
+    processes = start_job("service.job", directory, 1, full_steps=full_steps)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while _steps(run_dir) == before:
+            if processes[0].exitcode is not None or time.monotonic() > deadline:
+                raise CPSRError(f"the training job recorded no step\n{log_tail(directory)}")
+            time.sleep(LOOK_SECONDS)
+        yield
+        if processes[0].exitcode is not None:
+            raise CPSRError(f"the training job ended meanwhile\n{log_tail(directory)}")
+    finally:
+        end_ranks(processes)
 
 
-def newest_iteration(run_dir: Path) -> int:
+def _newest_iteration(run_dir: Path) -> int:
     """The iteration that was recorded last."""
     with JournalReader(run_dir / "journal.db") as reader:
         return reader.recent_steps(1)[0].iteration
@@ -80,7 +84,7 @@ def peak_resident_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def processor_seconds(pid: int) -> float:
+def _processor_seconds(pid: int) -> float:
     """Processor time that a process has taken so far."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
@@ -93,14 +97,29 @@ def _steps(run_dir: Path) -> tuple[int, int]:
         return step.life, step.iteration
 
 
-def _end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
-    process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def measure(
+    name: str, run_dir: Path, step_rows: int, full_steps: int | None, clients: int, seconds: float
+) -> tuple[Answers, Result]:
+    """Ask the service over the journal in `run_dir`, beside training.
 
-
-def _tail(log_path: Path) -> str:
-    return "\n".join(log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+    Raises:
+        CPSRError: the job or the service ended, or no request was answered.
+    """
+    journal_bytes = (run_dir / "journal.db").stat().st_size
+    with training(run_dir, full_steps), serving(run_dir) as (url, pid):
+        in_own_process(poll, url, clients, WARM_UP_SECONDS)
+        began, used = _newest_iteration(run_dir), _processor_seconds(pid)
+        answers = in_own_process(poll, url, clients, seconds)
+        trained, used = _newest_iteration(run_dir) - began, _processor_seconds(pid) - used
+        service_bytes = peak_resident_bytes(pid)
+    if not answers.seconds:
+        raise CPSRError(f"none of {answers.refused} requests to {url} was answered with 200")
+    return answers, summarise(
+        name,
+        answers,
+        step_rows=step_rows,
+        journal_bytes=journal_bytes,
+        processor_seconds=used,
+        service_bytes=service_bytes,
+        trained_iterations=trained,
+    )

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.config import GuardConfig
+from cpsr.config import LifeConfig
+from cpsr.planner.baselines import Young
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
-from cpsr.planner.rivals import Young
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.outcome import Outcome
 from cpsr.simulate.run import simulate
@@ -41,7 +41,7 @@ RIVAL_FRACTION = 0.02  # section VI-C2
 PAPER_SAVINGS = {"CheckFreq": 0.375, "PCcheck": 0.369}
 # Forecast, prediction and injection of this repository's own benchmark took 8 to 11 iterations (README, 2026-11-21).
 PREDICT_ITERATIONS = 10
-WATCH_ITERATIONS = GuardConfig().watch_iterations
+WATCH_ITERATIONS = LifeConfig().watch_iterations
 # The lags were measured at intervals up to this one; beyond it nothing is known.
 MEASURED_INTERVAL_MAX = 100
 # Long enough for a thousand failures and more in all runs together.

@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any
 
 from cpsr.benchmarks.simulate.table3 import HALF_CENTISECOND, MODELS, MTBF_MINUTES, Model
+from cpsr.planner.baselines import Gemini
 from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.rivals import Gemini
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.closed_forms import exact_ettr, formula_ettr
 from cpsr.simulate.iteration import sparse_window_iterations

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy
 
-from cpsr.config import GuardConfig
+from cpsr.config import LifeConfig
+from cpsr.planner.baselines import PCcheck, baselines
 from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.ranks import optima
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
-from cpsr.planner.rivals import PCcheck, rivals
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.run import simulate
 from cpsr.simulate.system import Checkpoints, Job, LinearLag, Prediction, Recovery, Rollback, System
@@ -22,7 +22,7 @@ __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report",
 
 ITERATION_SECONDS = 3.0
 PREDICT_SECONDS = 5.0
-WATCH_ITERATIONS = GuardConfig().watch_iterations
+WATCH_ITERATIONS = LifeConfig().watch_iterations
 MTBF_MINUTES = (10, 30, 60, 180, 720)
 # Stall and persist seconds of a small, a middling and a large state.
 STATES = {"small": (0.3, 5.0), "middling": (3.0, 40.0), "large": (20.0, 150.0)}
@@ -144,7 +144,7 @@ def _brute(truth: PlannerInputs) -> Iterator[tuple[float, int, Mode]]:
 def _rivals(truth: PlannerInputs) -> Iterator[tuple[float, str, int]]:
     bounds = bounds_of(truth, LIMITS, "recompute")
     assert bounds is not None
-    for name, rule in rivals().items():
+    for name, rule in baselines().items():
         slots = rule.concurrent if isinstance(rule, PCcheck) else 1
         chosen = rule.choose(truth).interval_iterations
         interval = chosen if slots > 1 else bounds.clamp(chosen)[0]

@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from cpsr.benchmarks.stall.job import Job
+from cpsr.benchmarks.stall.job import Job, Size
 from cpsr.benchmarks.stall.methods import Memcpy, Method
+from cpsr.benchmarks.stall.roster import Entry
 
-__all__ = ["Block", "SizeSamples", "measure_size"]
+__all__ = ["Block", "SizeSamples", "measure_methods", "measure_size"]
 
 ORDER_SEED = 0
 WARM_UP_STEPS = 5
@@ -108,3 +111,18 @@ def _neighbours(job: Job) -> list[float]:
 
 def _steps(job: Job, count: int) -> list[float]:
     return [job.step() for _ in range(count)]
+
+
+def measure_methods(
+    size: Size, entries: Sequence[Entry], pairs: int, parent: Path, on_block: Callable[[], None]
+) -> SizeSamples:
+    """As `measure_size`, with methods that are opened here, each in a directory of its own under `parent`."""
+    job = Job(size)
+    directory = parent / size.name.replace(" ", "-")
+    with ExitStack() as opened:
+        methods = []
+        for number, entry in reversed(list(enumerate(entries))):  # CPSR last: its signal handlers go first
+            home = directory / f"method-{number}"
+            home.mkdir(parents=True)
+            methods.append(opened.enter_context(entry.open(job, home)))
+        return measure_size(job, methods, pairs, on_block)

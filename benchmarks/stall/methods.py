@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from cpsr.benchmarks.stall.job import Job
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.errors import CPSRError
+from cpsr.job import Rewind
 from cpsr.planner.plan import fixed_plan
 from cpsr.recovery import CPSRRecovery
 
@@ -87,14 +88,13 @@ class Cpsr:
 
     def __init__(self, recovery: CPSRRecovery) -> None:
         self._recovery = recovery
-        self._saver = recovery._saver
-        self._writer = recovery._writer
+        self._saver = recovery.life.saver
         self._iteration = 0
 
     def arm(self) -> None:
         """Let the interval end with the next step."""
         self._iteration = self._recovery.iteration + 1
-        self._saver.restart(self._recovery.iteration, None)
+        self._saver.rewound(Rewind(self._recovery.iteration, None, "each interval is measured alone"))
         self._saver.plan = fixed_plan(1)
 
     def save(self) -> None:
@@ -103,7 +103,7 @@ class Cpsr:
 
     def durable_unix_seconds(self) -> float | None:
         """When the commit record appeared; told only once the retention behind it is through too."""
-        if self._writer.busy:
+        if not self._saver.drain(0.0):
             return None
         self._saver.surface()
         if self._saver.saved_iteration != self._iteration:

@@ -1,19 +1,21 @@
 """The stall benchmark's tables, and what is to be known with them."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.output import interval_text, verdict
+from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.benchmarks.stall.damage import DAMAGES
+from cpsr.benchmarks.stall.job import Size
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult
 from cpsr.benchmarks.stall.roster import INSTALL
 from cpsr.benchmarks.stall.trial import Trial
 from cpsr.tables import print_table
 
-__all__ = ["show"]
+__all__ = ["figures", "show"]
 
 MILLISECONDS = 1000.0
 MEGABYTE = 1e6
@@ -109,3 +111,16 @@ def _answers(trial: Trial, damage: str) -> str:
     if sum(answers.values()) == 1:
         return next(iter(answers))
     return ", ".join(f"{answer} ({count})" for answer, count in answers.items())
+
+
+def figures(
+    results: list[SizeResult], trials: dict[str, Trial], left_out: list[str], pairs: int, sizes: Sequence[Size]
+) -> dict[str, Any]:
+    """Plain data for the JSON file."""
+    return {
+        "pairs": pairs,
+        "jobs": [asdict(size) for size in sizes],
+        "results": [result.to_json() for result in results],
+        "trials": [asdict(trial) | {"verifies": trial.verifies} for trial in trials.values()],
+        "left_out": left_out,
+    }

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from cpsr.benchmarks.intervals import Estimate, median_interval, median_ratio_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
 from cpsr.benchmarks.stall.measure import PAIR_STEPS, Block, SizeSamples
 from cpsr.benchmarks.stall.trial import Trial
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cpsr.benchmarks.own_process import in_own_process
+from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.stall.damage import Answer, Case, damage_cases
 from cpsr.benchmarks.stall.footprint import host_memory_bytes
 from cpsr.benchmarks.stall.job import Size

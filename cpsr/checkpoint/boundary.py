@@ -1,4 +1,4 @@
-"""Buffers at the last step boundary: a forward changes them, and a state that is left must not be half of a step."""
+"""Copies of buffers at the last step boundary: a forward changes buffers, and an emergency dump needs whole steps."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,8 @@ from cpsr.errors import SaveError
 
 __all__ = ["BoundaryBuffers"]
 
-# Copied at every boundary: running statistics and counters, which torch changes without counting it. What is larger
-# (attention masks, frozen weights) is copied where its count of changes says so.
+# Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
+# (attention masks, frozen weights) are copied when their version has changed.
 SMALL_BYTES = 1 << 16
 
 
@@ -29,7 +29,7 @@ class BoundaryBuffers:
         self._copies: dict[str, torch.Tensor] = {}
 
     def keep(self) -> None:
-        """This is a step boundary; costs one call for all small buffers, and a look at a counter for each large one."""
+        """Copy at a step boundary: one call for all small buffers, and one version check for each large one."""
         with torch.no_grad():
             if self._small:
                 sources, copies = zip(*self._small.values(), strict=True)
@@ -48,7 +48,7 @@ class BoundaryBuffers:
         """The values that these tensors had at the last boundary.
 
         Raises:
-            SaveError: one was replaced, or is large and has changed since for the first time: its value is not known.
+            SaveError: a tensor was replaced, or a large one has changed for the first time and has no copy.
         """
         return {name: self._value(name, tensor) for name, tensor in others.items()}
 
@@ -66,5 +66,5 @@ class BoundaryBuffers:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Counts changes in place; those of a tensor made in inference mode are not counted, and it has none."""
+    """Torch's count of changes in place; 0 for a tensor made in inference mode, which has none."""
     return 0 if tensor.is_inference() else tensor._version

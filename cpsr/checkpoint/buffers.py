@@ -1,13 +1,14 @@
 """One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.errors import SaveError
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
 
@@ -44,12 +45,12 @@ class Span:
 
 
 class HostBuffer:
-    """Touched (so that no page fault is left for the training thread) and, for a GPU, pinned memory for one shard.
+    """Host memory for one shard: touched, so that the training thread meets no page fault, and pinned for a GPU.
 
     Args:
         template: names, shapes and dtypes.
         pinned: for copies from a GPU.
-        memory: shared memory of `layout_bytes` to lie in; by default the process's own.
+        memory: shared memory of `layout_bytes` for the buffer; by default the process's own memory.
     """
 
     def __init__(self, template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> None:
@@ -77,7 +78,7 @@ class HostBuffer:
         return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
 
     def shard_at(self, iteration: int) -> Shard:
-        """The same with all operators at one iteration."""
+        """`shard` with all operators at one iteration."""
         return self.shard(dict.fromkeys(self._template, iteration))
 
     def copy_others(self, shard: Shard) -> None:
@@ -116,7 +117,7 @@ class HostBuffer:
 
 
 def _pinned(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, known to the device's driver, which then copies to it without a buffer of its own."""
+    """The same memory, page-locked by the CUDA driver, which then copies without a staging buffer."""
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise SaveError(f"{memory.numel()} bytes of shared memory could not be pinned (CUDA error {int(status)})")
@@ -124,7 +125,7 @@ def _pinned(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
-    """What a shard of views must repeat of its template: global shape, offset and moments by operator."""
+    """Global shape, offset and moments by operator, which every shard of views shares with its template."""
     return {
         name: (operator.parameter.global_shape, operator.parameter.offset, tuple(operator.moments))
         for name, operator in shard.operators.items()
@@ -132,30 +133,25 @@ def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[st
 
 
 def layout_bytes(template: Shard) -> int:
-    """Host memory of one buffer: enough wherever the tensors lie, so that it is the same in every process."""
+    """Host memory of one buffer; the same in every process, wherever the tensors lie."""
     return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in template.tensors())
 
 
-def plan_spans(
-    buffer: HostBuffer, shard: Shard, *, weights_only: bool = False, left_out: Collection[str] = ()
-) -> list[Span]:
-    """The fewest copies that bring the weights and moments, or the weights alone, into the buffer.
+def plan_spans(buffer: HostBuffer, shard: Shard, contents: Contents = WHOLE) -> list[Span]:
+    """The fewest copies that bring the weights and moments of a snapshot into the buffer.
 
     ZeRO's flat partitions become one copy each, and not one a parameter.
 
     Args:
         buffer: the target.
         shard: the sources.
-        weights_only: without the moments.
-        left_out: operators that are not copied.
+        contents: of the snapshot.
 
     Raises:
         SaveError: a tensor differs from the template; the message names it.
     """
-    kinds = ("param/",) if weights_only else ("param/", "moment/")
-    buffer.require_all(shard.operators, moments=not weights_only)
-    copied = Shard({name: one for name, one in shard.operators.items() if name not in left_out})
-    tensors = {key: tensor for key, tensor in copied.tensors() if key.startswith(kinds)}
+    buffer.require_all(shard.operators, moments=contents.moments)
+    tensors = dict(Shard(contents.copied(shard).operators).tensors())
     spans: list[Span] = []
     for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
         buffer.check(key, tensors[key])
@@ -170,7 +166,7 @@ def plan_spans(
 
 
 def cut(spans: list[Span], piece_bytes: int) -> list[Span]:
-    """The same copies in pieces of at most so many bytes; what is not contiguous stays in one."""
+    """The same copies in pieces of at most so many bytes; a tensor that is not contiguous stays whole."""
     pieces: list[Span] = []
     for span in spans:
         size = span.source.element_size()

@@ -20,9 +20,9 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "SetAside", "newest_whole", "scan", "scan_in_pieces", "set_aside"]
-__all__ += ["note_set_aside", "set_aside_list", "warn_once"]
+__all__ += ["record_set_aside", "set_aside_list", "warn_once"]
 
-# Between two yields of a scan: 0.1 ms each, where a checkpoint has few ranks.
+# Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
 
 _RECORD = "SET_ASIDE"
@@ -41,11 +41,10 @@ class CheckpointInfo:
     Attributes:
         iteration: iteration of the state.
         directory: where it lies.
-        full: False once it was thinned to the weights, and where it is partial; training can restart from full ones
-            only.
+        full: False for thinned and partial checkpoints; training can restart from full ones only.
         bytes: tensor bytes on disk, all ranks together.
         world_size: ranks that wrote it.
-        label: what the state came from (`scalars["origin"]`), None where that was not said.
+        label: what the state came from (`scalars["origin"]`), None where that is not recorded.
         created: time of the commit (UTC).
         sequence: counts the commits of the run.
         partial: it never held more than weights, and those of some ranks are older than it is.
@@ -68,8 +67,8 @@ class Catalogue:
 
     Attributes:
         checkpoints: ascending in iteration.
-        problems: directories whose commit record does not hold.
-        unreadable: directories whose commit record the file system refuses to give now; they may be whole.
+        problems: directories with an invalid commit record.
+        unreadable: directories whose commit record the file system cannot read now; they may be whole.
     """
 
     checkpoints: list[CheckpointInfo]
@@ -98,10 +97,10 @@ def scan(checkpoints: Path) -> Catalogue:
 
 
 def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
-    """`scan`, which yields after every few checkpoints, and after each that cannot be read."""
+    """`scan` that yields after every few checkpoints, and after each unreadable one."""
     found = Catalogue([], [], [])
     for number, (iteration, directory) in enumerate(_steps(checkpoints), start=1):
-        # One that the file system refuses is asked for several times, which takes most of a second and may take more.
+        # An unreadable one is retried several times, which takes most of a second or more.
         if not _add(found, iteration, directory) or number % CHECKPOINTS_AT_ONCE == 0:
             yield
     found.checkpoints.sort(key=lambda info: info.iteration)
@@ -109,16 +108,16 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
 
 
 def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | None:
-    """The newest committed checkpoint of all ranks' states, found without reading what all the others are.
+    """The newest full checkpoint, found without reading all the others.
 
-    Damaged ones are passed over, which is logged once.
+    Damaged ones are skipped, and logged once.
 
     Args:
         checkpoints: the run's directory of them.
         since: older ones do not count.
 
     Raises:
-        CheckpointError: the file system refuses to give a manifest on the way now.
+        CheckpointError: the file system cannot read a manifest on the way now.
         OSError: the directory cannot be read.
     """
     for iteration, directory in sorted(_steps(checkpoints), reverse=True):
@@ -142,7 +141,7 @@ def _steps(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def _add(catalogue: Catalogue, iteration: int, directory: Path) -> bool:
-    """Note what there is; False where it cannot be read."""
+    """Add a checkpoint to the catalogue; False where it cannot be read."""
     try:
         info = _of_committed(directory, _info)
     except DamagedFileError as error:
@@ -157,7 +156,7 @@ def _add(catalogue: Catalogue, iteration: int, directory: Path) -> bool:
 
 
 def _of_committed(directory: Path, read: Callable[[Path], _Found]) -> _Found | None:
-    """What is read of a checkpoint; None where there is no commit record, whatever would be in it."""
+    """The entry of a checkpoint; None where there is no commit record."""
     if not is_committed(directory):
         return None
     try:
@@ -169,7 +168,7 @@ def _of_committed(directory: Path, read: Callable[[Path], _Found]) -> _Found | N
 
 
 def warn_once(checkpoints: Path, message: str) -> None:
-    """Log what is found each time that a directory is looked through, which it is for every checkpoint."""
+    """Log a message once: every checkpoint scans the directory again."""
     if (checkpoints, message) not in _warned:
         _warned.add((checkpoints, message))
         _log.warning("%s", message)
@@ -186,8 +185,8 @@ def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, f
     try:
         _write_record(directory, reason, after_sequence, fsync=fsync)
     except OSError as error:
-        # The record only says when the directory may go; the next retention pass writes it again.
-        _log.warning("%s: cannot note why it is set aside: %s", directory, error)
+        # The record only states when the directory may be deleted; the next retention pass rewrites it.
+        _log.warning("%s: cannot record why it is set aside: %s", directory, error)
     taken = {path.name for path in directory.parent.iterdir()}
     number = next(n for n in range(len(taken) + 1) if f"{kind}-{directory.name}-{n}" not in taken)
     target = directory.with_name(f"{kind}-{directory.name}-{number}")
@@ -204,8 +203,8 @@ def set_aside_list(checkpoints: Path) -> list[SetAside]:
     return sorted(found, key=lambda aside: (aside.after_sequence or 0, aside.directory.name))
 
 
-def note_set_aside(directory: Path, after_sequence: int, *, fsync: bool) -> None:
-    """Write the record of a directory whose own could not be written, or is torn."""
+def record_set_aside(directory: Path, after_sequence: int, *, fsync: bool) -> None:
+    """Write the record of a directory that was set aside, where it is missing or torn."""
     _write_record(directory, "not recorded", after_sequence, fsync=fsync)
 
 
@@ -220,7 +219,7 @@ def _read_aside(directory: Path) -> SetAside:
     try:
         after = int(json.loads((directory / _RECORD).read_bytes())["after_sequence"])
     except (OSError, ValueError, KeyError, TypeError):
-        after = None  # said by None, and written anew by the next retention pass
+        after = None  # unknown; the next retention pass writes it again
     return SetAside(directory, after, sum(path.lstat().st_size for path in directory.iterdir()))
 
 

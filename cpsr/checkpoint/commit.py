@@ -1,7 +1,7 @@
-"""How the ranks agree, through files alone, that a checkpoint exists or that it never will.
+"""The commit protocol: through files alone, the ranks agree that a checkpoint exists or never will.
 
 Every rank writes its shard and then its manifest. Rank 0 waits for all manifests of the same attempt and writes the
-commit record; or it leaves an ABANDONED marker, which a late rank finds. A rank that cannot save leaves a skip marker.
+commit record, or an ABANDONED marker for late ranks. A rank that cannot save writes a skip marker.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from cpsr.checkpoint.manifest import (
     commit_record,
     rank_manifest_name,
 )
-from cpsr.checkpoint.shared import DriftedError, drifted, missing_among
+from cpsr.checkpoint.replicated import DriftedError, drifted, missing_among
 from cpsr.errors import SaveError
 
 __all__ = [
     "ABANDONED",
     "Attempt",
     "CommitResult",
-    "Held",
     "Missing",
+    "SavedSlice",
     "abandon",
     "abandoned_reason",
     "mark_abandoned",
@@ -42,11 +42,11 @@ __all__ += ["seal", "wait_for_ranks"]
 
 ABANDONED = "ABANDONED"
 
-# What a rank has of a parameter: its whole shape, and the first element and the number of those that it has.
-Held = tuple[Sequence[int], int, int]
-# Given what each rank has, by rank and name, and when it was taken where experts have files of their own: what is wrong
-# with these parts together, in a sentence, or None.
-Missing = Callable[[Mapping[int, Mapping[str, Held]], Mapping[int, Mapping[str, int]]], str | None]
+# A rank's slice of a parameter: the global shape, the first element and the number of elements.
+SavedSlice = tuple[Sequence[int], int, int]
+# From each rank's slices by name, and their iterations where experts have their own files: what is wrong with these
+# parts together, in a sentence, or None.
+Missing = Callable[[Mapping[int, Mapping[str, SavedSlice]], Mapping[int, Mapping[str, int]]], str | None]
 
 _POLL_SECONDS = 0.02  # latency of a commit; one directory listing each is nothing next to the writing
 
@@ -81,23 +81,23 @@ class CommitResult:
 
 
 def mark_skipped(directory: Path, rank: int, attempt: Attempt, reason: str) -> None:
-    """Tell rank 0 that this rank's shard will not come. Not forced to the disk: it matters to the living only."""
+    """Report to rank 0 that this rank writes no shard. Not forced to the disk: only running ranks read it."""
     _write_marker(directory / _skip_name(rank), attempt, reason)
 
 
 def abandoned_reason(directory: Path, attempt: Attempt) -> str | None:
-    """Why rank 0 gave this attempt up, None while it did not."""
+    """Why rank 0 abandoned this attempt; None while it did not."""
     return _read_marker(directory / ABANDONED, attempt)
 
 
 def mark_abandoned(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Give the attempt up for all ranks; what is there goes with the next retention pass."""
+    """Abandon the attempt for all ranks; the next retention pass removes its files."""
     _write_marker(directory / ABANDONED, attempt, reason)
     _log.warning("checkpoint %s is abandoned: %s", directory, reason)
 
 
 def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Give the attempt up for all ranks: first the marker that they find, then everything that is there goes."""
+    """Abandon the attempt for all ranks: write the marker that they find, then remove everything."""
     try:
         mark_abandoned(directory, attempt, reason)
     except OSError as error:
@@ -150,30 +150,13 @@ def seal(
         Bytes of all ranks' files together.
 
     Raises:
-        SaveError: a file that a rank's manifest lists is not there in its full size, something is on no rank, or ranks
-            leave to one another what is not written.
-        DriftedError: ranks that leave something to one another do not hold the same of it.
+        SaveError: a listed file is missing or has another size, no rank has some part of the model, or a rank did not
+            write an operator that another rank left to it.
+        DriftedError: replicas of one operator differ.
         OSError: the file system refused.
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
-    for record in records.values():
-        for name, file in record.files.items():
-            path = directory / name
-            if not path.exists() or path.stat().st_size != file.bytes:
-                raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
-    for rank, what in missing_among(records):
-        raise SaveError(f"rank {rank} {what}")
-    if (found := drifted(records)) is not None:
-        raise DriftedError(found)
-    held = {rank: _held(record) for rank, record in records.items()}
-    ages = {
-        rank: {name: operator.iteration for name, operator in record.operators.items()}
-        for rank, record in records.items()
-        if record.sparse
-    }
-    lacking = None if missing is None else missing(held, ages)
-    if lacking is not None:
-        raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
+    _check_parts(directory, records, missing)
     writers = {writer for record in records.values() for writer in record.by_writer()}
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
@@ -198,8 +181,30 @@ def seal(
     return sum(file.bytes for record in records.values() for file in record.files.values())
 
 
+def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: Missing | None) -> None:
+    """Raise SaveError, or DriftedError, where the ranks' parts do not form one checkpoint; see `seal`."""
+    for record in records.values():
+        for name, file in record.files.items():
+            path = directory / name
+            if not path.exists() or path.stat().st_size != file.bytes:
+                raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
+    for rank, what in missing_among(records):
+        raise SaveError(f"rank {rank} {what}")
+    if (found := drifted(records)) is not None:
+        raise DriftedError(found)
+    slices = {rank: _saved_slices(record) for rank, record in records.items()}
+    ages = {
+        rank: {name: operator.iteration for name, operator in record.operators.items()}
+        for rank, record in records.items()
+        if record.sparse
+    }
+    lacking = None if missing is None else missing(slices, ages)
+    if lacking is not None:
+        raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
+
+
 def _rank_record(record: RankManifest, data: bytes, is_writer: bool) -> RankRecord:
-    """What the manifest over all ranks says of one; also its files' hashes where others need these files."""
+    """One rank's entry in the manifest over all ranks; with its files' hashes where other ranks need these files."""
     return RankRecord(
         sha256=hashlib.sha256(data).hexdigest(),
         files={name: file.bytes for name, file in record.files.items()},
@@ -207,9 +212,9 @@ def _rank_record(record: RankManifest, data: bytes, is_writer: bool) -> RankReco
     )
 
 
-def _held(record: RankManifest) -> dict[str, Held]:
+def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:
     """What the rank has saved of each parameter and buffer."""
-    trained: dict[str, Held] = {
+    trained: dict[str, SavedSlice] = {
         name: (one.global_shape, one.offset, one.numel) for name, one in record.operators.items()
     }
     return {name: (one.shape, 0, math.prod(one.shape)) for name, one in record.others.items()} | trained
@@ -220,7 +225,7 @@ def _skip_name(rank: int) -> str:
 
 
 def _belongs(data: bytes, rank: int, attempt: Attempt) -> bool:
-    """Whether a manifest is of this attempt, and not what an earlier life or a rolled-back attempt left behind."""
+    """Whether a manifest is of this attempt, not of an earlier life or of an attempt before a roll-back."""
     record = RankManifest.parse(data)
     return (record.rank, Attempt(record.run_id, record.life, record.attempt, record.world_size)) == (rank, attempt)
 

@@ -1,4 +1,4 @@
-"""The sole right to a file, which belongs to one process: children that it forks, and leaves behind, do not have it."""
+"""An exclusive file lock of one process; its forked children do not inherit it."""
 
 import fcntl
 import logging
@@ -13,20 +13,20 @@ __all__ = ["FileInUseError", "FileLock", "users_of"]
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
-SAY_SECONDS = 1.0  # a process that was killed has let go by then, but for large ones
+REPORT_SECONDS = 1.0  # a killed process has released its lock by then, unless it was large
 COMMAND_CHARACTERS = 120
 _PROCESSES = Path("/proc")
 
-_forking = threading.RLock()  # guards what is below, over forks too: a child knows every lock that was being taken
+_forking = threading.RLock()  # guards the names below, across forks too: a child knows every lock that was being taken
 _locks: set["FileLock"] = set()
 
 
 class FileInUseError(OSError):
-    """A process has the file; the message names it where it can be seen from here.
+    """Another process has the lock; the message names it where it is visible from here.
 
     Args:
         path: the file.
-        why: the message; by default the processes are looked for when somebody asks for it, which takes a while.
+        why: the message; by default the processes are searched for when the text is needed, which takes a while.
     """
 
     def __init__(self, path: Path, why: str | None = None) -> None:
@@ -40,19 +40,18 @@ class FileInUseError(OSError):
 
 
 class FileLock:
-    """The sole right to a file for as long as this process lives, stopped or not, or until it is released.
+    """An exclusive lock on a file, until it is released or this process ends; a stopped process keeps it.
 
-    The kernel keeps a lock (`flock`) for as long as anybody has the opened file: every forked child does, and so does a
-    mapping. So it lies on an opening of the file that nothing else uses, and that is closed in each child as soon as
-    it is forked.
+    The kernel keeps a lock (`flock`) while any process has the open file description: forked children and mappings
+    have it, too. So the lock uses a description of its own, which each child closes as soon as it is forked.
 
     Args:
         path: the file; a link is not followed.
-        wait_seconds: how long another process that has it is waited for: one that was killed takes a while to be gone.
+        wait_seconds: how long to wait for another process that has it: a killed process takes a while to end.
         create: make the file where there is none, for its user alone.
 
     Raises:
-        FileInUseError: another process had it to the end of that time, or this one has it.
+        FileInUseError: another process still had it after that time, or this process has it.
         OSError: the file cannot be opened.
     """
 
@@ -62,21 +61,21 @@ class FileLock:
         self._descriptor = -1
         with _forking:
             is_own = any(lock.path == path for lock in _locks)
-        began, said = time.monotonic(), False
+        began, reported = time.monotonic(), False
         while not self._is_taken():
             waited = time.monotonic() - began
             if is_own or waited >= wait_seconds:
                 raise FileInUseError(path)
-            if waited >= SAY_SECONDS and not said:
-                said = True
+            if waited >= REPORT_SECONDS and not reported:
+                reported = True
                 logger.warning("waiting up to %.0f s for %s, which still uses %s", wait_seconds, users_of(path), path)
             time.sleep(LOOK_SECONDS)
 
     def open_again(self) -> int:
-        """A descriptor of the file to read, write and map it by; where that fails the right is given up.
+        """A descriptor to read, write and map the file; on failure the lock is released.
 
         Raises:
-            OSError: it cannot be opened, or somebody has just removed it.
+            OSError: it cannot be opened, or was just removed.
         """
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -90,13 +89,13 @@ class FileLock:
         raise OSError(f"{self.path} was replaced while it was opened")
 
     def remove(self) -> None:
-        """Remove the file, and give the right up; one that has its name by now, which is another's, stays."""
+        """Remove the file and release the lock; a newer file of another process under this name stays."""
         if self._descriptor >= 0 and self._has_its_name():
             self.path.unlink(missing_ok=True)
         self.release()
 
     def release(self) -> None:
-        """Give the right up; nothing where it was given up before, or in a forked child, which does not have it."""
+        """Release the lock; does nothing if it was released before, or in a forked child, which does not have it."""
         with _forking:
             _locks.discard(self)
             if self._descriptor >= 0:
@@ -105,7 +104,7 @@ class FileLock:
                 self._descriptor = -1
 
     def _is_taken(self) -> bool:
-        """Try once; the file is opened anew, since whoever had it may have removed it."""
+        """Try once; opens the file again each time, since the last owner may have removed it."""
         with _forking:
             self._descriptor = os.open(self.path, self._flags, 0o600)
             _locks.add(self)
@@ -122,7 +121,7 @@ class FileLock:
         return False
 
     def _has_its_name(self) -> bool:
-        """Whether nobody has removed the file that was opened, as whoever had it before may have."""
+        """Whether the opened file still has its name: the last owner may have removed it."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), self.path.stat(follow_symlinks=False))
         except FileNotFoundError:
@@ -134,9 +133,9 @@ class FileLock:
 
 
 def users_of(path: Path) -> str:
-    """The processes that have a lock on a file, for people: `process 4242 (python train.py)`.
+    """The processes with a lock on a file, as text: `process 4242 (python train.py)`.
 
-    Those of other users, and of other containers, are not seen.
+    Processes of other users and containers are not visible.
     """
     found = []
     for process in _PROCESSES.iterdir():
@@ -150,7 +149,7 @@ def _openings(process: Path) -> Iterator[Path]:
     try:
         yield from (process / "fd").iterdir()
     except OSError:
-        return  # another user's, or gone meanwhile
+        return  # of another user, or ended meanwhile
 
 
 def _is_lock_on(path: Path, opened: Path) -> bool:

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _CHECK = "check the disk and the memory"
 _LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
-_CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small enough to stay out of the way in memory
+_CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Digest:
 
 
 def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
-    """Put a small file in place at once: temporary name, fsync, reading back, rename, fsync of the directory.
+    """Write a small file atomically: temporary name, fsync, read back, rename, fsync of the directory.
 
     Raises:
-        OSError: the file system refused, or gave back something else than was written (EIO); the temporary file is
-            gone, an older file of that name is untouched.
+        OSError: the file system failed, or returned other bytes than were written (EIO); the temporary file is
+            removed, an older file of that name is unchanged.
     """
     temporary = temporary_name(path)
     try:
@@ -76,12 +76,12 @@ def write_tensors(
 
     Args:
         path: final name; its directory exists.
-        tensors: contiguous tensors on the CPU that nobody changes meanwhile.
+        tensors: contiguous tensors on the CPU that do not change meanwhile.
         fsync: force the file to the disk, and read it back from there and not from the page cache.
         metadata: of the file, in its header.
 
     Returns:
-        Size and hash of what was read back, which is what was to be written.
+        Size and hash of the bytes that were read back and verified.
 
     Raises:
         SaveError: what was read back differs, or the file system refused; no file of that name was left or changed.
@@ -90,7 +90,7 @@ def write_tensors(
     temporary = temporary_name(path)
     try:
         save_file(tensors, temporary, metadata)
-        # The library creates its files for the owner alone; who may enter the directory may read what is in it.
+        # The library creates files for the owner alone; access to the directory decides who may read them.
         temporary.chmod(path.parent.stat().st_mode & 0o666)
         if fsync:
             sync_file(temporary)
@@ -114,7 +114,7 @@ def open_plain(path: Path) -> int:
         OSError: the file is absent or not readable, or something else is in its place: a symbolic link (ELOOP), a
             directory (EISDIR), a pipe, a socket or a device (ENXIO). A checkpoint holds none of them.
     """
-    # Without waiting: opening a pipe would otherwise last until somebody writes into it.
+    # Non-blocking: opening a pipe would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -194,7 +194,7 @@ def make_directory(path: Path, *, fsync: bool) -> None:
 
 
 def remove_entry(path: Path) -> None:
-    """Remove a file, a link (not what it leads to), or a directory that somebody put there with all that is in it.
+    """Remove a file, a link (not its target), or a foreign directory with its contents.
 
     Raises:
         OSError: the file system refused.
@@ -209,7 +209,7 @@ def remove_entry(path: Path) -> None:
 def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
     """Remove a checkpoint's directory, the file called `first` before everything else.
 
-    A directory in it that is not ours to remove stays, with a log line, and the checkpoint's directory with it.
+    A subdirectory that cannot be removed stays, with the checkpoint's directory and a log line.
 
     Raises:
         OSError: the file system refused to remove a file, or the directory that is empty now.
@@ -241,12 +241,12 @@ def is_temporary(path: Path) -> bool:
 
 def temporary_name(path: Path) -> Path:
     """Name of a file under construction, which `is_temporary` knows."""
-    # The process id keeps a straggler of an earlier life from writing into the file of this one.
+    # The process id keeps a late process of an earlier life from writing into this file.
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def sync_file(path: Path) -> None:
-    """Force a file to the disk, and what is read of it next to come from there."""
+    """Force a file to the disk, and drop its cached pages, so that the next read comes from the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -256,7 +256,7 @@ def sync_file(path: Path) -> None:
 
 
 def _drop_from_memory(descriptor: int) -> None:
-    """Drop a file's clean pages, so that reading it back asks the disk. Not every platform has the call."""
+    """Drop a file's clean pages, so that reading it back reads the disk. Not every platform has the call."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -282,7 +282,7 @@ def _expected_pieces(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[m
     yield memoryview(length)
     yield memoryview(header)
     layout = _layout(header)
-    # Without elements the library's own header costs nothing, and says how it names each dtype.
+    # Tensors without elements cost nothing, and the library's header then gives its name of each dtype.
     named = _layout(save({key: torch.empty(0, dtype=tensor.dtype) for key, tensor in tensors.items()})[_LENGTH_BYTES:])
     if layout is None or named is None or layout.keys() != tensors.keys():
         raise SaveError(f"{path}: the header read back lists other tensors than were written; {_CHECK}")
@@ -299,7 +299,7 @@ def _read_header(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[bytes, b
     """The header and its length, as they are in the file, once the size of the file agrees with them.
 
     Raises:
-        SaveError: it does not: nothing may be read (or be given memory) by a length that is not what was written.
+        SaveError: it does not: a wrong length must not decide how much is read or allocated.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -323,6 +323,6 @@ def _layout(header: bytes) -> dict[str, Any] | None:
 
 
 def _offsets(described: Any) -> list[int]:
-    """Where a tensor's bytes start and end, in a header that may say anything."""
+    """Start and end of a tensor's bytes, from an untrusted header."""
     offsets = described.get("data_offsets") if isinstance(described, dict) else None
     return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []

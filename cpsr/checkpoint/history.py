@@ -36,15 +36,15 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadManifest:
-    """What is kept of a rank's manifest, which takes 2 kB an operator: slices mostly once for all checkpoints.
+    """The part of a rank's manifest that stays in memory; the whole takes 2 kB an operator. Checkpoints share slices.
 
     Attributes:
         sha256: of the manifest.
         entry: the checkpoint.
         slices: operator -> its slice.
-        taken_at: operators that were not taken with the entry -> when.
-        places: operators that are not in the rank's common file -> the name of theirs.
-        expert_files: hashes of those with experts of their own, which later checkpoints may carry along.
+        taken_at: operators that were taken before the entry -> iteration.
+        places: operators outside the rank's common file -> name of their file.
+        expert_files: hashes of the experts' files, which later checkpoints may carry.
     """
 
     sha256: str
@@ -82,15 +82,15 @@ class _Checkpoint:
 class DiskHistory:
     """`cpsr.predictor.protocol.History` over full, thinned and partial checkpoints.
 
-    Opening reads each weights file once to check its hash; what is damaged, or cannot be read now, is left out, which a
-    process logs once. Time and learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its
+    Opening reads each weights file once to check its hash; damaged or unreadable checkpoints are left out, and logged
+    once. Time and learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its
     scalars.
 
     Args:
         store_directory: `CheckpointStore.directory`.
         rank: whose part is read.
         before: only checkpoints of earlier iterations; None is all.
-        since: only checkpoints of this and later iterations.
+        since: only checkpoints of this iteration and later ones.
         known: iteration -> what this process has read of that checkpoint before (`DiskHistory.known`): where its
             manifest is the same, neither that nor the weights are read again to check them.
         partial: False leaves partial checkpoints out: then every operator of every rank was taken with its entry.
@@ -232,7 +232,7 @@ class DiskHistory:
         self._checkpoints.append(_Checkpoint(read, file, experts, info.partial))
 
     def _read(self, directory: Path, manifest: Manifest) -> Generator[None, None, ReadManifest | str]:
-        """Read and check this rank's part, or say what its scalars lack."""
+        """Read and verify this rank's part, or return what its scalars lack."""
         record = read_rank_manifest(directory, manifest, self._rank)
         yield
         path = directory / file_name(self._rank, "params")
@@ -243,7 +243,7 @@ class DiskHistory:
         left = _left_to_others(directory, manifest, record)
         files |= {name: file for other in left for name, file in other.files.items()}
         for name, file in files.items():
-            if file.xxh3_128 not in checked:  # or else it is carried along from one that was checked
+            if file.xxh3_128 not in checked:  # else it is carried from a checkpoint that was verified
                 yield from self._check(directory / name, file)
         places = yield from _places(directory, record)
         for other in left:
@@ -257,7 +257,7 @@ class DiskHistory:
             return entry
         slices = yield from self._slices(record)
         taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
-        # Of those alone that are carried along: another rank's common file is written anew, whatever is in it.
+        # Only carried files can be known already: another rank's common file is new in every checkpoint.
         carried = (name for name in places.values() if experts_taken_at(name) is not None)
         words = frozenset(files[name].xxh3_128 for name in carried)
         return ReadManifest(manifest.ranks[self._rank].sha256, entry, slices, taken_at, places, words)
@@ -271,7 +271,7 @@ class DiskHistory:
             self._hashed.add(known)
 
     def _slices(self, record: RankManifest) -> Generator[None, None, Mapping[str, _Slice]]:
-        """Slices by operator: the same mapping for all checkpoints that hold the same."""
+        """Slices by operator; checkpoints with equal slices share one mapping."""
         slices: dict[str, _Slice] = {}
         for name, one in record.operators.items():
             slices[name] = _Slice(one.global_shape, one.offset, one.numel)
@@ -294,13 +294,13 @@ class DiskHistory:
         }
         known = {name for one in different for name in one}
         if left_out := sorted(known - common.keys()):
-            told = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
-            warn_once(self._directory, told)
+            message = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
+            warn_once(self._directory, message)
         return common
 
 
 def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> list[_Left]:
-    """What lies in other ranks' files."""
+    """The operators in other ranks' files."""
     found: list[_Left] = []
     for writer, operators in record.by_writer().items():
         files = files_left_to(directory, manifest, writer, operators.values())
@@ -312,14 +312,14 @@ def _held_in(directory: Path, files: Iterable[str], operators: Iterable[str]) ->
     """Operators -> the one of these files that holds it; yields after every file."""
     found: dict[str, str] = {}
     for name in files:
-        held = _names(directory / name)
-        found |= {operator: name for operator in operators if f"param/{operator}" in held}
+        names = _names(directory / name)
+        found |= {operator: name for operator in operators if f"param/{operator}" in names}
         yield
     return found
 
 
 def _places(directory: Path, record: RankManifest) -> Generator[None, None, dict[str, str]]:
-    """Operators that are in a file of their own -> its name; yields after every file."""
+    """Operators outside the common file -> name of their file; yields after every file."""
     found: dict[str, str] = {}
     for taken_at, operators in record.by_iteration().items() if record.sparse else ():
         name = file_name(record.rank, "params", taken_at)

@@ -14,14 +14,14 @@ from cpsr.checkpoint.manifest import (
     OperatorRecord,
     RankManifest,
     TensorRecord,
+    expert_files,
     file_name,
     rank_manifest_name,
 )
-from cpsr.checkpoint.sparse import expert_files
 from cpsr.checkpoint.verify import DamagedFileError, check_file, files_left_to, open_tensors, read_rank_manifest
-from cpsr.codec import decode
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.state import OperatorState, Shard
+from cpsr.state.codec import decode
+from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "operator_record", "tensor_record"]
 
@@ -61,9 +61,9 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
 
 
 def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[str]) -> Any:
-    """One branch of the scalars that a rank saved; the rest of its files, which may be large, is not read.
+    """One branch of a rank's saved scalars; does not read the rest of its files, which may be large.
 
-    Numbers are covered by hashes up to the commit record. Tensors are not: who reads them knows them again.
+    Hashes cover numbers up to the commit record. They do not cover tensors here: the reader must verify them.
 
     Raises:
         CheckpointCorruptError: the rank's manifest is damaged, or the file of the tensors is none.
@@ -87,7 +87,7 @@ def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[s
 
 
 def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> OperatorRecord:
-    """The description of an operator that its manifest holds, with its hash where other ranks hold it, too."""
+    """An operator's record for the manifest, with its hash where other ranks hold it, too."""
     return OperatorRecord(
         global_shape=operator.parameter.global_shape,
         offset=operator.parameter.offset,
@@ -100,7 +100,7 @@ def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> Ope
 
 
 def tensor_record(tensor: torch.Tensor) -> TensorRecord:
-    """The description of a buffer that its manifest holds."""
+    """A buffer's record for the manifest."""
     return TensorRecord(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
 
 
@@ -120,12 +120,12 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> N
         if saved.get(key) != wanted.get(key):
             raise RunMismatchError(
                 f"{directory} is of another model or another split over ranks; the first difference is {key}: saved "
-                f"was {_say(saved.get(key))}, this job has {_say(wanted.get(key))}. Nothing was changed; "
+                f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. Nothing was changed; "
                 "use the model it was saved from, or another run_dir"
             )
 
 
-def _say(record: object) -> str:
+def _described(record: object) -> str:
     if isinstance(record, OperatorRecord):
         moments = ", ".join(f"{moment} {dtype}" for moment, dtype in sorted(record.moments.items())) or "no moments"
         return (
@@ -138,7 +138,7 @@ def _say(record: object) -> str:
 
 
 def _keys(name: str, operator: OperatorRecord) -> list[str]:
-    """Of its tensors."""
+    """Names of its tensors."""
     return [f"param/{name}", *(f"moment/{moment}/{name}" for moment in operator.moments)]
 
 
@@ -153,7 +153,7 @@ def _open(stack: ExitStack, path: Path, wanted: Collection[str] | None = None) -
 
 
 def _experts(stack: ExitStack, directory: Path, record: RankManifest) -> dict[str, torch.Tensor]:
-    """Experts with files of their own, each from that of the iteration at which it was taken."""
+    """Experts with files of their own, each from the file of its iteration."""
     found: dict[str, torch.Tensor] = {}
     for taken_at, operators in record.by_iteration().items():
         keys = {key for name, one in operators.items() for key in _keys(name, one)}
@@ -166,7 +166,7 @@ def _experts(stack: ExitStack, directory: Path, record: RankManifest) -> dict[st
 def _left_to_others(
     stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest
 ) -> dict[str, torch.Tensor]:
-    """What lies in the files of other ranks, which are checked as this one's own are."""
+    """The operators in other ranks' files, verified like this rank's own."""
     found: dict[str, torch.Tensor] = {}
     for writer, operators in record.by_writer().items():
         keys = {key for name, one in operators.items() for key in _keys(name, one)}

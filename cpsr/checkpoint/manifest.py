@@ -1,4 +1,4 @@
-"""The records that make files a checkpoint: one manifest a rank, one for all ranks, and the names on disk."""
+"""The records of a checkpoint: one manifest for each rank, one over all ranks, and the names on disk."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from pydantic import (
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
-__all__ += ["experts_taken_at", "holds_weights", "thinned_record"]
+__all__ += ["expert_files", "experts_taken_at", "holds_weights", "thinned_record"]
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -24,7 +24,7 @@ THINNED = "THINNED"
 
 _STEP = re.compile(r"step-(\d{10,})")
 
-# Names are spelled out, so that no manifest, however it came to be, can point out of its own directory.
+# A pattern allows known names only, so that no manifest can point out of its own directory.
 _EXPERTS = r"experts-\d{10,}\."
 FileName = Annotated[
     str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.({_EXPERTS})?(params|moments|extra)\.safetensors$")
@@ -32,7 +32,7 @@ FileName = Annotated[
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
-# The years 1 to 9999, which are all that a date can say.
+# The years 1 to 9999, the range of a date.
 UnixSeconds = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, allow_inf_nan=False)]
 
 
@@ -45,7 +45,7 @@ class _Record(BaseModel):
 
 
 class _RecordOfSome(_Record):
-    """What is absent takes no room: manifests of thousands of operators are read at every restart."""
+    """Absent fields are left out: every restart reads manifests of thousands of operators."""
 
     @model_serializer(mode="wrap")
     def _without_absent(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class TensorRecord(_Record):
 
 
 class OperatorRecord(_RecordOfSome):
-    """One operator's slice on one rank, as `cpsr.state.OperatorState` describes it."""
+    """One operator's slice on one rank, as `cpsr.state.shard.OperatorState` describes it."""
 
     global_shape: tuple[Count, ...]
     offset: Count
@@ -77,14 +77,14 @@ class OperatorRecord(_RecordOfSome):
     iteration: Count
     moments: dict[str, str] = Field(description="moment -> dtype")
     saved_by: Count | None = Field(
-        default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.shared`)"
+        default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.replicated`)"
     )
     xxh3_128: Xxh3 | None = Field(
         default=None, description="hash of weights and moments where other ranks hold them, too"
     )
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
-        """Whether it is the same slice at the same iteration, whoever saved it."""
+        """Whether it is the same slice at the same iteration, whichever rank saved it."""
         return (self.iteration, self.offset, self.numel, self.dtype, self.global_shape, self.moments) == (
             other.iteration,
             other.offset,
@@ -96,7 +96,7 @@ class OperatorRecord(_RecordOfSome):
 
     @property
     def described(self) -> "OperatorRecord":
-        """The slice, whoever saved it and whenever."""
+        """The slice, without the rank that saved it and the iteration."""
         return self.model_copy(update={"saved_by": None, "xxh3_128": None, "iteration": 0})
 
 
@@ -113,7 +113,7 @@ class RankManifest(_Record):
     operators: dict[str, OperatorRecord]
     others: dict[str, TensorRecord]
     files: dict[FileName, FileRecord]
-    scalars: Any = Field(description="`cpsr.codec` JSON; its tensors are in the extra file")
+    scalars: Any = Field(description="`cpsr.state.codec` JSON; its tensors are in the extra file")
 
     @classmethod
     def parse(cls, data: bytes) -> "RankManifest":
@@ -137,7 +137,7 @@ class RankManifest(_Record):
 
     @property
     def sparse(self) -> bool:
-        """Whether experts have files of their own (see `cpsr.checkpoint.sparse`)."""
+        """Whether experts have files of their own (see `cpsr.checkpoint.carried`)."""
         return any(experts_taken_at(name) is not None for name in self.files)
 
 
@@ -180,7 +180,7 @@ class Manifest(_Record):
 
     @property
     def partial(self) -> bool:
-        """Whether it never held more than weights (see `cpsr.checkpoint.partial`): a whole one has files of moments."""
+        """Whether it was saved without moments (see `cpsr.checkpoint.carried`): a whole one has files of moments."""
         return not self.thinned_files()
 
     def history_bytes(self) -> int:
@@ -230,11 +230,16 @@ def file_name(rank: int, kind: Literal["params", "moments", "extra"], taken_at: 
     Args:
         rank: whose.
         kind: of tensors.
-        taken_at: of experts that have files of their own (see `cpsr.checkpoint.sparse`): the iteration at which those
+        taken_at: of experts that have files of their own (see `cpsr.checkpoint.carried`): the iteration at which those
             in this one were saved.
     """
     experts = "" if taken_at is None else f"experts-{taken_at:010d}."
     return f"rank-{rank:05d}.{experts}{kind}.safetensors"
+
+
+def expert_files(rank: int, taken_at: int) -> list[str]:
+    """Names of the files with a rank's experts of one iteration."""
+    return [file_name(rank, "params", taken_at), file_name(rank, "moments", taken_at)]
 
 
 def experts_taken_at(name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Memory that a run has left on this machine, and that nobody will come back for: its run directory is gone."""
+"""Shared memory of runs whose run directory is gone, so that no later life will use it."""
 
 import logging
 import os
@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
-from cpsr.checkpoint.held import NAME, SHARED_MEMORY
-from cpsr.checkpoint.memory import BLOCK_BYTES, remove_held
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY
 from cpsr.checkpoint.owner import OWNER_NAME, Owner, owner_of
 
-__all__ = ["HeldRun", "free_orphans", "free_run", "held_runs"]
+__all__ = ["HeldRun", "free_orphans", "free_run", "runs_in_memory"]
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 3.0  # for all run directories together: one on a network file system that hangs holds nobody up
+LOOK_SECONDS = 3.0  # for all run directories together: a network file system that hangs must not block the caller
 
 # `there`: its directory is; `gone`: that is gone; `freed`: that was gone; `in use`: a process has it; `unclear`: it
-# cannot be told from here whether the directory is gone; `unknown`: nothing says whose it is, as in older versions.
+# this machine cannot know whether the directory is gone; `unknown`: no owner is recorded, as in older versions.
 Standing = Literal["there", "gone", "freed", "in use", "unclear", "unknown"]
 
 
 @dataclass(frozen=True)
 class HeldRun:
-    """What this machine's memory holds of one run, of this user.
+    """One run's files in this machine's shared memory, of this user.
 
     Attributes:
         run_id: identity of the run.
-        owner: its directory, None where nothing says it.
+        owner: its directory, None where none is recorded.
         bytes: of memory.
-        standing: what may become of it.
-        why: one sentence, for people.
+        standing: whether it may be freed.
+        why: one sentence for the user.
     """
 
     run_id: str
@@ -47,8 +47,8 @@ class HeldRun:
     why: str
 
 
-def held_runs(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
-    """All runs of which this machine's memory holds something; nothing is changed."""
+def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
+    """All runs with files in this machine's shared memory; changes nothing."""
     files = _files_by_run(directory)
     owners = {run_id: owner_of(run_id, directory) for run_id in files}
     looked = _looked_at([owner for owner in owners.values() if owner is not None])
@@ -64,23 +64,23 @@ def free_orphans(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     """Free the memory of runs whose directory is gone and that no process uses.
 
     Returns:
-        What there was, and what became of it; no run whose directory is there.
+        The runs whose directory is not there, and whether their memory was freed.
     """
-    found = [_freed(run, directory) for run in held_runs(directory)]
+    found = [_freed(run, directory) for run in runs_in_memory(directory)]
     return [run for run in found if run.standing != "there"]
 
 
 def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
-    """Free all that this machine's memory holds of a run, and return the bytes.
+    """Free all of a run's shared memory on this machine, and return the bytes.
 
     Raises:
-        FileInUseError: a process uses it, which is named; nothing was removed.
+        FileInUseError: a process uses it; the message names it. Nothing was removed.
     """
     paths = _files_by_run(directory).get(run_id, ())
     size = _bytes_of(paths)
     with ExitStack() as locked:
-        _lock(paths, locked)  # nobody begins to use them now
-        remove_held(run_id, directory)
+        _lock(paths, locked)  # no process can begin to use them now
+        remove_memory_states(run_id, directory)
     return size
 
 
@@ -116,7 +116,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 
 
 def _looked_at(owners: list[Owner]) -> dict[str, tuple[Standing, str]]:
-    """What is known of each run directory within the time, by run."""
+    """What each run directory's check returned within the time, by run."""
     found: dict[str, tuple[Standing, str]] = {}
 
     def look(owner: Owner) -> None:
@@ -147,10 +147,10 @@ def _freed(run: HeldRun, directory: Path) -> HeldRun:
     try:
         with ExitStack() as locked:
             _lock(_files_by_run(directory).get(run.run_id, ()), locked)
-            owner = owner_of(run.run_id, directory)  # a job may have begun there meanwhile
+            owner = owner_of(run.run_id, directory)  # a job may have started there meanwhile
             if owner is None or owner.look()[0] != "gone":
                 return replace(run, standing="there")
-            remove_held(run.run_id, directory)
+            remove_memory_states(run.run_id, directory)
     except FileInUseError as error:
         return replace(run, standing="in use", why=str(error))
     return replace(run, standing="freed")
@@ -166,4 +166,4 @@ def _lock(paths: Iterable[Path], locked: ExitStack) -> None:
         except FileInUseError:
             raise
         except OSError as error:
-            raise FileInUseError(path, f"nobody can tell whether a process uses it: {error}") from error
+            raise FileInUseError(path, f"it is not known whether a process uses it: {error}") from error

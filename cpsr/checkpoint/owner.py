@@ -1,12 +1,12 @@
-"""Whose a run's files in shared memory are: one small file beside them, which is there before any of them.
+"""The owner of a run's files in shared memory: one small file beside them, written before any of them.
 
 ::
 
     cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
 
-A run directory is told from another of the same path by device and inode number of itself and of the directory that it
-lies in: a container sees other directories under the same paths, and so does a machine where a disk is not mounted.
-Where the directory above is gone, too, the nearest one above that is left tells it, of those on the same disk.
+Device and inode numbers of a run directory and of its parent distinguish it from another one of the same path: a
+container sees other directories under the same paths, and so does a machine where a disk is not mounted. Where the
+parent is gone, too, the nearest remaining ancestor on the same disk decides.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cpsr.checkpoint.held import SHARED_MEMORY
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 
 __all__ = ["OWNER_NAME", "Owner", "Verdict", "mark_owner", "owner_of", "owner_path"]
 
@@ -26,7 +26,7 @@ OWNER_BYTES_MAX = 1 << 14  # several times the longest path
 ABOVE_MAX = 64
 IDENTITY = "run.json"
 
-# Of the run directory that memory belongs to: it is there, it is gone, or that cannot be told from here.
+# State of the run directory: it is there, it is gone, or this machine cannot know.
 Verdict = Literal["there", "gone", "unclear"]
 
 Place = tuple[int, int]  # device and inode number
@@ -34,16 +34,16 @@ Place = tuple[int, int]  # device and inode number
 
 @dataclass(frozen=True)
 class Owner:
-    """The run that files in shared memory belong to, as it was when its newest life began.
+    """The run that owns files in shared memory, as recorded when its newest life began.
 
     Attributes:
         run_id: identity of the run.
         run_dir: its directory, absolute and without links.
         node: the machine, as the job saw it.
-        place: which directory that was.
-        parent: which directory it lay in.
-        above: which directories that one lay in, the nearest first, as far as they are of the same disk; an older
-            version said none.
+        place: device and inode of that directory.
+        parent: device and inode of its parent.
+        above: those of the ancestors of the parent on the same disk, the nearest first; an older version recorded
+            none.
     """
 
     run_id: str
@@ -54,10 +54,10 @@ class Owner:
     above: tuple[Place, ...] = ()
 
     def look(self) -> tuple[Verdict, str]:
-        """Whether the run directory is still there, and why that is said; waits for a file system that hangs.
+        """Whether the run directory is still there, and why; waits for a file system that hangs.
 
-        It is gone where the very directory in which it lay is here and holds no such run: the path alone says nothing.
-        It is gone as well where that was removed from the very directory in which it lay, and so on up the same disk.
+        It is gone if its parent is here and does not hold the run. The path alone proves nothing. It is gone as well
+        if the parent was removed from its own parent, and so on up the same disk.
         """
         try:
             known = _run_id_in(self.run_dir)
@@ -76,32 +76,32 @@ class Owner:
         return "unclear", f"{other} is another directory than it was: a disk is not mounted now, or in a container"
 
     def _is_removed(self) -> bool:
-        """Whether the nearest directory above that there is was above it, with no mount between."""
+        """Whether the nearest existing ancestor is the recorded one, with no mount between."""
         if not self._is_entry(None):
             return False
-        for directory, noted in zip(self.run_dir.parent.parents, self.above, strict=False):
+        for directory, recorded in zip(self.run_dir.parent.parents, self.above, strict=False):
             found = _place_of(directory)
             if found is not None:
-                return found == noted and noted[0] == self.place[0]
+                return found == recorded and recorded[0] == self.place[0]
         return False
 
     def _is_entry(self, here: Place | None) -> bool:
-        """Whether the directory is, and was, an ordinary entry of its parent and no mount of its own."""
+        """Whether the directory is, and was, an ordinary entry of its parent, not a mount point."""
         return self.place[0] == self.parent[0] and (here is None or here[0] == self.parent[0])
 
 
 def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
-    """The file that says whose a run's files are."""
+    """The file that names the owner of a run's files."""
     return directory / f"cpsr-{run_id}-owner"
 
 
 def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> None:
-    """Say whose the files of a run are, before it has any.
+    """Record the owner of a run's files, before it has any.
 
     Args:
         run_id: identity of the run.
-        run_dir: its directory, which is there.
-        node: this machine, for people.
+        run_dir: its directory, which exists.
+        node: name of this machine, for messages.
         directory: where shared memory is mounted.
 
     Raises:
@@ -110,12 +110,12 @@ def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_M
     real = run_dir.resolve()
     place, parent = _place_of(real), _place_of(real.parent)
     above = _above(real.parent, place)
-    said = {"run_dir": str(real), "node": node, "place": place, "parent": parent, "above": above}
-    data = json.dumps(said).encode()
+    owner = {"run_dir": str(real), "node": node, "place": place, "parent": parent, "above": above}
+    data = json.dumps(owner).encode()
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(owner_path(run_id, directory), flags, 0o600)
     try:
-        # At once and in place: several ranks may say the same.
+        # One write in place: several ranks may write the same.
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))
     finally:
@@ -123,7 +123,7 @@ def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_M
 
 
 def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
-    """Whose the files of a run are; None where an older version has left them, or what is said cannot be read."""
+    """The owner of a run's files; None where an older version has left them, or the record cannot be read."""
     try:
         descriptor = os.open(owner_path(run_id, directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -133,16 +133,16 @@ def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
             return None
         data = file.read(OWNER_BYTES_MAX)
     try:
-        said: dict[str, Any] = json.loads(data)
-        place, parent = ((int(said[name][0]), int(said[name][1])) for name in ("place", "parent"))
-        above = tuple((int(one[0]), int(one[1])) for one in said.get("above", ()))
-        return Owner(run_id, Path(str(said["run_dir"])), str(said["node"]), place, parent, above)
+        found: dict[str, Any] = json.loads(data)
+        place, parent = ((int(found[name][0]), int(found[name][1])) for name in ("place", "parent"))
+        above = tuple((int(one[0]), int(one[1])) for one in found.get("above", ()))
+        return Owner(run_id, Path(str(found["run_dir"])), str(found["node"]), place, parent, above)
     except (ValueError, KeyError, TypeError, IndexError):
         return None
 
 
 def _place_of(directory: Path) -> Place | None:
-    """Which directory that is now, None where there is none; another OSError where that cannot be said."""
+    """Device and inode of a directory, None where there is none; another OSError where the file system fails."""
     try:
         found = directory.stat()
     except FileNotFoundError:
@@ -159,7 +159,7 @@ def _above(parent: Path, place: Place | None) -> list[Place]:
 
 
 def _run_id_in(run_dir: Path) -> str | None:
-    """The run that a directory holds; None where it is no run's, or not there."""
+    """Identity of the run in a directory; None where there is no run or no directory."""
     try:
         known = json.loads((run_dir / IDENTITY).read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Copying a snapshot on the host in pieces: what fits while the training thread waits, the rest beside its work.
+"""Copying a snapshot on the host in pieces: as much as fits into the training thread's waits, the rest beside its work.
 
 Source: MoEtion, section 5.3, Algorithm 4: split into what is copied in the bubbles of a pipeline, and the rest.
 """
@@ -16,20 +16,20 @@ import torch
 
 __all__ = ["CopyAccount", "CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
 
-# To look whether the copy is wanted now, however long the next wait of the training thread is in coming: whoever
-# needs the thread of copies for something else waits so long at most.
+# How often to check whether the copy is needed now, while no wait comes: a caller that needs the copy thread waits
+# at most this long.
 PATIENCE_SECONDS = 0.02
-# Where `wait` returns at once with nothing, as it does at the end of a life: no thread may turn in circles.
+# Where `wait` returns at once with nothing, as at the end of a life: no busy loop.
 RETRY_SECONDS = 0.005
-# After a copy that did not fit into the waits that were forecast, as much is tried as did fit; and so many times as
-# much as the time before for as long as that fits.
+# After a copy that did not fit into the forecast waits, the next one tries the bytes that fitted, and then this
+# factor more each time, while that fits.
 GROWTH = 2.0
-# How long a snapshot has until the update is the median of so many; one that is wanted at once does not count for much.
+# The time until the update is the median over this many snapshots, so that one immediate save changes little.
 RECENT_SNAPSHOTS = 8
-# A snapshot that is wanted in less than this share of that time (the exit's, or one before the user's own change of the
-# state) met few of the waits that others meet, and tells nothing of what fits into them.
+# A snapshot that is needed within less than this share of that time (at the exit, or before the user changes the
+# state) saw few waits, and does not measure what fits into them.
 COMPLETE_SHARE = 0.5
-# Of that time: pieces that were put off go beside the work so long before they would be late.
+# Share of that time: postponed pieces are copied beside the work this long before they would be late.
 MARGIN = 0.1
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
@@ -37,16 +37,16 @@ When = Literal["in_waits", "beside", "late", "at_once"]
 
 
 class Waits(Protocol):
-    """When the training thread waits, and for how long it will."""
+    """Forecasts when and how long the training thread waits."""
 
     def remaining_seconds(self) -> float:
-        """Forecast rest of the wait that is open; 0 while the training thread works."""
+        """Forecast remaining seconds of the current wait; 0 while the training thread works."""
 
     def iteration_forecast_seconds(self) -> float:
         """Forecast of all waits of one iteration."""
 
     def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
-        """Until a wait with that much left is open; False when the time is out."""
+        """Block until a wait with that much left; False after the timeout."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Split:
 
     Attributes:
         in_waits: while the training thread waited.
-        beside: while it worked, as without waits.
-        late: the same, for waits that had not come when it was time.
-        at_once: for waits that had not come when the update was about to: the training thread waited for these.
+        beside: while it worked, as planned.
+        late: while it worked, because the expected waits had not come in time.
+        at_once: while the update waited, because the expected waits had not come before it.
     """
 
     in_waits: int = 0
@@ -68,11 +68,11 @@ class Split:
 
 @dataclass(frozen=True)
 class CopyAccount:
-    """What the copies of all snapshots so far amounted to.
+    """Totals over the copies of all snapshots so far.
 
     Attributes:
         in_waits_bytes: copied while the training thread waited.
-        in_waits_seconds: that took.
+        in_waits_seconds: time of these copies.
         other_bytes: copied beside its work, or while the update waited.
     """
 
@@ -97,9 +97,9 @@ def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) 
 
 
 class CopyPace:
-    """Plans each snapshot's split by how the copies before it went.
+    """Plans each snapshot's split from the copies before it.
 
-    The first one tells how fast copies are, and is copied beside the training's work.
+    The first one measures the copy speed, and is copied beside the training's work.
 
     Args:
         waits: forecasts them.
@@ -112,11 +112,11 @@ class CopyPace:
         self.waits = waits
         self.account = CopyAccount()
         self._bytes_per_second = 0.0
-        self._limit_bytes: int | None = None  # where forecasts promised more than there was
+        self._limit_bytes: int | None = None  # set after forecasts were too long
         self._until_update: deque[float] = deque(maxlen=RECENT_SNAPSHOTS)
 
     def seconds(self, count_bytes: int) -> float:
-        """How long a copy of so many bytes takes; 0 while that is not known."""
+        """Expected seconds to copy so many bytes; 0 while unknown."""
         return count_bytes / self._bytes_per_second if self._bytes_per_second else 0.0
 
     def plan(self, total_bytes: int) -> int:
@@ -127,10 +127,10 @@ class CopyPace:
         return planned if self._limit_bytes is None else min(planned, self._limit_bytes)
 
     def patience_seconds(self, left_bytes: int) -> float:
-        """From the beginning of a snapshot on, how long so many bytes may be put off."""
+        """Seconds from the start of a snapshot for which so many bytes may be postponed."""
         return (1.0 - MARGIN) * self._usual_seconds() - self.seconds(left_bytes)
 
-    def note(
+    def record(
         self,
         split: Split,
         copy_seconds: float,
@@ -138,12 +138,12 @@ class CopyPace:
         piece_bytes: int,
         in_waits_seconds: float = 0.0,
     ) -> None:
-        """A snapshot was copied.
+        """Record the copy of one snapshot.
 
         Args:
-            split: when.
+            split: when its bytes were copied.
             copy_seconds: for copying alone.
-            until_update_seconds: from its beginning until it was wanted.
+            until_update_seconds: from its beginning until it was needed.
             piece_bytes: of the largest piece.
             in_waits_seconds: for copying what was copied in waits.
         """
@@ -166,15 +166,15 @@ class CopyPace:
             self._limit_bytes = int(GROWTH * self._limit_bytes)
 
     def _usual_seconds(self) -> float:
-        """How long a snapshot has until the update; 0 before there was one."""
+        """Seconds that a snapshot has until the update; 0 before the first one."""
         return statistics.median(self._until_update) if self._until_update else 0.0
 
 
 class PacedCopy:
-    """The copy of one snapshot. Its thread is in `run`; whoever needs it complete calls `result`, and helps.
+    """The copy of one snapshot. Its thread executes `run`; a caller that needs it complete calls `result`, and helps.
 
-    Whatever the waits are, and whether they come at all, `result` returns with everything copied. Pieces that were put
-    off to waits go beside the work in time where these do not come, so that the update seldom waits for them.
+    `result` returns with everything copied, whether waits come or not. If no wait comes in time, postponed pieces are
+    copied beside the work, so that the update seldom waits for them.
 
     Args:
         pace: plans the split, and learns from it.
@@ -193,22 +193,22 @@ class PacedCopy:
         self._copied: Counter[str] = Counter()  # bytes, by the names of `Split`
         self._seconds = self._in_waits_seconds = 0.0
         self._error: Exception | None = None
-        self._noted = False
+        self._recorded = False
 
     @property
     def split(self) -> Split:
-        """When what is copied by now was."""
+        """When the bytes copied so far were copied."""
         return Split(**self._copied)
 
     def run(self, prepare: Callable[[], Sequence[Piece]]) -> None:
-        """Copy, until all is done; returns soon after somebody else has done the rest.
+        """Copy until all is done; returns soon after another thread has copied the rest.
 
         Args:
-            prepare: gives the pieces; what it raises `result` raises.
+            prepare: returns the pieces; `result` raises its exceptions.
         """
         try:
             self._divide(prepare())
-        except Exception as error:  # noqa: BLE001 - told to whoever asks for the result
+        except Exception as error:  # noqa: BLE001 - raised again by `result()`
             self._error = error
         finally:
             self._prepared.set()
@@ -221,11 +221,11 @@ class PacedCopy:
                 self._wait(needed)
 
     def hurry(self) -> None:
-        """Wait for nothing any more; returns at once."""
+        """Stop using waits; returns at once."""
         self._hurried.set()
 
     def result(self) -> float:
-        """Copy what is left, and wait for what others are copying; from any thread, as often as wanted.
+        """Copy the rest, and wait for other threads' pieces; from any thread, any number of times.
 
         Returns:
             Seconds that copying took, over all threads.
@@ -242,9 +242,9 @@ class PacedCopy:
             self._changed.wait_for(lambda: self._in_flight == 0)
             if self._error is not None:
                 raise self._error
-            if not self._noted:
-                self._noted = True
-                self._pace.note(self.split, self._seconds, until_update, self._largest_bytes, self._in_waits_seconds)
+            if not self._recorded:
+                self._recorded = True
+                self._pace.record(self.split, self._seconds, until_update, self._largest_bytes, self._in_waits_seconds)
             return self._seconds
 
     def _divide(self, pieces: Sequence[Piece]) -> None:
@@ -260,7 +260,7 @@ class PacedCopy:
                 self._for_work.append(piece)
 
     def _when(self, needed_seconds: float) -> When | None:
-        """As what a piece that was put off would count now; None: it waits."""
+        """The category of `Split` for a postponed piece now; None: it stays postponed."""
         if self._hurried.is_set():
             return "at_once"
         if self._pace.waits.remaining_seconds() >= needed_seconds:
@@ -271,7 +271,7 @@ class PacedCopy:
         return self._began + self._pace.patience_seconds(self._put_off_bytes) - time.perf_counter()
 
     def _wait(self, needed_seconds: float) -> None:
-        """For a wait of the training thread, for as long as there is time."""
+        """Block until the next wait of the training thread, while there is time."""
         patience = min(self._patience_seconds(), PATIENCE_SECONDS)
         if patience > 0 and not self._hurried.is_set() and not self._pace.waits.wait(needed_seconds, patience):
             self._hurried.wait(min(patience, RETRY_SECONDS))
@@ -286,7 +286,7 @@ class PacedCopy:
         error, started = None, time.perf_counter()
         try:
             copy_on_host([piece])
-        except Exception as raised:  # noqa: BLE001 - told to whoever asks for the result
+        except Exception as raised:  # noqa: BLE001 - raised again by `result()`
             error = raised
         seconds = time.perf_counter() - started
         with self._changed:
@@ -303,8 +303,8 @@ class PacedCopy:
 def copy_on_host(pieces: Iterable[Piece]) -> None:
     """Copy with this thread alone.
 
-    Torch's own copy would start a second team of threads, and the one that trains would wait at its barriers for those
-    of its threads that were displaced.
+    Torch's own copy would start a second team of threads. The training thread would then wait at barriers for its
+    displaced threads.
     """
     with torch.no_grad():
         for target, source in pieces:

@@ -1,8 +1,8 @@
 """The iteration that each rank reached, readable after a SIGKILL and without a system call on the hot path.
 
 A rank's file is 32 bytes, four little-endian unsigned 64-bit words: two slots of (iteration + 1, batches), the slot
-being `iteration % 2`. The first word is 0 while a slot holds nothing, also for the moment in which it is rewritten;
-so whatever the process was doing when it died, at least the iteration before can be read.
+being `iteration % 2`. The first word is 0 while a slot is empty or being rewritten. So at least the previous iteration
+is readable, whenever the process dies.
 """
 
 import logging
@@ -38,16 +38,16 @@ def progress_path(run_dir: Path, rank: int) -> Path:
 
 
 def mark_life(run_dir: Path, life: int, branch: int = 0) -> None:
-    """Say which life the counters are of: states that an earlier one left in memory lead nowhere any more (rank 0).
+    """Record the life of the counters (rank 0): states of earlier lives in memory are then out of date.
 
     Args:
         run_dir: of the run.
-        life: that trains.
-        branch: how often it has gone back; states of before that count as little.
+        life: the life that trains.
+        branch: how often it has gone back; states of earlier branches are out of date, too.
     """
     path = run_dir / "progress" / LIFE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In place, and always as many bytes: a full disk has room for it.
+    # In place, always with the same size: this works on a full disk.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.pwrite(descriptor, f"{life:020d} {branch:020d}".encode("ascii"), 0)
@@ -56,7 +56,7 @@ def mark_life(run_dir: Path, life: int, branch: int = 0) -> None:
 
 
 def newest_life(run_dir: Path) -> tuple[int, int]:
-    """The newest life that came to train and how often it went back; (-1, 0) where none is known.
+    """The newest life that trained, and how often it went back; (-1, 0) where none is known.
 
     Raises:
         OSError: the file is there and cannot be read.
@@ -70,7 +70,7 @@ def newest_life(run_dir: Path) -> tuple[int, int]:
 
 
 class ProgressCounter:
-    """One rank's counter; what an earlier life published stays readable until the first `publish` or `reset`.
+    """One rank's counter; an earlier life's count stays readable until the first `publish` or `reset`.
 
     Survives the process, not the machine: the file is never forced to the disk.
 
@@ -96,7 +96,7 @@ class ProgressCounter:
         self._words = self._bytes.cast("Q")  # each assignment is one aligned 8-byte store
 
     def publish(self, iteration: int, batches: int) -> None:
-        """Note that the update of `iteration` is done and `batches` batches of data were used up to it."""
+        """Publish that the update of `iteration` is done, and that `batches` batches of data were used up to it."""
         words = self._words
         slot = (iteration & 1) << 1
         words[slot] = _EMPTY
@@ -116,13 +116,13 @@ class ProgressCounter:
 
 
 def _renew(path: Path) -> None:
-    """Give the counter a file of its own: a process of an earlier life that was stopped, and goes on, has it mapped."""
+    """Give the counter a new file: a stopped process of an earlier life, which may continue, has the old one mapped."""
     if path.is_symlink() or not path.exists():  # a link is refused when it is opened
         return
     try:
         write_bytes(path, path.read_bytes(), fsync=False)
-    except OSError as error:  # a full disk: the file that is there does as well
-        logger.warning("%s cannot be written anew (%s) and is used as it is", path, error)
+    except OSError as error:  # a full disk: the existing file works, too
+        logger.warning("%s cannot be rewritten (%s) and is used as it is", path, error)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Progress:
         return max(rank.iteration for rank in self.ranks.values())
 
     def batches_at(self, iteration: int) -> list[int | None]:
-        """Batches that each rank had used at that iteration, by rank; None where it cannot be said."""
+        """Batches that each rank had used at that iteration, by rank; None where that is not known."""
         count = len(self.ranks) + len(self.missing)
         return [self.ranks[rank].batches_at(iteration) if rank in self.ranks else None for rank in range(count)]
 

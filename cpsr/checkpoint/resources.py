@@ -1,4 +1,4 @@
-"""Whether the host's memory and the disk hold what is asked for, before training starts."""
+"""Checks, before training starts, that host memory and disk are large enough."""
 
 import logging
 import shutil
@@ -17,13 +17,13 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 _log = logging.getLogger(__name__)
 
 
-def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0) -> int:
-    """Refuse snapshot buffers that this machine's (or container's) memory does not hold.
+def check_host_memory(required_bytes: int, local_ranks: int, reusable_bytes: int = 0) -> int:
+    """Refuse snapshot buffers that do not fit into this machine's (or container's) memory.
 
     Args:
         required_bytes: bytes of one rank's buffers.
         local_ranks: ranks that share this machine.
-        held_bytes: what an earlier life left in memory for these buffers.
+        reusable_bytes: memory of an earlier life that these buffers reuse.
 
     Returns:
         Bytes that are left for each rank beside them.
@@ -31,7 +31,7 @@ def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0
     Raises:
         ResourceError: the bytes required, the bytes free and what to change.
     """
-    needed, available = max(required_bytes * local_ranks - held_bytes, 0), available_host_bytes()
+    needed, available = max(required_bytes * local_ranks - reusable_bytes, 0), available_host_bytes()
     if needed > available:
         raise ResourceError(
             f"snapshot buffers need {needed} bytes of host memory ({required_bytes} for each of {local_ranks} ranks "
@@ -42,7 +42,7 @@ def check_host_memory(required_bytes: int, local_ranks: int, held_bytes: int = 0
 
 
 def check_disk(run_dir: Path, required_bytes: int) -> None:
-    """Refuse a run whose checkpoints the disk does not hold.
+    """Refuse a run whose checkpoints do not fit on the disk.
 
     Args:
         run_dir: directory of the run; need not exist yet.
@@ -62,7 +62,7 @@ def check_disk(run_dir: Path, required_bytes: int) -> None:
 
 
 def available_host_bytes(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """Memory that can still be taken: the machine's, or what the tightest control group around us leaves."""
+    """Memory that can still be allocated: on the machine, or within the tightest control group around us."""
     return min([psutil.virtual_memory().available, *_cgroup_headrooms(cgroup_root, own_cgroup)])
 
 

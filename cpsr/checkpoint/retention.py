@@ -1,6 +1,6 @@
-"""Which checkpoints stay whole, which keep their weights for the predictor, and which go.
+"""Which checkpoints stay whole, which keep only their weights for the predictor, and which are deleted.
 
-Nothing is removed but after a later checkpoint was committed (and was read back when it was written).
+Nothing is removed before a later checkpoint was committed (and read back when it was written).
 """
 
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, note_set_aside, scan, set_aside_list
+from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, record_set_aside, scan, set_aside_list
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, THINNED, holds_weights, step_iteration, thinned_record
 from cpsr.checkpoint.verify import UnreadableFileError, is_committed, read_manifest
@@ -16,7 +16,7 @@ from cpsr.config import CheckpointConfig
 
 __all__ = ["RetentionPlan", "plan_retention", "remove_uncommitted", "retain"]
 
-_COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside goes once that many later ones exist
+_COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside is deleted once this many later ones exist
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def plan_retention(
     config: CheckpointConfig,
     thinned_bytes: dict[int, int],
     other_bytes: int = 0,
-    held: int | None = None,
+    pinned: int | None = None,
     copied: int | None = None,
     carried: Mapping[int, Mapping[str, int]] | None = None,
 ) -> RetentionPlan:
@@ -45,20 +45,20 @@ def plan_retention(
         config: spans, counts and the cap on the disk.
         thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
-        held: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
+        pinned: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
         carried: iteration -> files of experts in it, with their bytes; those of one name are one on the disk.
     """
     if not checkpoints:
         return RetentionPlan([], [])
-    newest = checkpoints[-1].iteration if held is None else min(held, checkpoints[-1].iteration)
+    newest = checkpoints[-1].iteration if pinned is None else min(pinned, checkpoints[-1].iteration)
     until_newest = [info for info in checkpoints if info.iteration <= newest]
-    # Partial ones come on top: every rank has a snapshot of its own in each of the others.
+    # Partial ones come in addition: in all others every rank has a snapshot of its own.
     counted = [info.iteration for info in until_newest if not info.partial][-config.history_min_checkpoints :]
     recent = {info.iteration for info in until_newest if not counted or info.iteration >= counted[0]}
     whole = {info.iteration for info in checkpoints if info.full}
     keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
-        iteration for iteration in whole if iteration in (held, copied)
+        iteration for iteration in whole if iteration in (pinned, copied)
     }
     kept = [
         info
@@ -69,7 +69,7 @@ def plan_retention(
         info.iteration: info.bytes if info.iteration in keep_whole else thinned_bytes[info.iteration] for info in kept
     }
     twice = _Shared(carried or {}, keep_whole)
-    # Over the cap the oldest history goes first, then older whole ones, never the newest whole one.
+    # Over the cap, delete the oldest history first, then older whole ones, never the newest whole one.
     for iteration in [*sorted(set(sizes) - keep_whole), *sorted(keep_whole)[:-1]]:
         taken = sum(sizes.values()) - twice.bytes(sizes) + other_bytes
         if config.disk_limit_bytes is None or taken <= config.disk_limit_bytes:
@@ -82,17 +82,17 @@ def plan_retention(
 
 
 class _Shared:
-    """What the sizes of checkpoints count more than once, since later ones carry files of earlier ones along."""
+    """Bytes that checkpoint sizes count more than once, because later ones carry files of earlier ones."""
 
     def __init__(self, carried: Mapping[int, Mapping[str, int]], whole: Collection[int]) -> None:
-        self._held = {
+        self._sizes = {
             iteration: {name: size for name, size in files.items() if iteration in whole or holds_weights(name)}
             for iteration, files in carried.items()
         }
 
     def bytes(self, kept: Collection[int]) -> int:
-        """Of these checkpoints."""
-        files = [self._held.get(iteration, {}) for iteration in kept]
+        """Such bytes among these checkpoints."""
+        files = [self._sizes.get(iteration, {}) for iteration in kept]
         distinct = {name: size for one in files for name, size in one.items()}
         return sum(sum(one.values()) for one in files) - sum(distinct.values())
 
@@ -102,21 +102,21 @@ def retain(
     config: CheckpointConfig,
     *,
     fsync: bool,
-    held: int | None = None,
+    pinned: int | None = None,
     copied: int | None = None,
 ) -> RetentionPlan:
-    """Apply the rules to a run's directory, after a commit; also removes what earlier passes left half done.
+    """Apply the rules to a run's directory, after a commit; also completes interrupted earlier passes.
 
     Args:
         checkpoints: the run's `checkpoints` directory.
         config: spans, counts and the cap on the disk.
         fsync: force what changes to the disk.
-        held: see `plan_retention`.
+        pinned: see `plan_retention`.
         copied: see `plan_retention`.
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
-        CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
+        CheckpointError: a checkpoint became damaged or unreadable meanwhile; remaining ones are valid.
     """
     catalogue = scan(checkpoints)
     if not catalogue.checkpoints:
@@ -128,7 +128,7 @@ def retain(
     remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
     carried = {iteration: manifest.expert_files() for iteration, manifest in manifests.items()}
     other_bytes = sum(aside.bytes for aside in asides)
-    plan = plan_retention(catalogue.checkpoints, config, remaining, other_bytes, held, copied, carried)
+    plan = plan_retention(catalogue.checkpoints, config, remaining, other_bytes, pinned, copied, carried)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
         _thin(directories[iteration], fsync=fsync)
@@ -145,18 +145,18 @@ def retain(
 def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: int = -1, fsync: bool) -> None:
     """Remove saves that never were committed, at iterations from `after` to `before` (exclusive), and temporary files.
 
-    Once a later step was committed, every rank's writer is past the earlier ones: nobody writes there any more.
+    Once a later step was committed, every rank's writer is past the earlier ones, and none writes there.
     """
     for directory in sorted(checkpoints.iterdir()):
         iteration = step_iteration(directory.name)
         if iteration is None or iteration <= after or (before is not None and iteration >= before):
             continue
-        if directory.is_symlink():  # what it leads to is not ours
+        if directory.is_symlink():  # the target of a link is not ours
             continue
         try:
             committed = is_committed(directory)
         except UnreadableFileError as error:
-            _log.warning("%s stays: whether it was committed cannot be said now (%s)", directory, error)
+            _log.warning("%s stays: whether it was committed cannot be read now (%s)", directory, error)
             continue
         if not committed:
             remove_tree(directory, first=COMMIT, fsync=fsync)
@@ -186,7 +186,7 @@ def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> l
     newest = max(info.sequence for info in catalogue.checkpoints)
     for aside in set_aside_list(checkpoints):
         if aside.after_sequence is None:
-            note_set_aside(aside.directory, newest, fsync=fsync)
+            record_set_aside(aside.directory, newest, fsync=fsync)
             kept.append(aside)
             continue
         later = sum(info.sequence > aside.after_sequence and not info.partial for info in catalogue.checkpoints)

@@ -6,23 +6,22 @@
         rank-00000.params.safetensors    weights
         rank-00000.moments.safetensors   the optimizer's tensors
         rank-00000.extra.safetensors     buffers, and the tensors among the scalars
-        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.sparse`
+        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.carried`
         rank-00000.json                  what this rank wrote, with sizes and hashes
         manifest.json                    the SHA-256 of every rank's manifest
         COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
         THINNED                          only in old checkpoints: the files that were removed again
 
-A partial checkpoint (see `cpsr.checkpoint.partial`) holds no moments and no extra files.
+A partial checkpoint (see `cpsr.checkpoint.carried`) holds no moments and no extra files.
 """
 
 import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from cpsr.checkpoint import retention
 from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, scan, set_aside, set_aside_list
@@ -37,21 +36,12 @@ from cpsr.checkpoint.commit import (
     seal,
     wait_for_ranks,
 )
-from cpsr.checkpoint.files import make_directory, remove_tree, sync_directory, write_bytes, write_tensors
-from cpsr.checkpoint.loading import SCALARS, load_shard, operator_record, tensor_record
-from cpsr.checkpoint.manifest import (
-    COMMIT,
-    FileRecord,
-    OperatorRecord,
-    RankManifest,
-    file_name,
-    rank_manifest_name,
-    step_name,
-)
-from cpsr.checkpoint.partial import CarriedWeights
-from cpsr.checkpoint.shared import Drifted, DriftedError, records_of_others, state_hash
+from cpsr.checkpoint.files import make_directory, remove_tree, sync_directory, write_bytes
+from cpsr.checkpoint.loading import load_shard
+from cpsr.checkpoint.manifest import COMMIT, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.rank_part import RankPartWriter
+from cpsr.checkpoint.replicated import Drifted, DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.sparse import CarriedExperts
 from cpsr.checkpoint.verify import (
     Problem,
     UnreadableFileError,
@@ -62,14 +52,13 @@ from cpsr.checkpoint.verify import (
     verify_checkpoint,
     verify_run,
 )
-from cpsr.codec import encode
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 
 __all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "WrittenShard", "verify_run"]
 
-# In the run's directory: ranks that were to hold the same were found to differ, and how.
+# In the run's directory: replicas that a commit found to differ.
 DIFFERING = "ranks-differ"
 _REPLACED = "replaced-"  # before the name of a checkpoint, while a newer state of its iteration is being saved
 
@@ -94,16 +83,15 @@ class CheckpointStore:
         run_id: identity of the run, the same in every life.
         life: counts the starts of the job; shards of different lives never form one checkpoint.
         fsync: force every file to the disk before the commit record.
-        missing: what all ranks' parts together lack, in a sentence; nothing is committed where it says something.
+        missing: returns what all ranks' parts together lack, in a sentence; a commit requires None.
 
     Attributes:
         directory: `<run_dir>/checkpoints`.
-        held_iteration: a checkpoint that `retain` leaves whole, with the history that led to it; None: none.
+        pinned_iteration: a checkpoint that `retain` keeps whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
-        drifted: ranks that hold different state where they were to hold the same, as a commit found (rank 0); None: not
-            so far.
-        attempt: to be increased on every rank when the job rolls back within its life and will pass the same
-            iterations again (with the writers drained), so that shards of the two passes never form one checkpoint.
+        drifted: replicas that a commit found to differ (rank 0); None: none so far.
+        attempt: every rank increases it when the job rolls back within its life (with the writers drained), so that
+            shards of the two passes over the same iterations never form one checkpoint.
     """
 
     def __init__(
@@ -119,8 +107,8 @@ class CheckpointStore:
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
-        self._largest_sequence = 0  # that was seen or given in this life
-        self.held_iteration: int | None = None
+        self._largest_sequence = 0  # largest commit count that was seen or assigned in this life
+        self.pinned_iteration: int | None = None
         self.copied_iteration: int | None = None
         self.drifted: Drifted | None = None
         self._rank = rank
@@ -130,8 +118,7 @@ class CheckpointStore:
         self._fsync = fsync
         self._missing = missing
         self._reported: set[Problem] = set()
-        self._carried = CarriedWeights()
-        self._carried_experts = CarriedExperts()
+        self._part = RankPartWriter(rank, fsync=fsync)
 
     @property
     def rank(self) -> int:
@@ -144,15 +131,15 @@ class CheckpointStore:
         return self._run_id
 
     def prepare(self) -> list[Problem]:
-        """Clean up after the lives before; by rank 0 alone, before any rank writes.
+        """Clean up after earlier lives; by rank 0 alone, before any rank writes.
 
-        Removes saves that never were committed, and sets aside checkpoints whose commit record does not hold.
+        Removes saves that were never committed, and sets aside checkpoints with an invalid commit record.
 
         Returns:
             What was wrong with those that were set aside.
 
         Raises:
-            UnreadableFileError: the file system refuses to give a commit record now; nothing was changed.
+            UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
         make_directory(self.directory, fsync=self._fsync)
         self.settle_replacement()
@@ -178,22 +165,24 @@ class CheckpointStore:
             raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
         try:
             self._remove_own(directory)
-            written = self._write_files(directory, snapshot, attempt)
+            written = self._part.write(
+                directory, snapshot, attempt, partial(self._refuse_abandoned, directory, attempt)
+            )
             self._refuse_abandoned(directory, attempt)
         except (OSError, SaveError) as error:
             self._remove_own(directory)
-            # Rank 0 removes what is there when it gives up, so that its reason hides behind other errors.
+            # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
             self._refuse_abandoned(directory, attempt, error)
             raise
         return WrittenShard(written, time.perf_counter() - started)
 
     def skip(self, iteration: int, reason: str) -> None:
-        """Say that this rank's part will not come, so that rank 0 abandons the step at once.
+        """Mark that this rank writes no part, so that rank 0 abandons the step at once.
 
         Cheap enough for the training thread: one small file that is not forced to the disk.
 
         Raises:
-            OSError: the file system refused; rank 0 will find out by its timeout.
+            OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
         directory = self._step(iteration)
         if (directory / COMMIT).exists():
@@ -217,8 +206,7 @@ class CheckpointStore:
             `committed=False` with the reason where the step was abandoned: a rank skipped it, or did not come.
 
         Raises:
-            SaveError: the step was complete, or was being waited for, and the file system or a rank's manifest
-                made it impossible to commit; it is abandoned.
+            SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
         """
         started = time.perf_counter()
         directory, attempt = self._step(iteration), self._same_attempt()
@@ -234,18 +222,18 @@ class CheckpointStore:
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             if isinstance(error, DriftedError):
-                self._note_drift(error.drifted)
+                self._record_drift(error.drifted)
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", time.perf_counter() - started, total)
 
     def is_settled(self, iteration: int) -> bool:
-        """Whether a step of which this rank has written its part is committed, or will not be any more.
+        """Whether a step that this rank has written is committed, or never will be.
 
-        It will not where rank 0 has given this attempt up, or this rank's part is gone.
+        It never will be if rank 0 has abandoned this attempt, or this rank's part is gone.
 
         Raises:
-            CheckpointError: the file system refuses to say now.
+            CheckpointError: the file system cannot answer now.
             OSError: the same.
         """
         directory = self.directory / step_name(iteration)
@@ -254,9 +242,9 @@ class CheckpointStore:
         return abandoned_reason(directory, self._same_attempt()) is not None
 
     def catalogue(self) -> list[CheckpointInfo]:
-        """Committed checkpoints, ascending in iteration, without those whose commit record does not hold.
+        """Committed checkpoints, ascending in iteration, without those with an invalid commit record.
 
-        Also left out is what the file system refuses to give now.
+        Those that the file system cannot read now are left out, too.
         """
         catalogue = scan(self.directory)
         for problem in {*catalogue.problems, *catalogue.unreadable} - self._reported:
@@ -265,14 +253,14 @@ class CheckpointStore:
         return catalogue.checkpoints
 
     def remains(self) -> list[str]:
-        """Names of directories that show that this run has committed checkpoints before, restorable or not."""
+        """Names of directories that prove earlier commits of this run, restorable or not."""
         catalogue = scan(self.directory)
         known = [info.directory.name for info in catalogue.checkpoints]
         known += [problem.file.parent.name for problem in catalogue.unreadable]
         return known + [aside.directory.name for aside in set_aside_list(self.directory)]
 
     def problems(self) -> list[Problem]:
-        """Directories whose commit record does not hold; the tensors are not read (see `verify`)."""
+        """Directories with an invalid commit record; does not read the tensors (see `verify`)."""
         return scan(self.directory).problems
 
     def load(self, iteration: int, into: Shard) -> Any:
@@ -283,7 +271,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointCorruptError: a file is damaged (the message names it).
-            UnreadableFileError: the file system refuses to give a file now; the checkpoint may be whole.
+            UnreadableFileError: the file system cannot read a file now; the checkpoint may be whole.
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
             CheckpointError: there is none at that iteration, or it holds the weights only. In every case `into` is as
                 it was.
@@ -322,8 +310,8 @@ class CheckpointStore:
         drained, then a barrier). Nothing committed is deleted; uncommitted saves of newer steps are.
 
         Raises:
-            UnreadableFileError: the file system refuses to give the commit record of a newer one now, which therefore
-                could come back later; nothing was changed.
+            UnreadableFileError: the file system cannot read the commit record of a newer one now, which could come back
+                later; nothing was changed.
         """
         if self._rank != 0:
             return []
@@ -336,7 +324,7 @@ class CheckpointStore:
     def begin_replacement(self, iteration: int) -> None:
         """Make room for a newer state of a committed iteration, with the writers drained; rank 0 alone acts.
 
-        Until that is committed the old one lies beside it, and comes back by `settle_replacement`.
+        Until the new one is committed, the old one stays beside it, and `settle_replacement` can restore it.
         """
         if self._rank == 0:
             self._newest_sequence()  # counts it
@@ -346,7 +334,7 @@ class CheckpointStore:
                 sync_directory(self.directory)
 
     def settle_replacement(self) -> None:
-        """Remove what was replaced by a commit, and put back what was not; rank 0 alone acts."""
+        """Remove replaced checkpoints whose successor was committed, and put others back; rank 0 alone acts."""
         if self._rank != 0:
             return
         for old in self.directory.glob(f"{_REPLACED}*"):
@@ -367,73 +355,19 @@ class CheckpointStore:
             OSError: the file system refused; what is still there is valid.
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
-        held, copied = self.held_iteration, self.copied_iteration
-        return retention.retain(self.directory, config, fsync=self._fsync, held=held, copied=copied)
+        pinned, copied = self.pinned_iteration, self.copied_iteration
+        return retention.retain(self.directory, config, fsync=self._fsync, pinned=pinned, copied=copied)
 
-    def _note_drift(self, drifted: Drifted) -> None:
-        """For this life and, in the run's directory, for those that follow."""
+    def _record_drift(self, drifted: Drifted) -> None:
+        """Record differing replicas for this life and, in the run's directory, for later ones."""
         self.drifted = drifted
         try:
             write_bytes(self.directory.parent / DIFFERING, str(drifted).encode(), fsync=self._fsync)
         except OSError as error:
-            _log.warning("that ranks differ is not noted for the next life, which will find it out again: %s", error)
-
-    def _write_files(self, directory: Path, snapshot: Snapshot, attempt: Attempt) -> int:
-        """Write this rank's part, its manifest last; returns the bytes that were new."""
-        shard = snapshot.written
-        data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
-        self._refuse_abandoned(directory, attempt)
-        files, others = self._carry(directory, snapshot, attempt)
-        others |= self._left_to_others(snapshot, attempt)
-        written = 0
-        for name, part in _parts(self._rank, snapshot, scalar_tensors).items():
-            self._refuse_abandoned(directory, attempt)
-            digest = write_tensors(directory / name, part, fsync=self._fsync)
-            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
-            written += digest.bytes
-        if self._fsync:
-            sync_directory(directory)
-        manifest = RankManifest(
-            run_id=attempt.run_id,
-            life=attempt.life,
-            attempt=attempt.attempt,
-            rank=self._rank,
-            world_size=self._world_size,
-            iteration=snapshot.iteration,
-            operators=_described(snapshot) | others,
-            others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
-            files=files,
-            scalars=data,
-        )
-        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
-        self._carried.note(directory, manifest)
-        if snapshot.sparse is not None:
-            self._carried_experts.note(directory, manifest)
-        return written
-
-    def _carry(
-        self, directory: Path, snapshot: Snapshot, attempt: Attempt
-    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
-        """Files and operators of earlier checkpoints that this one holds too."""
-        same = attempt.life, attempt.attempt
-        if snapshot.part == "carried":
-            return self._carried.put_into(directory, same, fsync=self._fsync)
-        if snapshot.sparse is None:
-            return {}, {}
-        carried = snapshot.sparse.carried
-        if snapshot.shared is not None:
-            carried -= snapshot.shared.writers.keys()
-        return self._carried_experts.put_into(directory, same, carried, fsync=self._fsync)
-
-    def _left_to_others(self, snapshot: Snapshot, attempt: Attempt) -> dict[str, OperatorRecord]:
-        """Operators of this rank that other ranks write."""
-        if snapshot.shared is None:
-            return {}
-        before = self._carried_experts.newest((attempt.life, attempt.attempt))
-        return records_of_others(snapshot.shared, snapshot.shard, snapshot.iteration, before)
+            _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
 
     def _readable(self, after: int = -1) -> Catalogue:
-        """What is committed, where the file system gives every commit record of later iterations than `after`."""
+        """The catalogue, if every commit record of iterations later than `after` is readable."""
         catalogue = scan(self.directory)
         for problem in catalogue.unreadable:
             if problem.iteration is not None and problem.iteration > after:
@@ -471,10 +405,10 @@ class CheckpointStore:
     def _newest_sequence(self, found: Catalogue | None = None) -> int:
         """Largest commit count in the directory, of checkpoints that were set aside too.
 
-        One that the file system does not show now counts as it did when it was seen: no count is given twice.
+        A checkpoint that is not visible now counts as before: no count is assigned twice.
 
         Args:
-            found: what is in the directory; None looks.
+            found: the catalogue of the directory; None scans it.
         """
         known = [info.sequence for info in (scan(self.directory) if found is None else found).checkpoints]
         known += [aside.after_sequence or 0 for aside in set_aside_list(self.directory)]
@@ -498,46 +432,3 @@ class CheckpointStore:
     def _iterations(self) -> str:
         full = [info.iteration for info in self.catalogue() if info.full]
         return f"full ones at {full}" if full else "none"
-
-
-def _described(snapshot: Snapshot) -> dict[str, OperatorRecord]:
-    """What is written of the operators, with the hashes of those that other ranks hold, too."""
-    alike = snapshot.shared.alike if snapshot.shared is not None else ()
-    return {
-        name: operator_record(one, state_hash(one) if name in alike else None)
-        for name, one in snapshot.written.operators.items()
-    }
-
-
-def _parts(
-    rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """File -> the tensors to write into it.
-
-    Raises:
-        SaveError: the scalars of a partial checkpoint hold tensors, for which it has no file.
-    """
-    if snapshot.partial and scalar_tensors:
-        raise SaveError(
-            f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
-        )
-    sparse, iteration, written = snapshot.sparse, snapshot.iteration, snapshot.written
-    everywhere = written if sparse is None else sparse.without_experts(written)
-    tensors = dict(everywhere.tensors())
-    weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
-    if snapshot.partial:
-        return weights if snapshot.part == "weights" else {}
-    parts = {
-        **weights,
-        file_name(rank, "moments"): _of_kind(tensors, "moment/"),
-        file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
-    }
-    experts = {} if sparse is None else dict(sparse.saved_experts(written).tensors())
-    if experts:
-        parts[file_name(rank, "params", iteration)] = _of_kind(experts, "param/")
-        parts[file_name(rank, "moments", iteration)] = _of_kind(experts, "moment/")
-    return parts
-
-
-def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key: tensor.contiguous() for key, tensor in tensors.items() if key.startswith(prefix)}

@@ -1,10 +1,10 @@
-"""The ladder: from which state every rank comes back, decided by one rule over what all ranks can reach."""
+"""The recovery ladder: one rule chooses the source of each rank's state among those that all ranks can reach."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from cpsr.checkpoint.memory import Kind
+from cpsr.checkpoint.memory_states import Kind
 
 __all__ = ["Decision", "Entry", "Source", "decide"]
 
@@ -18,12 +18,11 @@ class Entry:
     Attributes:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
-        kind: `snapshot`, with all scalars; `mixed`, the same with experts that are older than the rest; `departure`,
-            the tensors alone; `small`, all but weights and moments.
+        kind: `snapshot`, with all scalars; `departure`, the tensors alone; `small`, all but weights and moments.
         node: the machine whose memory holds it.
         name: of its file there.
-        owned: one word for the weights and moments that it holds (`snapshot`, `mixed`) or belongs to (`small`); empty
-            where nobody needs to compare them.
+        owned: hash of the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where nobody
+            compares them.
     """
 
     rank: int
@@ -40,12 +39,12 @@ class Source:
 
     Attributes:
         rank: the rank that takes it.
-        tier: `disk`: the committed checkpoint; `memory`: a snapshot in host memory; `departure`: what a rank left
-            when the group broke; `predicted`: nothing of it is left.
+        tier: `disk`: the committed checkpoint; `memory`: a snapshot in host memory; `departure`: an emergency dump;
+            `predicted`: no state is left.
         iteration: of the state; for `predicted` the one that is predicted.
-        entry: what is read, None from the disk and where it is predicted.
-        small: the rank's own buffers and scalars, where `entry` is another rank's and only its weights and moments,
-            which are the same bit for bit, are taken.
+        entry: the state to read, None from the disk and where it is predicted.
+        small: the rank's own buffers and scalars, where `entry` is another rank's state, of which only weights and
+            moments are taken, which are equal bit for bit.
     """
 
     rank: int
@@ -56,35 +55,22 @@ class Source:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All that is read."""
+        """All states to read."""
         return tuple(entry for entry in (self.entry, self.small) if entry is not None)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do.
+    """The sources of all ranks.
 
     Attributes:
         exact: sources of the newest state that every rank has with its scalars; from the disk, from memory, or empty
-            where there is none at all.
-        departed: sources of a newer state of which some rank's tensors, or all of them, were left; else empty.
-        mixed: sources of a newer state in memory that every rank has with its scalars, of which some rank has experts
-            that are older than the rest; else empty.
+            where there is none.
+        departed: sources of a newer state that some or all ranks dumped; else empty.
     """
 
     exact: tuple[Source, ...]
     departed: tuple[Source, ...] = ()
-    mixed: tuple[Source, ...] = ()
-
-    @property
-    def nearest(self) -> tuple[Source, ...]:
-        """Sources of the newest state that nothing has to be predicted for."""
-        return self.mixed or self.exact
-
-    @property
-    def nearest_iteration(self) -> int | None:
-        """Where `nearest` continues."""
-        return self.nearest[0].iteration if self.nearest else None
 
     @property
     def exact_iteration(self) -> int | None:
@@ -92,13 +78,8 @@ class Decision:
         return self.exact[0].iteration if self.exact else None
 
     @property
-    def departed_iteration(self) -> int | None:
-        """Where `departed` continues."""
-        return self.departed[0].iteration if self.departed else None
-
-    @property
     def complete(self) -> bool:
-        """Whether every rank's tensors at the later iteration were left, so that nothing has to be predicted."""
+        """Whether every rank dumped its tensors at the later iteration, so that nothing must be predicted."""
         return bool(self.departed) and all(source.tier != "predicted" for source in self.departed)
 
 
@@ -112,45 +93,44 @@ def decide(
     remote: bool = False,
     stale: bool = False,
 ) -> Decision:
-    """The sources of all ranks; the same on every rank that is given the same.
+    """The sources of all ranks; equal on every rank for equal arguments.
 
-    A state counts for a rank where it lies on the rank's own machine, or anywhere if it can be fetched. So do its small
-    state and another rank's snapshot together, where they belong to the same weights and moments, bit for bit. Nothing
-    older than the checkpoint is chosen, and no rank ever gets another iteration than the others.
+    A rank can use a state on its own machine, or on any machine if it can be fetched. It can also combine its small
+    state with another rank's snapshot, if their weights and moments are equal bit for bit. Nothing older than the
+    checkpoint is chosen, and all ranks get the same iteration.
 
     Args:
         nodes: machine of each rank, by rank.
         entries: of all ranks.
         checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
         failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
-        alike: by rank, a label of what it holds: what one rank has left does for all with its label. Without ZeRO all
-            have the same one, or in a pipeline all of a stage.
+        alike: by rank, a label of what it holds: an emergency dump of one rank serves all with its label. Without ZeRO
+            all have the same one, or in a pipeline all of a stage.
         remote: whether a state can be fetched from another machine.
-        stale: whether the checkpoint has experts that are older than it is: then a state of the same iteration goes
-            before it, also one with older experts: what the disk has of an expert, memory has as new or newer.
+        stale: whether the checkpoint has experts older than itself: a state of the same iteration is then
+            preferred.
     """
     reach = _Reach(nodes, entries, alike=alike, remote=remote)
     newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
-    exact = reach.everywhere(newest, ("snapshot",))
-    mixed = reach.everywhere(exact[0].iteration if exact else newest, ("snapshot", "mixed"))
+    exact = reach.everywhere(newest)
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
-    # Of the small state not all was left: the rest comes from the checkpoint, so that there must be one.
+    # A dump holds no complete small state: the rest comes from the checkpoint, so there must be one.
     if checkpoint_iteration is None or failure_iteration is None:
-        return Decision(exact, mixed=mixed)
-    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)), mixed)
+        return Decision(exact)
+    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)))
 
 
 class _Reach:
     def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int], remote: bool) -> None:
         self._nodes = nodes
-        # In an order of their own, so that it does not matter who reported first.
+        # Sorted, so that the order of the reports does not matter.
         self._entries = sorted(entries, key=astuple)
         self._alike = alike
         self._remote = remote
 
     def entry(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Entry | None:
-        """What the rank would take: its own before another's, near before far."""
+        """The state that the rank would take: its own first, then the same machine, then others."""
         found = [
             entry
             for entry in self._entries
@@ -165,50 +145,45 @@ class _Reach:
             default=None,
         )
 
-    def everywhere(self, after: int, kinds: Sequence[Kind]) -> tuple[Source, ...]:
-        """Sources of the newest iteration after that one at which every rank has a state with its own scalars.
-
-        Args:
-            after: that iteration.
-            kinds: of states that will do, the first before the second.
-        """
+    def everywhere(self, after: int) -> tuple[Source, ...]:
+        """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
         for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
             if iteration <= after:
                 break
-            sources = [self._whole(rank, iteration, kinds) for rank in range(len(self._nodes))]
+            sources = [self._whole(rank, iteration) for rank in range(len(self._nodes))]
             found = [source for source in sources if source is not None]
             if len(found) == len(sources):
                 return tuple(found)
         return ()
 
-    def _whole(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Source | None:
+    def _whole(self, rank: int, iteration: int) -> Source | None:
         """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
-        # Scalars differ between ranks (data, random states): another's would deal this rank another's data.
-        own = self._nearest(rank, iteration, kinds, lambda entry: entry.rank == rank)
+        # Scalars differ between ranks (data, random states): another rank's would give this rank the wrong data.
+        own = self._nearest(rank, iteration, "snapshot", lambda entry: entry.rank == rank)
         if own is not None:
             return Source(rank, "memory", iteration, own)
-        small = self._nearest(rank, iteration, ("small",), lambda entry: entry.rank == rank and entry.owned != "")
+        small = self._nearest(rank, iteration, "small", lambda entry: entry.rank == rank and entry.owned != "")
         if small is None:
             return None
         owned = small.owned
-        tensors = self._nearest(rank, iteration, kinds, lambda entry: entry.owned == owned)
+        tensors = self._nearest(rank, iteration, "snapshot", lambda entry: entry.owned == owned)
         return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
 
-    def _nearest(self, rank: int, iteration: int, kinds: Sequence[Kind], fits: Callable[[Entry], bool]) -> Entry | None:
-        """Of the states that fit and that the rank can read, one on its own machine before one elsewhere."""
+    def _nearest(self, rank: int, iteration: int, kind: Kind, fits: Callable[[Entry], bool]) -> Entry | None:
+        """A matching state that the rank can read, on its own machine if possible."""
         here = self._nodes[rank]
         found = [
             entry
             for entry in self._entries
             if entry.iteration == iteration
-            and entry.kind in kinds
+            and entry.kind == kind
             and (self._remote or entry.node == here)
             and fits(entry)
         ]
-        return min(found, key=lambda entry: (kinds.index(entry.kind), entry.node != here), default=None)
+        return min(found, key=lambda entry: entry.node != here, default=None)
 
     def departed(self, after: int) -> tuple[Source, ...]:
-        """Sources of the iteration after that one at which most ranks' tensors are there; of two, of the newer."""
+        """Sources of the later iteration that most ranks dumped; of two, of the newer."""
         ranks = range(len(self._nodes))
         kinds: tuple[Kind, ...] = ("departure", "snapshot")
         found = {

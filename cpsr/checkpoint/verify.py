@@ -1,4 +1,4 @@
-"""Reading what was committed without trusting it: every byte is covered by a hash up to the commit record."""
+"""Verified reading of checkpoints: hashes up to the commit record cover every byte."""
 
 import errno
 import hashlib
@@ -26,17 +26,17 @@ from cpsr.checkpoint.manifest import (
     step_iteration,
     thinned_record,
 )
-from cpsr.checkpoint.shared import files_with, missing_among
+from cpsr.checkpoint.replicated import files_with, missing_among
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
 __all__ += ["files_left_to", "is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest"]
 __all__ += ["verify_checkpoint", "verify_run"]
 
-# What a file system answers where the file is gone or something else is in its place, which reading again cannot mend.
+# Errors where the file is gone or something else is in its place: a retry does not help.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
-# Any other refusal (EIO, EMFILE, EINTR, ESTALE) may be over in a moment: as many more attempts, after these pauses.
-# Together below a second, so that a disk that refuses for good is told before anybody takes it for a hang.
+# Any other error (EIO, EMFILE, EINTR, ESTALE) may be temporary: one more attempt after each of these pauses.
+# Together below a second, so that a permanent error is reported before it looks like a hang.
 _PAUSES_SECONDS = (0.02, 0.1, 0.5)
 
 _Record = TypeVar("_Record", Manifest, RankManifest)
@@ -68,7 +68,7 @@ class DamagedFileError(CheckpointCorruptError):
 
 
 class UnreadableFileError(CheckpointError):
-    """The file system refuses to give this file now: whether it is damaged is not known, and nothing is set aside."""
+    """The file system cannot read this file now: it may be undamaged, and nothing is set aside."""
 
     def __init__(self, file: Path, what: str) -> None:
         super().__init__(
@@ -80,7 +80,7 @@ class UnreadableFileError(CheckpointError):
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether there is a commit record, whatever is in it. Links are not followed to one.
+    """Whether there is a commit record, valid or not. Links are not followed.
 
     Raises:
         UnreadableFileError: the file system refuses to say, also when asked again.
@@ -91,7 +91,7 @@ def is_committed(directory: Path) -> bool:
 def is_there(path: Path) -> bool:
     """Whether a checkpoint's directory, which is no link, has such a file.
 
-    `Path.exists` raises what a network's file system answers now and then, or takes it for a no.
+    `Path.exists` raises temporary errors of a network file system, or returns False for them.
 
     Raises:
         UnreadableFileError: the file system refuses to say, also when asked again.
@@ -107,7 +107,7 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
-        CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or says something impossible.
+        CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or holds impossible values.
         UnreadableFileError: the file system refuses to give one of them, also when asked again.
     """
     data = _read(directory / MANIFEST)
@@ -134,9 +134,10 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
     whole = (manifest.run_id, manifest.life, manifest.attempt, manifest.iteration, manifest.world_size, rank)
     if (record.run_id, record.life, record.attempt, record.iteration, record.world_size, record.rank) != whole:
         raise DamagedFileError(path, f"is not of the checkpoint that {MANIFEST} describes")
-    said = manifest.ranks[rank]
+    recorded = manifest.ranks[rank]
     hashes = {name: file.xxh3_128 for name, file in record.files.items()}
-    if {name: file.bytes for name, file in record.files.items()} != said.files or said.hashes not in (None, hashes):
+    sizes = {name: file.bytes for name, file in record.files.items()}
+    if sizes != recorded.files or recorded.hashes not in (None, hashes):
         raise DamagedFileError(path, f"lists other files than {MANIFEST}")
     return record
 
@@ -144,17 +145,16 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
 def files_left_to(
     directory: Path, manifest: Manifest, writer: int, operators: Iterable[OperatorRecord]
 ) -> dict[str, FileRecord]:
-    """Files of a rank with what another left to it (see `cpsr.checkpoint.shared`), and what is known of them.
+    """Files in which a rank writes operators for another one (see `cpsr.checkpoint.replicated`), with their records.
 
-    That the rank wrote these operators was seen at the commit, and all hashes since: its manifest, which may be large
-    and of which there is one a rank, is not read.
+    The commit checked that the rank wrote these operators. So its manifest, which may be large, is not read.
 
     Raises:
-        CheckpointCorruptError: there is no such rank, or nothing is said of its files.
+        CheckpointCorruptError: there is no such rank, or its files are not described.
     """
     record = manifest.ranks.get(writer)
     if record is None or record.hashes is None or record.hashes.keys() != record.files.keys():
-        raise DamagedFileError(directory / MANIFEST, f"does not say the hashes of rank {writer}'s files")
+        raise DamagedFileError(directory / MANIFEST, f"lacks the hashes of rank {writer}'s files")
     names = files_with(writer, operators)
     return {
         name: FileRecord(bytes=record.files[name], xxh3_128=record.hashes[name])
@@ -164,7 +164,7 @@ def files_left_to(
 
 
 def is_thinned(directory: Path, manifest: Manifest) -> bool:
-    """Whether only the weights are kept; the marker must say exactly what thinning removes.
+    """Whether only the weights are kept; the marker must list exactly the files that thinning removes.
 
     Raises:
         CheckpointCorruptError: the marker is torn or altered.
@@ -189,7 +189,7 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
-    """`check_file`, where every `next` reads 4 MiB at most; only what the file system refuses is read again as a whole.
+    """`check_file`, where every `next` reads 4 MiB at most; only after a read error it reads again as a whole.
 
     Raises:
         CheckpointCorruptError: as `check_file`.
@@ -211,7 +211,7 @@ def _compare(path: Path, found: Digest, record: FileRecord) -> None:
 
 
 def open_tensors(path: Path) -> Any:
-    """The safetensors library's open file, which maps the tensors: nothing is read before it is asked for.
+    """The safetensors library's open file, which maps the tensors and reads them on access.
 
     Raises:
         CheckpointCorruptError: it is missing, or no safetensors file.
@@ -223,11 +223,11 @@ def open_tensors(path: Path) -> Any:
 def verify_checkpoint(directory: Path) -> list[Problem]:
     """Everything that is wrong with one committed checkpoint, over all its ranks; reads all of its bytes.
 
-    What the file system refuses to give is a problem too: nobody can say that it is whole.
+    An unreadable file is a problem, too: it cannot be verified.
     """
     damages = list(_damages(directory))
     if damages:
-        # A running job may have thinned or deleted it meanwhile: what is damaged is damaged twice.
+        # A running job may have thinned or deleted it meanwhile: real damage shows twice.
         damages = list(_damages(directory)) if (directory / COMMIT).exists() else []
     return [Problem(error.file, error.what, step_iteration(directory.name)) for error in damages]
 
@@ -254,7 +254,7 @@ def _is_committed(path: Path) -> bool:
 
 
 def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError]:
-    """What is damaged or cannot be read; where the manifest is, nothing below it can be judged."""
+    """Damaged and unreadable files; with a damaged manifest nothing below it can be verified."""
     try:
         manifest = read_manifest(directory)
         removed = manifest.thinned_files() if is_thinned(directory, manifest) else []
@@ -288,7 +288,7 @@ def _stat(path: Path) -> os.stat_result:
 
 
 def _persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
-    """Read a file, again where the file system refuses without saying that the file is gone."""
+    """Read a file; retries after errors that may be temporary."""
     for pause in _PAUSES_SECONDS:
         try:
             return read(path)
@@ -306,7 +306,7 @@ def _persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
 
 
 def _open_tensors(path: Path) -> Any:
-    os.close(open_plain(path))  # the library tells most refusals without their number, and follows links
+    os.close(open_plain(path))  # the library reports most errors without errno, and follows links
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

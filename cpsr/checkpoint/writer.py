@@ -1,4 +1,4 @@
-"""The background thread that makes snapshots durable; whatever goes wrong there becomes an outcome, never a crash."""
+"""The background thread that makes snapshots durable; every error there becomes an outcome, never a crash."""
 
 import logging
 import queue
@@ -28,12 +28,12 @@ class _Skip:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What became of one checkpoint on this rank.
+    """The result of one checkpoint on this rank.
 
     Attributes:
         iteration: the checkpoint.
-        status: `committed` (rank 0), `written` (other ranks: rank 0 has yet to commit it), `skipped` (abandoned in
-            good order: another rank skipped it or did not come, or the writer was closed), `failed`.
+        status: `committed` (rank 0), `written` (other ranks: rank 0 has yet to commit it), `skipped` (abandoned without
+            an error: another rank skipped it or timed out, or the writer was closed), `failed`.
         reason: what happened, where it is not plain success.
         bytes: bytes of all ranks' files where it is committed, else what this rank wrote.
         write_seconds: time for writing, forcing to the disk and reading back.
@@ -41,7 +41,7 @@ class SaveOutcome:
         stall_seconds: how long the training thread was blocked by the snapshot.
         mean_second_moment: of this rank's gradients, by the optimizer (see `Shard`); None where it keeps none, or
             nothing was written.
-        written_bytes: what this rank wrote; files that it carried along are not among it.
+        written_bytes: what this rank wrote, without carried files.
     """
 
     iteration: int
@@ -56,7 +56,7 @@ class SaveOutcome:
 
 
 class CheckpointWriter:
-    """Persists snapshots in the order they come, and gives their buffers back to the pool.
+    """Persists snapshots in order, and returns their buffers to the pool.
 
     Args:
         store: where this rank writes.
@@ -74,7 +74,7 @@ class CheckpointWriter:
         self._idle = threading.Condition()
         self._closing = False
         self._cancelled = threading.Event()
-        # A daemon: an interpreter that leaves without close() must not hang on a disk that does not answer.
+        # A daemon: an interpreter that exits without close() must not hang on a disk that does not answer.
         self._thread = threading.Thread(target=self._run, name="cpsr-writer", daemon=True)
         self._thread.start()
 
@@ -93,7 +93,7 @@ class CheckpointWriter:
         self._drop(snapshot)
 
     def skip(self, iteration: int, reason: str) -> None:
-        """Note that this rank has no snapshot for a checkpoint that is due, and tell rank 0; returns at once.
+        """Record that this rank has no snapshot for a due checkpoint, and mark it for rank 0; returns at once.
 
         The marker takes its turn behind the saves that were submitted before: no file system call is made here.
         """
@@ -117,10 +117,10 @@ class CheckpointWriter:
             return self._idle.wait_for(lambda: not self._pending, timeout_seconds)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Finish what was submitted; after that time cancel a commit that waits, and drop what was not begun.
+        """Finish submitted work; after the timeout cancel a waiting commit, and drop what was not begun.
 
         Returns:
-            False where the thread is still in the file system: what it writes is not committed and does no harm.
+            False where the thread is still in the file system: its files are not committed, and ignored later.
         """
         with self._idle:
             self._closing = True
@@ -135,7 +135,7 @@ class CheckpointWriter:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Skip):
-                self._say_skipped(item)
+                self._report_skipped(item)
             elif self._cancelled.is_set():
                 self._drop(item)
             else:
@@ -144,28 +144,29 @@ class CheckpointWriter:
                 self._pending -= 1
                 self._idle.notify_all()
 
-    def _say_skipped(self, skip: _Skip) -> None:
+    def _report_skipped(self, skip: _Skip) -> None:
         reason = skip.reason + self._mark_skipped(skip.iteration, skip.reason)
         self._outcomes.append(SaveOutcome(skip.iteration, "skipped", reason, 0, 0.0, 0.0, 0.0))
 
     def _persist(self, snapshot: Snapshot) -> None:
         try:
             outcome = self._write_and_commit(snapshot)
-        except Exception as error:  # noqa: BLE001 - it must reach the training thread, as an outcome, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error must reach the training thread as an outcome
             outcome = self._failed(snapshot, error)
-        if snapshot.part == "whole" and outcome.status in ("committed", "written"):
+        if snapshot.contents.whole_in_memory and outcome.status in ("committed", "written"):
             self._pool.keep(snapshot)
         else:
             self._release(snapshot)
         self._outcomes.append(outcome)
 
     def _release(self, snapshot: Snapshot) -> None:
-        if snapshot.part != "carried":  # which holds no buffer
+        if self._pool.holds(snapshot):  # else nothing was copied
             self._pool.release(snapshot)
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
         written = self._store.write(snapshot)
-        moment = snapshot.compared.mean_second_moment()
+        # Without experts, which a checkpoint may carry: so checkpoints are comparable.
+        moment = snapshot.contents.without_experts(snapshot.shard).mean_second_moment()
         if self._store.rank != 0:
             return _outcome(
                 snapshot,
@@ -191,7 +192,7 @@ class CheckpointWriter:
         )
 
     def _retain(self) -> str:
-        """Old checkpoints go; a failure here costs disk space and takes nothing from the one just committed."""
+        """Delete old checkpoints; a failure here costs disk space and does not affect the new checkpoint."""
         try:
             self._store.retain(self._config)
         except (OSError, CheckpointError) as error:
@@ -209,10 +210,10 @@ class CheckpointWriter:
         return _outcome(snapshot, "failed", reason)
 
     def _mark_skipped(self, iteration: int, reason: str) -> str:
-        """Leave the skip marker; returns what went wrong with that."""
+        """Write the skip marker; returns its error as text."""
         try:
             self._store.skip(iteration, reason)
-        except Exception as error:  # noqa: BLE001 - the thread must outlive this and tell it
+        except Exception as error:  # noqa: BLE001 - the thread must outlive this and report it
             _log.warning("checkpoint %d: the skip marker failed too: %s", iteration, error)
             return f"; the skip marker failed too ({error}), so rank 0 waits until its timeout"
         return ""

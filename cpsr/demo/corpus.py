@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 __all__ = ["Windows", "read_corpus"]
 
 CORPUS_BYTES = 8_000_000  # enough that a demo run never sees a window twice
-VALIDATION_EVERY = 20  # every 20th file is held out
+VALIDATION_EVERY = 20  # every 20th file is for validation
 
 
 def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,7 +61,7 @@ def read_notes(run_dir: Path, ranks: int) -> dict[str, float]:
 
 
 def process_started_unix_seconds() -> float:
-    """When this process was started, to a hundredth of a second; now, where the system does not tell."""
+    """When this process was started, to a hundredth of a second; now, if the system does not provide it."""
     stat = Path("/proc/self/stat")
     if not stat.exists():  # not Linux
         return time.time()

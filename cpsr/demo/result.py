@@ -16,10 +16,10 @@ from cpsr.demo.launch import RANKS, Kill
 from cpsr.demo.notes import read_notes
 from cpsr.demo.timeline import Restart, restart
 from cpsr.errors import CPSRError
-from cpsr.exits import BEGAN
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
+from cpsr.ranks.exits import BEGAN
 
 __all__ = ["DemoResult", "failure_iteration", "measure", "validation_curve"]
 
@@ -160,7 +160,7 @@ def _predicted(run_dir: Path) -> tuple[int, int, RecoveryRow]:
         recovery = journal.latest_recovery()
     if recovery is None or recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
         raise CPSRError(f"the journal of {run_dir} records no failure that was recovered from")
-    if recovery.method in ("scratch", "exact"):
+    if not recovery.beginning.predicted:
         raise CPSRError(f"the run {run_dir} was not recovered by prediction: {recovery.reason}")
     return recovery.failure_iteration, recovery.checkpoint_iteration, recovery
 

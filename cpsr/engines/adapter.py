@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from cpsr.experts.naming import Naming
-from cpsr.experts.operators import ModelOperators
-from cpsr.experts.token_counts import HookedTokenCounts
-from cpsr.state import Shard
+from cpsr.engines.moe.naming import Naming
+from cpsr.engines.moe.operators import ModelOperators
+from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.state.shard import Shard
 
 __all__ = ["EngineAdapter", "Stage", "StepObserver"]
 
@@ -154,7 +154,7 @@ class EngineAdapter(Protocol):
         """
 
     def expert_naming(self) -> Naming | None:
-        """How the names of the shard's operators tell experts and gates; None for a model without experts."""
+        """How the names of the shard's operators mark experts and gates; None for a model without experts."""
 
     def expert_operators(self) -> ModelOperators | None:
         """Layers of experts and who owns them, from all parameters of the model; None for a model without experts.
@@ -166,13 +166,13 @@ class EngineAdapter(Protocol):
     def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
         """Hooks that count, over all ranks, the tokens routed to each expert; None for a model without experts.
 
-        Its layers are those of `expert_operators`. Whoever asks tells it of the steps, and takes the hooks off.
+        Its layers are those of `expert_operators`. The caller reports the steps to it, and removes the hooks.
 
         Args:
             probabilities: sum the experts' gating probabilities, too.
 
         Raises:
-            UnsupportedEngineError: nobody told where the layers show their probabilities.
+            UnsupportedEngineError: nobody gave the place where the layers show their probabilities.
         """
 
     def scale_expert_capacity(self, layer: str, factor: float) -> bool:

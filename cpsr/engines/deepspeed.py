@@ -10,7 +10,6 @@ import torch
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
-from cpsr.engines.deepspeed_experts import Capacities, expert_names, expert_parallel, has_experts, token_counts
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -26,6 +25,11 @@ from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
+from cpsr.engines.learning_rate_schedule import Schedule
+from cpsr.engines.moe.deepspeed import Capacities, expert_names, expert_parallel, has_experts, token_counts
+from cpsr.engines.moe.naming import DEEPSPEED, Naming
+from cpsr.engines.moe.operators import ModelOperators, operators_of
+from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -33,12 +37,8 @@ from cpsr.engines.naming import (
     parameters_outside,
     tensor_identity,
 )
-from cpsr.engines.schedule import Schedule
 from cpsr.errors import UnsupportedEngineError
-from cpsr.experts.naming import DEEPSPEED, Naming
-from cpsr.experts.operators import ModelOperators, operators_of
-from cpsr.experts.token_counts import HookedTokenCounts
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["DeepSpeedAdapter"]
 

@@ -79,7 +79,7 @@ class DeepSpeedLoop:
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
-        """Tell the observer nothing of what happens inside."""
+        """Report nothing of what happens inside to the observer."""
         observer, self._observer = self._observer, _Unobserved()
         known = self.gives_loss, self.trains_given_loss, self.calls_backward
         try:

@@ -14,7 +14,7 @@ RECEIVES = (schedule.RecvActivation, schedule.RecvGrad)
 
 
 def watch_receives(engine: Any, hooks: Hooks, watching: Callable[[], StepObserver]) -> None:
-    """Tell the observer of every receive of a training batch, by the name of DeepSpeed's instruction.
+    """Report to the observer every receive of a training batch, by the name of DeepSpeed's instruction.
 
     A receive over gloo blocks its thread until the other stage has sent, which is the stage's idle time. Over NCCL it
     is only put into the device's queue, and what the host does meanwhile is no wait.

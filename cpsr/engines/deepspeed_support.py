@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.deepspeed_experts import unsupported_experts
 from cpsr.engines.deepspeed_masters import torch_optimizer
+from cpsr.engines.moe.deepspeed import unsupported_experts
 from cpsr.engines.optimizer_state import keeps_state_in_kernel
 from cpsr.errors import UnsupportedEngineError
 

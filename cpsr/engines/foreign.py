@@ -1,4 +1,4 @@
-"""What people pass in place of a training engine or its parts: told by name, with what to pass instead.
+"""What people pass in place of a training engine or its parts: refused by name, with what to pass instead.
 
 Nothing of other packages is imported: a class is known by its name and its module, also where it was derived from.
 """
@@ -18,11 +18,11 @@ BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAd
 
 @dataclass(frozen=True)
 class _Kind:
-    """Classes of one package, and what is said of their objects."""
+    """Classes of one package, and the reason for which their objects are refused."""
 
     packages: tuple[str, ...]
     classes: tuple[str, ...]
-    said: str
+    reason: str
 
     def made(self, given: Any) -> bool:
         return any(
@@ -122,7 +122,7 @@ def require_engine(given: Any) -> None:
     """Refuse what is known to be no training engine.
 
     Raises:
-        UnsupportedEngineError: it says what was given and what to pass instead.
+        UnsupportedEngineError: the message names what was given and what to pass instead.
     """
     if isinstance(given, tuple | list):
         if any(base.__name__ == "DeepSpeedEngine" for one in given for base in type(one).__mro__):
@@ -142,7 +142,7 @@ def require_parts(module: Any, optimizer: Any, scheduler: Any, scaler: Any) -> N
     """Refuse what cannot be the parts of a plain torch loop, each by what it is.
 
     Raises:
-        UnsupportedEngineError: it says what was given and what to pass instead.
+        UnsupportedEngineError: the message names what was given and what to pass instead.
     """
     _require_instance(module, "model", "pass the torch.nn.Module that the loop calls")
     _refuse(module, MODULES)
@@ -179,7 +179,7 @@ def require_loader(loader: Any) -> None:
     """Refuse a loader of another package that would not deal the same batches again.
 
     Raises:
-        UnsupportedEngineError: it says what was given and what to pass instead.
+        UnsupportedEngineError: the message names what was given and what to pass instead.
     """
     _refuse(loader, LOADERS)
 
@@ -194,7 +194,7 @@ def _require_instance(given: Any, what: str, instead: str) -> None:
 def _refuse(given: Any, kinds: tuple[_Kind, ...]) -> None:
     kind = next((kind for kind in kinds if kind.made(given)), None)
     if kind is not None:
-        raise UnsupportedEngineError(f"this {type(given).__name__} {kind.said}")
+        raise UnsupportedEngineError(f"this {type(given).__name__} {kind.reason}")
 
 
 def _named(given: Any) -> str:

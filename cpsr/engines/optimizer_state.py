@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from cpsr.codec import encode
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.codec import encode
 
 __all__ = [
     "advance_steps",
@@ -99,7 +99,7 @@ def create_absent(optimizer: torch.optim.Optimizer, group: dict[str, Any], maste
     elif kind is _SGD:
         if group["momentum"] and group["dampening"]:
             raise UnsupportedEngineError(
-                "SGD with dampening treats its first step apart and does not say whether it has been taken; "
+                "SGD with dampening treats its first step apart and does not record whether it has been taken; "
                 "use dampening=0"
             )
         keys = ["momentum_buffer"] if group["momentum"] else []

@@ -12,6 +12,11 @@ from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
+from cpsr.engines.learning_rate_schedule import Schedule
+from cpsr.engines.moe.naming import Naming
+from cpsr.engines.moe.operators import ModelOperators
+from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.engines.moe.torch import MixtureOfExperts
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -19,15 +24,10 @@ from cpsr.engines.naming import (
     parameters_outside,
     tensor_identity,
 )
-from cpsr.engines.schedule import Schedule
-from cpsr.engines.torch_experts import MixtureOfExperts
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import require_supported, unwrapped
 from cpsr.errors import UnsupportedEngineError
-from cpsr.experts.naming import Naming
-from cpsr.experts.operators import ModelOperators
-from cpsr.experts.token_counts import HookedTokenCounts
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
 
@@ -192,7 +192,7 @@ class TorchAdapter:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.
 
-        A scaler that the saved run was not told of keeps its own state, and that is logged.
+        A scaler that the saved run did not have keeps its own state; this is logged.
 
         Raises:
             UnsupportedEngineError: a gradient scaler then and none now; parts of another number or kind.
@@ -202,7 +202,7 @@ class TorchAdapter:
                 "the saved run had a grad_scaler and this one has none; give TorchAdapter the same parts"
             )
         if scalars["grad_scaler"] is None and self._scaler is not None:
-            _log.warning("the saved run was not told of a grad_scaler: this one begins with a scale of its own")
+            _log.warning("the saved run had no grad_scaler: this one begins with its own scale")
         self._create_state()
         optimizer_state.load_step_scalars(self._optimizer, self._masters(), scalars["optimizer_steps"])
         self._schedule.load(scalars["schedule"], [group["lr"] for group in scalars["param_groups"]])

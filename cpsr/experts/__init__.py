@@ -1,4 +1,4 @@
-"""Sparse snapshots of a mixture of experts: what there is to save, what is saved when, and what failures take."""
+"""Sparse snapshots of a mixture of experts: which experts to save when, and how many tokens failures lose."""
 
 from cpsr.experts.window import SparseWindow, sparse_window
 

@@ -1,4 +1,4 @@
-"""What one snapshot may take."""
+"""Size limit of one snapshot."""
 
 import math
 from bisect import bisect_right
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from cpsr.engines.moe.layers import ExpertLayer
 from cpsr.errors import ConfigError
-from cpsr.experts.layers import ExpertLayer
 
 __all__ = ["Budget"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that one rank can move while it trains, or experts by number.
+    """Bytes that one rank can move while it trains (moetion, section 4.2), or experts by number.
 
     A policy saves at least one expert even where the budget holds none: a snapshot that is late costs less than
-    experts which are never saved. `fits` tells.
+    experts which are never saved.
 
     Attributes:
         snapshot_bytes: that the link moves in one iteration.
-        non_expert_bytes: what of them the parts take that every snapshot holds whole.
-        experts_per_layer: K, which goes before bytes; None: as many as the bytes hold.
+        non_expert_bytes: of these, for the parts that every snapshot holds whole.
+        experts_per_layer: K, which overrides bytes; None: as many as the bytes hold.
 
     Raises:
         ConfigError: a number is not usable.
@@ -41,30 +41,10 @@ class Budget:
         if self.experts_per_layer is not None and self.experts_per_layer < 1:
             raise ConfigError(f"experts_per_layer must be at least 1, not {self.experts_per_layer}")
 
-    @classmethod
-    def of_link(
-        cls, bandwidth_bytes_per_second: float, iteration_seconds: float, non_expert_bytes: float = 0.0
-    ) -> "Budget":
-        """What a link moves in one iteration: `B = BW x T_iter`.
-
-        Args:
-            bandwidth_bytes_per_second: as measured beside training; to the host, or over the network.
-            iteration_seconds: as measured.
-            non_expert_bytes: that go over this link with every snapshot; 0 on the network where other data-parallel
-                ranks hold the same parts.
-
-        Source: moetion, section 4.2.
-        """
-        return cls(bandwidth_bytes_per_second * iteration_seconds, non_expert_bytes)
-
     @property
     def expert_bytes(self) -> float:
-        """What is left for experts."""
+        """Bytes left for experts."""
         return max(0.0, self.snapshot_bytes - self.non_expert_bytes)
-
-    def fits(self, expert_bytes: float) -> bool:
-        """Whether one rank can save experts of so many bytes without being late."""
-        return self.non_expert_bytes + expert_bytes <= self.snapshot_bytes
 
     def experts_in_each(self, layers: Sequence[ExpertLayer]) -> int:
         """K: experts to save of each layer, over all ranks; at least 1 and at most those of the largest layer.

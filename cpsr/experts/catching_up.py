@@ -1,4 +1,4 @@
-"""Experts that missed iterations, until longer steps have made up for them."""
+"""Longer optimizer steps for experts that missed iterations."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["CatchingUp", "Missed"]
 
-_NOTHING_LEFT = 1e-9  # iterations; what is less is rounding
+_NOTHING_LEFT = 1e-9  # iterations; less is rounding
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Missed:
 
     Attributes:
         values: what the optimizer updates, `(numel,)`; a view of its own tensor.
-        iterations: for which they were not trained.
+        iterations: number of iterations without training.
     """
 
     values: torch.Tensor
@@ -27,15 +27,15 @@ class Missed:
 
 
 class CatchingUp:
-    """Lengthens the optimizer's steps of such weights until what they missed is made up.
+    """Lengthens the optimizer's steps of such weights until the missed iterations are made up.
 
-    Each step moves them `step_factor` times as far as the optimizer would, and so stands for `step_factor - 1` of those
-    that they missed, too: the way that they go now is taken for the way that they would have gone. Gradients and
-    moments are the optimizer's own. While nothing is to be made up a step costs two calls that return at once.
+    Each step moves them `step_factor` times as far as the optimizer would, and so makes up `step_factor - 1` missed
+    iterations: the present direction replaces the missed one. Gradients and moments are the optimizer's own. While
+    nothing is missing, a step costs two calls that return at once.
 
-    Works around torch's `Optimizer.step`, before an engine hands the new weights on to the model. Engines skip it on an
-    overflow, which so makes up for nothing, and may call it once for each parameter group. To be made before whoever
-    is told of complete steps by the same hooks: these run in the order in which they came.
+    Wraps torch's `Optimizer.step`, before an engine passes new weights to the model. Engines skip it on an overflow,
+    which then makes up for nothing, and may call it once for each parameter group. Construct it before other hooks on
+    complete steps: hooks run in the order of registration.
 
     Args:
         optimizer: torch's, inside of an engine's wrapper.
@@ -53,11 +53,11 @@ class CatchingUp:
 
     @property
     def left(self) -> Mapping[str, float]:
-        """Iterations that are still to be made up, by name."""
+        """Iterations still to be made up, by name."""
         return self._left
 
     def begin(self, missed: Mapping[str, Missed], step_factor: float) -> None:
-        """From the next step on make up for these, in place of what there was.
+        """From the next step on make up for these, instead of earlier ones.
 
         Args:
             missed: by name.
@@ -78,11 +78,11 @@ class CatchingUp:
         self._before = {name: torch.empty_like(one.values) for name, one in late.items()}
 
     def forget(self) -> None:
-        """Nothing is to be made up any more."""
+        """Stop making up for iterations."""
         self._left, self._values, self._before = {}, {}, {}
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.forget()
         for hook in self._hooks:
             hook.remove()
@@ -103,7 +103,7 @@ class CatchingUp:
                     del self._left[name], self._values[name], self._before[name]
 
     def _stepped_by(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What lies in the parameters that it has now: DeepSpeed's ZeRO gives it one group after the other."""
+        """The weights in its present parameters: DeepSpeed's ZeRO passes one group after the other."""
         if not self._values:
             return []
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

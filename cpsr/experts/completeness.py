@@ -3,26 +3,26 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from cpsr.experts.naming import Naming
+from cpsr.engines.moe.naming import Naming
 
 __all__ = ["misfit_experts", "missing_experts", "unlike_experts", "wrong_experts"]
 
-# What a rank holds of a parameter: its whole shape, and the first element and the number of those that it has.
-Held = tuple[tuple[int, ...], int, int]
-# A layer's name, and the expert's number in it.
+# A rank's slice of a parameter: the global shape, the first element and the number of elements.
+SavedSlice = tuple[tuple[int, ...], int, int]
+# Name of a layer, and number of the expert in it.
 _Expert = tuple[str, int]
-# Of each parameter of an expert: whose it is, and what each rank holds of it.
-_Pieces = Mapping[str, tuple[_Expert, dict[int, Held]]]
+# Parameter of an expert -> its expert, and each rank's slice.
+_Pieces = Mapping[str, tuple[_Expert, dict[int, SavedSlice]]]
 
 
 def missing_experts(
-    parts: Mapping[int, Mapping[str, Held]], naming: Naming, trained: Collection[str] | None = None
+    parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming, trained: Collection[str] | None = None
 ) -> str | None:
-    """What no rank has of the experts, where parameters are shared out over ranks, whole or in slices.
+    """Experts, or parts of them, that no rank has; parameters are distributed whole or in slices.
 
     Args:
-        parts: for each rank, operator name -> (whole shape, first element, elements) of what it has.
-        naming: how names tell experts.
+        parts: for each rank, operator name -> (global shape, first element, elements) of its slice.
+        naming: how names identify experts.
         trained: names of the experts' parameters that the optimizer of any rank trains; None: in each layer all experts
             from 0 up to the last that any rank has, which does not see it where the last ones are missing, or some of
             an expert's parameters.
@@ -35,8 +35,8 @@ def missing_experts(
 
 def _missing(pieces: _Pieces, naming: Naming, trained: Collection[str] | None) -> str | None:
     holders: dict[_Expert, set[int]] = {}
-    for owner, held in pieces.values():
-        holders.setdefault(owner, set()).update(held)
+    for owner, slices in pieces.values():
+        holders.setdefault(owner, set()).update(slices)
     if trained is None:
         last = dict(sorted(holders))
         names: dict[str, _Expert] = {}
@@ -56,13 +56,13 @@ def _missing(pieces: _Pieces, naming: Naming, trained: Collection[str] | None) -
 
 
 def misfit_experts(
-    parts: Mapping[int, Mapping[str, Held]], naming: Naming, trained: Collection[str] | None = None
+    parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming, trained: Collection[str] | None = None
 ) -> str | None:
-    """A parameter of an expert that ranks hold in different shapes, or of which one holds more than there is.
+    """A parameter of an expert that has different shapes on two ranks, or a slice beyond its shape.
 
     Args:
         parts: as for `missing_experts`.
-        naming: how names tell experts.
+        naming: how names identify experts.
         trained: names of the parameters that are looked at, as buffers may be of any size on each rank; None: all.
 
     Returns:
@@ -72,12 +72,12 @@ def misfit_experts(
 
 
 def _misfit(pieces: _Pieces, trained: Collection[str] | None) -> str | None:
-    for name, ((layer, number), held) in pieces.items():
+    for name, ((layer, number), slices) in pieces.items():
         if trained is not None and name not in trained:
             continue
-        first, (shape, _, _) = next(iter(held.items()))
+        first, (shape, _, _) = next(iter(slices.items()))
         what = f"{name!r} (expert {number} of layer {layer!r})"
-        for rank, (other, offset, numel) in held.items():
+        for rank, (other, offset, numel) in slices.items():
             if other != shape:
                 return (
                     f"rank {rank} has {what} in shape {other}, and rank {first} in {shape}: build the same model on "
@@ -92,11 +92,11 @@ def _misfit(pieces: _Pieces, trained: Collection[str] | None) -> str | None:
 
 
 def unlike_experts(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str | None:
-    """An expert that ranks hold from different iterations, which is none that the training ever had.
+    """An expert whose slices are from different iterations, a state that training never had.
 
     Args:
         ages: for each rank, operator name -> iteration at which it was taken.
-        naming: how names tell experts.
+        naming: how names identify experts.
 
     Returns:
         None where all ranks agree; else one sentence that names the first.
@@ -118,12 +118,12 @@ def unlike_experts(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str
 
 
 def wrong_experts(
-    parts: Mapping[int, Mapping[str, Held]],
+    parts: Mapping[int, Mapping[str, SavedSlice]],
     ages: Mapping[int, Mapping[str, int]],
     naming: Naming,
     trained: Collection[str] | None = None,
 ) -> str | None:
-    """What does not fit, is missing, or else unlike: see `misfit_experts`, `missing_experts` and `unlike_experts`."""
+    """The first problem of `misfit_experts`, `missing_experts` and `unlike_experts`."""
     pieces = _pieces(parts, naming)
     return _misfit(pieces, trained) or _missing(pieces, naming, trained) or unlike_experts(ages, naming)
 
@@ -133,17 +133,17 @@ def _expert_of(name: str, naming: Naming) -> _Expert | None:
     return None if place is None or place.expert is None else (place.layer, place.expert)
 
 
-def _pieces(parts: Mapping[int, Mapping[str, Held]], naming: Naming) -> _Pieces:
-    pieces: dict[str, tuple[_Expert, dict[int, Held]]] = {}
+def _pieces(parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming) -> _Pieces:
+    pieces: dict[str, tuple[_Expert, dict[int, SavedSlice]]] = {}
     for rank, operators in parts.items():
-        for name, held in operators.items():
+        for name, slices in operators.items():
             if (expert := _expert_of(name, naming)) is not None:
-                pieces.setdefault(name, (expert, {}))[1][rank] = held
+                pieces.setdefault(name, (expert, {}))[1][rank] = slices
     return pieces
 
 
 def _parameters(absent: Mapping[str, _Expert], holders: Mapping[_Expert, Collection[int]]) -> Iterator[str]:
-    """Those of experts that ranks have in part."""
+    """Missing parameters of experts that ranks have in part."""
     for name, (layer, number) in sorted(absent.items()):
         if ranks := holders.get((layer, number)):
             yield (
@@ -155,9 +155,9 @@ def _parameters(absent: Mapping[str, _Expert], holders: Mapping[_Expert, Collect
 
 def _elements(pieces: _Pieces) -> Iterator[str]:
     """Ranges of a parameter that lie between those that ranks have; replicas overlap."""
-    for name, (_, held) in pieces.items():
-        reached, size = 0, max(math.prod(shape) for shape, _, _ in held.values())
-        ranges = sorted((offset, offset + numel) for _, offset, numel in held.values() if numel)
+    for name, (_, slices) in pieces.items():
+        reached, size = 0, max(math.prod(shape) for shape, _, _ in slices.values())
+        ranges = sorted((offset, offset + numel) for _, offset, numel in slices.values() if numel)
         for first, end in [*ranges, (size, size)]:
             if first > reached:
                 yield f"elements {reached} to {first - 1} of {name!r}"

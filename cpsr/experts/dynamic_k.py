@@ -1,16 +1,16 @@
-"""K that grows with what failures have cost."""
+"""K that grows with the tokens lost by failures."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Operator
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Operator
 from cpsr.experts.policy import Policy
-from cpsr.experts.popularity import Popularity
 
 __all__ = ["DynamicK"]
 
@@ -18,10 +18,10 @@ __all__ = ["DynamicK"]
 class DynamicK:
     """Another policy under a K that doubles after recoveries that were too expensive.
 
-    Tokens that recoveries lose are charged to the current K; when what was charged to it passes the limit as a portion
-    of all tokens up to then, K doubles, up to all experts. Each K has the whole limit to itself, as the paper describes
-    it: with E experts the run may lose up to `log2(E)` times the limit, and what the last recovery under each K took
-    beyond it. To keep the whole run below 5%, which is the paper's aim, give 5% divided by `log2(E)`.
+    Lost tokens are charged to the current K. When its charge exceeds the limit, as a portion of all tokens so far, K
+    doubles, up to all experts. Each K has the whole limit, as the paper describes it: with E experts the run may lose
+    up to `log2(E)` times the limit, plus the excess of the last recovery under each K. To keep the whole run below 5%,
+    the paper's aim, set 5% divided by `log2(E)`.
 
     Args:
         layers: of the model.
@@ -47,7 +47,7 @@ class DynamicK:
         self._limit = limit
         self._most = max((layer.experts for layer in layers), default=1)
         self._count = min(experts_per_layer, self._most)
-        self._lost = 0.0  # since K is what it is
+        self._lost = 0.0  # since the last change of K
         self._assigned = 0.0  # in the whole run, up to the last recovery
 
     @property
@@ -79,7 +79,7 @@ class DynamicK:
             self._lost = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """K, and what is charged to it."""
+        """K, and the tokens charged to it."""
         return {"experts_per_layer": self._count, "lost": self._lost, "assigned": self._assigned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,5 +92,5 @@ class DynamicK:
             self._lost, self._assigned = state.get("lost", 0.0), state.get("assigned", 0.0)
 
     def select(self, step: int, popularity: Popularity, budget: Budget) -> Sequence[Operator]:
-        """What the other policy selects with K, whatever the budget's own."""
+        """Selection of the other policy with K, which overrides the budget's own."""
         return self._policy.select(step, popularity, replace(budget, experts_per_layer=self._count))

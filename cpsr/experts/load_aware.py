@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import Popularity, overdue
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity, overdue
 
 __all__ = ["LoadAware"]
 
@@ -21,10 +21,10 @@ Numbers = NDArray[numpy.int64]
 class LoadAware:
     """The K experts of every layer with the most unsaved tokens, under the same limit for every rank.
 
-    Experts are taken by unsaved tokens, over all layers, while their layer lacks some and their rank has room; a
-    rank's room is its equal part of all that are saved, rounded up. Taking greedily may leave a layer short whose other
-    experts are all on full ranks: then layers with experts elsewhere give up their least loaded ones there, along
-    the shortest chain. So every layer always saves K and no rank more than its part.
+    Experts are taken by unsaved tokens over all layers, while their layer needs more and their rank has room. A rank's
+    room is its equal part of all saved experts, rounded up. The greedy choice may leave a layer short whose other
+    experts are all on full ranks. Then other layers give up their least loaded experts there, along the shortest
+    chain. So every layer saves K, and no rank more than its part.
 
     Before all of them, the oldest expert of each layer that is `overdue` is taken, older ones first: the paper's rule
     alone never saves an expert again to which nothing is routed, though the optimizer moves it all the same.
@@ -65,7 +65,7 @@ class LoadAware:
         return tuple(self._first([*late, *others], numbers))
 
     def _in_order(self, popularity: Popularity, wanted: Sequence[int]) -> tuple[list[Expert], list[Expert]]:
-        """All experts in the order in which they are taken: those that are overdue, and the others."""
+        """All experts in order of selection: overdue ones, then the others."""
         tokens, ages = popularity.at_risk(self._layers)
         marks = [
             overdue(old, -(-layer.experts // want))

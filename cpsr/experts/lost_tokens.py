@@ -1,4 +1,4 @@
-"""Tokens whose updates failures took from experts for good."""
+"""Tokens whose updates experts lost permanently in failures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.popularity import PerExpert, per_expert, zeros
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.popularity import per_expert, zeros
 
 __all__ = ["HARMLESS_MEAN_FRACTION", "HARMLESS_PORTION", "LostTokens", "MomentaryLoss"]
 
-# Portion of lost tokens up to which the final loss stays where it is without failures (pec, Fig. 2).
+# Portion of lost tokens up to which the final loss equals that without failures (pec, Fig. 2).
 HARMLESS_PORTION = 0.075
-# Fraction dropped in every layer up to which it does (moetion, Table 1).
+# The same as a fraction dropped in every layer (moetion, Table 1).
 HARMLESS_MEAN_FRACTION = 0.03
 
 
@@ -34,9 +34,8 @@ class MomentaryLoss:
 class LostTokens:
     """Account of one run's failures.
 
-    What tokens are compared with is `assigned`: for each layer, input tokens times experts per token (T x TopK) over
-    the training that counts, each iteration once however often it was repeated. Tokens that experts dropped for lack of
-    capacity are among them.
+    Lost tokens are compared with `assigned`: for each layer, input tokens times experts per token (T x TopK) over the
+    training, each iteration once even if it was repeated. It includes tokens that experts dropped for lack of capacity.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer]) -> None:
@@ -49,13 +48,8 @@ class LostTokens:
         """Failures so far."""
         return self._failures
 
-    @property
-    def by_expert(self) -> PerExpert:
-        """Tokens that each expert has lost."""
-        return self._lost
-
     def add(self, lost: Sequence[ArrayLike]) -> None:
-        """Take in one failure: for each layer, `(experts,)` tokens that were not made up."""
+        """Add one failure: for each layer, `(experts,)` tokens that were not made up."""
         new = per_expert(self._layers, lost, "lost tokens")
         self._lost = tuple(old + more for old, more in zip(self._lost, new, strict=True))
         self._failures += 1
@@ -108,7 +102,7 @@ class LostTokens:
         return MomentaryLoss(total, total / len(fractions) if len(fractions) else 0.0)
 
     def is_harmless(self, assigned: Sequence[float]) -> bool:
-        """Whether no more was lost than either paper found without effect on the final loss.
+        """Whether the loss is within what either paper found without effect on the final loss.
 
         Raises:
             ValueError: as `by_layer`.

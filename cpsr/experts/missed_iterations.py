@@ -1,4 +1,4 @@
-"""How many iterations each expert has missed and not made up for."""
+"""Iterations that each expert has missed and not made up for."""
 
 import math
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ __all__ = ["MissedIterations"]
 
 
 class MissedIterations:
-    """What experts were older than the rest at the last restart, less what longer steps have made up for since then.
+    """Age of experts at the last restart, less the iterations that longer steps have made up since then.
 
-    A life that begins with a checkpoint gives what that holds to `load_state_dict`, and calls `restarted` where experts
-    are older than it. Iterations that an optimizer skipped (overflows) count as trained.
+    A life that begins with a checkpoint passes its state to `load_state_dict`, and calls `restarted` where experts are
+    older than the checkpoint. Iterations that an optimizer skipped (overflows) count as trained.
 
     Args:
         step_factor: of the steps from the next restart on: each makes up for `step_factor - 1` iterations.
@@ -27,17 +27,17 @@ class MissedIterations:
         self._missed: dict[str, float] = {}  # then
 
     def at(self, iteration: int) -> dict[str, float]:
-        """By unit, at an iteration since the last restart; units that have missed nothing are left out."""
+        """Missed iterations by unit, at an iteration since the last restart; without units that missed none."""
         made_up = (self.step_factor - 1.0) * (iteration - self._since)
         return {unit: missed - made_up for unit, missed in self._missed.items() if missed > made_up}
 
     def made_up_at(self, iteration: int) -> int | None:
-        """From when on nothing is missing, seen from an iteration at which something is; else None."""
+        """The iteration from which nothing will be missing; None where nothing is missing now."""
         missed = self.at(iteration)
         return iteration + math.ceil(max(missed.values()) / (self.step_factor - 1.0)) if missed else None
 
     def restarted(self, taken_at: Mapping[str, int], iteration: int) -> None:
-        """Training goes on with units of these ages.
+        """Record a restart with units of these ages.
 
         Args:
             taken_at: unit -> iteration of its weights, where that is older.
@@ -47,14 +47,14 @@ class MissedIterations:
         for unit, taken in taken_at.items():
             if taken >= self._since:
                 missed[unit] = iteration - taken + self.at(taken).get(unit, 0.0)
-            else:  # what it had made up for since the last restart is lost, too
+            else:  # iterations made up since the last restart are lost, too
                 then = max(self._missed.get(unit, 0.0), float(self._since - taken))
                 missed[unit] = iteration - self._since + then
         self._since, self._missed = iteration, {unit: left for unit, left in missed.items() if left > 0}
         self.step_factor = self._configured
 
     def forget(self) -> None:
-        """Nothing is missing."""
+        """Forget all missed iterations."""
         self._missed = {}
 
     def state_dict(self) -> dict[str, Any]:

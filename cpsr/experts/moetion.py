@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import Popularity, overdue
 from cpsr.experts.budget import Budget
 from cpsr.experts.each_rank import as_on_each_rank
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity, overdue
 
 __all__ = ["Moetion", "allocation"]
 
@@ -30,7 +30,7 @@ class Moetion:
 
     Args:
         layers: of the model.
-        every_rank: select for all ranks of the group, each under the whole budget: nobody has to tell.
+        every_rank: select for all ranks of the group, each under the whole budget, without communication.
 
     Source: moetion, Algorithm 1.
     """

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.engines.moe.operators import Expert, Operator
+from cpsr.engines.moe.popularity import PerExpert, Popularity
 from cpsr.experts.budget import Budget
-from cpsr.experts.operators import Expert, Operator
-from cpsr.experts.popularity import PerExpert, Popularity
 from cpsr.experts.window import SparseWindow, sparse_window
 
 __all__ = ["MoEvement", "OperatorBytes"]
 
-# An expert's share has changed when it is so much off, relative to what it was at the last ordering ...
+# An expert's share has changed when it differs by this much from the last ordering, relatively ...
 CHANGED_RELATIVE = 0.10
-# ... and operators are ordered anew when this part of the experts has changed.
+# ... and operators are ordered again when this part of the experts has changed.
 CHANGED_EXPERTS = 0.25
 
 
 @dataclass(frozen=True)
 class OperatorBytes:
-    """What one operator takes in a snapshot.
+    """Bytes of one operator in a snapshot.
 
     Attributes:
         active: master weights and optimizer state.
@@ -60,7 +60,7 @@ class MoEvement:
 
     @property
     def window(self) -> SparseWindow | None:
-        """The one that is under way, with places in `order`; None before the first selection."""
+        """The present window, with places in `order`; None before the first selection."""
         return self._window
 
     @property
@@ -70,7 +70,7 @@ class MoEvement:
 
     @property
     def frozen(self) -> tuple[Operator, ...]:
-        """Operators of which the snapshot that was last selected holds only the weights."""
+        """Operators of which the last selected snapshot holds only the weights."""
         if self._window is None:
             return ()
         return tuple(self._order[place] for place in self._window.frozen(self._position))
@@ -113,6 +113,6 @@ def _score(operator: Operator, scores: PerExpert) -> float:
 
 
 def _changed(before: NDArray[numpy.float64], now: NDArray[numpy.float64]) -> bool:
-    """Whether enough experts have a share that is off; one that had none before has if it has some now."""
+    """Whether enough experts' shares have changed; one without tokens before has changed if it has some now."""
     off = int((abs(now - before) > CHANGED_RELATIVE * before).sum())
     return now.size > 0 and off >= CHANGED_EXPERTS * now.size

@@ -1,17 +1,17 @@
-"""Policies and measures by the names that configurations give them."""
+"""Policies and popularity measures by their configured names."""
 
 from collections.abc import Sequence
 
 import numpy
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.measures import CapacityAware, HardCount, Measure, Routed, SoftCount, TimeDecayed
+from cpsr.engines.moe.operators import Expert, Operator
 from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.each_rank import EachRank, as_on_each_rank
-from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.load_aware import LoadAware
-from cpsr.experts.measures import CapacityAware, HardCount, Measure, Routed, SoftCount, TimeDecayed
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.moevement import MoEvement, OperatorBytes
-from cpsr.experts.operators import Expert, Operator
 from cpsr.experts.policy import Policy
 from cpsr.experts.sequential import Sequential
 
@@ -44,7 +44,7 @@ def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: in
 
 
 def _owned(layers: Sequence[ExpertLayer]) -> dict[Operator, OperatorBytes]:
-    """A rank's experts; those that are not saved take nothing, since a checkpoint links their files of before."""
+    """A rank's experts; unsaved ones take no bytes, since a checkpoint links their earlier files."""
     return {
         Expert(place, index): OperatorBytes(active=layer.expert_bytes, frozen=0)
         for place, layer in enumerate(layers)
@@ -55,7 +55,7 @@ def _owned(layers: Sequence[ExpertLayer]) -> dict[Operator, OperatorBytes]:
 def measure_named(
     name: str, layers: Sequence[ExpertLayer], capacity_factors: Sequence[float], routed: Routed
 ) -> Measure:
-    """A measure of popularity that has seen nothing yet.
+    """A new measure of popularity.
 
     Args:
         name: of `ExpertsConfig.popularity`.

@@ -1,17 +1,17 @@
-"""What every way of choosing operators for a snapshot has in common."""
+"""Interface of the policies that choose operators for a snapshot."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from cpsr.engines.moe.operators import Operator
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.experts.budget import Budget
-from cpsr.experts.operators import Operator
-from cpsr.experts.popularity import Popularity
 
 __all__ = ["Policy"]
 
 
 class Policy(Protocol):
-    """Chooses what the next snapshot holds, alike on every rank that gives it the same."""
+    """Chooses the operators of the next snapshot; equal on all ranks for equal arguments."""
 
     def select(self, step: int, popularity: Popularity, budget: Budget) -> Sequence[Operator]:
         """The operators whose whole state the snapshot holds, each once; none for a model without experts.

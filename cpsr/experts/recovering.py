@@ -1,21 +1,21 @@
-"""Experts that have lost tokens, until others make up for them."""
+"""Experts that have lost tokens, until later tokens make up for them."""
 
 from collections.abc import Sequence
 
 import numpy
 from numpy.typing import ArrayLike
 
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.popularity import PerExpert, per_expert, zeros
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.popularity import PerExpert, per_expert, zeros
 
 __all__ = ["Recovering"]
 
 
 class Recovering:
-    """Which experts are to take more tokens than others, and for how long.
+    """Which experts take more tokens than others, and for how long.
 
-    While its capacity is raised by a fraction, an expert is taken to process so much more than it would have: what
-    it lost is made up when the fraction of the tokens routed to it since then is as much.
+    While its capacity is raised by a fraction, an expert is assumed to process that fraction more. Its loss is made up
+    when this fraction of the tokens routed to it since then equals the lost tokens.
 
     Args:
         layers: of the model.
@@ -40,20 +40,20 @@ class Recovering:
         return tuple(bool(layer.any()) for layer in self._missing)
 
     def lost(self, tokens: Sequence[ArrayLike]) -> None:
-        """Take in one failure: for each layer, `(experts,)` tokens."""
+        """Add one failure: for each layer, `(experts,)` tokens."""
         if self._fraction > 0:
             more = per_expert(self._layers, tokens, "lost tokens")
             self._missing = tuple(old + new for old, new in zip(self._missing, more, strict=True))
 
     def observe(self, tokens: Sequence[ArrayLike]) -> None:
-        """Take in what was routed to the experts since then: for each layer, `(experts,)`."""
+        """Add the tokens routed since then: for each layer, `(experts,)`."""
         routed = per_expert(self._layers, tokens, "tokens")
         self._missing = tuple(
             numpy.maximum(old - self._fraction * new, 0.0) for old, new in zip(self._missing, routed, strict=True)
         )
 
     def state_dict(self) -> list[list[float]]:
-        """What is missing, layer by layer."""
+        """Missing tokens, layer by layer."""
         return [layer.tolist() for layer in self._missing]
 
     def load_state_dict(self, state: list[list[float]]) -> None:

@@ -1,4 +1,4 @@
-"""What checkpoints hold of each expert, committed or under way, and what snapshots in host memory do."""
+"""When each expert was last saved, in committed and running checkpoints."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import PerExpert
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import PerExpert
 from cpsr.experts.token_history import TokenHistory
 
 __all__ = ["SavedExperts"]
@@ -17,7 +17,7 @@ __all__ = ["SavedExperts"]
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that was begun, of which it is not known yet whether it is committed.
+    """A checkpoint under way, not known to be committed yet.
 
     Attributes:
         iteration: of it.
@@ -33,25 +33,24 @@ class _Pending:
 class SavedExperts:
     """When each expert was last saved, and what was routed to it since then.
 
-    A checkpoint that is under way counts as if it will be committed; when a later one was and it was not, what it
-    saved is given back.
+    A checkpoint under way counts as committed. If a later one is committed and this one is not, its experts count as
+    unsaved again.
 
     Args:
         layers: of the model.
         iteration: at which training begins.
 
     Attributes:
-        history: of the tokens; whoever counts them adds them here.
+        history: of the tokens; the counter adds them here.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], iteration: int = 0) -> None:
         self.history = TokenHistory(layers, iteration)
         self._all = tuple(Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts))
         self._place = {expert: place for place, expert in enumerate(self._all)}
-        self._saved_at = numpy.full(len(self._all), iteration)  # by what is committed, as are the ages
+        self._saved_at = numpy.full(len(self._all), iteration)  # by committed checkpoints, as are the ages
         self._ages = numpy.zeros(len(self._all))
-        self._copied_at = self._saved_at.copy()  # by the snapshots in host memory
-        self._booked_until = 0  # what experts missed up to here is in the account of an earlier recovery
+        self._booked_until = 0  # tokens missed up to here were counted in an earlier recovery
         self._pending: list[_Pending] = []
 
     @property
@@ -74,44 +73,30 @@ class SavedExperts:
             ages = numpy.where(one.mask, numpy.minimum(ages, later), ages)
         return self.history.split(ages)
 
-    @property
-    def uncopied_tokens(self) -> PerExpert:
-        """Routed to each expert since it was last copied to host memory."""
-        sums = self.history.until(numpy.full(len(self._all), self.history.iteration))
-        copied = self.history.until(self._copied_at)
-        return tuple(now - then for now, then in zip(sums, copied, strict=True))
-
-    @property
-    def copy_ages(self) -> PerExpert:
-        """Iterations since each expert was last copied to host memory."""
-        return self.history.split((self.history.iteration - self._copied_at).astype(float))
-
-    def begun(self, iteration: int, experts: Iterable[Expert], copied: Iterable[Expert] | None = None) -> None:
-        """A checkpoint of the present iteration saves these.
+    def begun(self, iteration: int, experts: Iterable[Expert]) -> None:
+        """Record that a checkpoint of the present iteration saves these experts.
 
         Args:
             iteration: of it.
             experts: that it saves.
-            copied: those that its snapshot copies to host memory; None: all.
 
         Raises:
-            ValueError: there is no such expert; nothing was noted.
+            ValueError: there is no such expert; nothing was recorded.
         """
         chosen = frozenset(experts)
-        mask, in_memory = self._mask(chosen), self._mask(self._all if copied is None else copied)
+        mask = self._mask(chosen)
         self._pending = [one for one in self._pending if one.iteration < iteration]
         self._pending.append(_Pending(iteration, chosen, mask))
-        self._copied_at[in_memory] = iteration
         self._ages += 1
         self.history.reach(iteration)
         self.history.mark()
         self._forget_points()
 
     def settle(self, committed_iteration: int | None) -> list[frozenset[Expert]]:
-        """Learn which checkpoint is the newest that was committed.
+        """Record the newest committed checkpoint.
 
         Returns:
-            What is given back: the experts of each older checkpoint that was under way, oldest first.
+            The experts of each older checkpoint that was not committed, oldest first.
         """
         if committed_iteration is None:
             return []
@@ -127,9 +112,9 @@ class SavedExperts:
         return given_back
 
     def restored(self, taken_at: NDArray[numpy.int64], iteration: int) -> tuple[PerExpert, PerExpert]:
-        """Training goes on with experts of these ages, and what they miss counts as lost: nothing is unsaved.
+        """Record a restart with experts of these ages; their missing tokens count as lost, and none as unsaved.
 
-        What they missed in an earlier recovery, and was not saved since, is not lost once more.
+        Tokens lost in an earlier recovery are not counted again.
 
         Args:
             taken_at: iteration of each expert's weights, `(experts of all layers,)`.
@@ -148,16 +133,16 @@ class SavedExperts:
         return lost, whole
 
     def undone(self) -> None:
-        """What was under way no longer is, and the present state is where the next failure is counted from."""
+        """Drop checkpoints under way; the next failure is counted from the present state."""
         self._pending = []
         self._booked_until = min(self._booked_until, self.history.iteration)
-        self._saved_at[:] = self._copied_at[:] = self.history.iteration
+        self._saved_at[:] = self.history.iteration
         self._ages[:] = 0
         self.history.mark()
         self._forget_points()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `restored` needs to know of this life."""
+        """The state of this life that `restored` needs."""
         return {"history": self.history.state_dict(), "booked_until": self._booked_until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,7 +154,7 @@ class SavedExperts:
         self.history.load_state_dict(state["history"])
         self._booked_until = state["booked_until"]
         self._pending = []
-        self._saved_at[:] = self._copied_at[:] = self.history.iteration
+        self._saved_at[:] = self.history.iteration
         self._ages[:] = 0
 
     def _mask(self, experts: Iterable[Expert]) -> NDArray[numpy.bool_]:
@@ -188,7 +173,5 @@ class SavedExperts:
         return newest
 
     def _forget_points(self) -> None:
-        # Those of what is committed are needed as long as what is newer may yet be given back.
-        self.history.keep(
-            {*self._saved_at.tolist(), *self._copied_at.tolist(), *(one.iteration for one in self._pending)}
-        )
+        # Points of committed checkpoints are needed while a newer one may still fail.
+        self.history.keep({*self._saved_at.tolist(), *(one.iteration for one in self._pending)})

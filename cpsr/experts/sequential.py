@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
-from cpsr.experts.popularity import Popularity
 
 __all__ = ["Sequential"]
 
@@ -32,7 +32,7 @@ class Sequential:
         for place, layer in enumerate(self._layers):
             taken = min(count, layer.experts)
             chosen += (Expert(place, layer.in_turn(first + offset)) for offset in range(taken))
-            # A layer that is saved whole loads all ranks alike, and moves nobody's turn.
+            # A layer that is saved whole loads all ranks equally, and does not change the turn.
             if taken < layer.experts:
                 first += count
         return tuple(chosen)

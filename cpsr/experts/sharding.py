@@ -4,19 +4,19 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
 
 __all__ = ["Sharding", "adaptive_sharding", "equal_sharding", "expert_bytes_by_rank"]
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who saves what.
+    """Assignment of parts to ranks.
 
     Attributes:
         parts: for each rank, names of the non-expert parts that it saves.
-        rank_bytes: for each rank, what it saves in all, experts among it. The largest is what a checkpoint waits for.
+        rank_bytes: for each rank, all bytes that it saves, experts included. A checkpoint waits for the largest.
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -24,7 +24,7 @@ class Sharding:
 
 
 def expert_bytes_by_rank(layers: Sequence[ExpertLayer], experts: Iterable[Expert]) -> list[int]:
-    """What each rank of the expert-parallel group saves of the experts that were selected."""
+    """Bytes that each rank of the expert-parallel group saves of the selected experts."""
     sizes = [0] * max((layer.expert_parallel.size for layer in layers), default=1)
     for expert in experts:
         layer = layers[expert.layer]
@@ -35,7 +35,7 @@ def expert_bytes_by_rank(layers: Sequence[ExpertLayer], experts: Iterable[Expert
 def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
     """Parts over ranks, the largest first, each to the rank that has least to save (ADPS).
 
-    Only for state that every rank holds alike (ZeRO-0, DDP). Parts are not divided: no rank can have less to do than
+    Only for replicated state (ZeRO-0, DDP). Parts are not divided: no rank can have less to do than
     the largest part. The largest sum of a rank is at most `3/2 - 1/(2 n)` times the least possible for n ranks, and
     `4/3 - 1/(3 n)` times where all save equally many bytes of experts.
 

@@ -6,21 +6,21 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.popularity import PerExpert, per_expert
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.popularity import PerExpert, per_expert
 
 __all__ = ["TokenHistory"]
 
-# Two points give a rate, by which tokens are estimated that no process has lived to tell of.
+# Two points give a rate, which estimates tokens whose counts died with their process.
 POINTS_KEPT = 2
 
 
 class TokenHistory:
     """Sums over the run, `(experts of all layers,)`, at a few iterations (*points*) and now.
 
-    What an expert misses lies between the iteration of its snapshot and another one: the sums at these are enough,
-    and take 8 bytes for each expert and point, whatever the number of iterations in between. Elsewhere sums are
-    estimated: linear between two points, and beyond the last as between the last two.
+    An expert misses the tokens between the iteration of its snapshot and another one. The sums at these iterations are
+    enough: 8 bytes for each expert and point. Elsewhere sums are estimated: linear between two points, and beyond the
+    last with the rate of the last two.
 
     Args:
         layers: of the model.
@@ -36,7 +36,7 @@ class TokenHistory:
 
     @property
     def iteration(self) -> int:
-        """Up to which tokens were counted."""
+        """Iteration up to which tokens were counted."""
         return self._iteration
 
     def count(self, tokens: Sequence[ArrayLike]) -> None:
@@ -44,14 +44,14 @@ class TokenHistory:
         self._sums = self._sums + numpy.concatenate([*per_expert(self._layers, tokens, "tokens"), []])
 
     def reach(self, iteration: int) -> None:
-        """All tokens up to this iteration are counted; what was counted of later ones, which were undone, is not."""
+        """Declare all tokens up to this iteration counted; drop counts of later, undone iterations."""
         if iteration < self._iteration:
             self._sums = self._until(iteration).copy()
         self._iteration = iteration
         self._points = {point: sums for point, sums in self._points.items() if point <= iteration}
 
     def restart(self, iteration: int, sums: PerExpert) -> None:
-        """Go on from another iteration, with these sums."""
+        """Continue from another iteration, with these sums."""
         self.reach(iteration)
         self._sums = numpy.concatenate([*sums, []])
 
@@ -60,7 +60,7 @@ class TokenHistory:
         self._points[self._iteration] = self._sums.copy()
 
     def keep(self, iterations: Collection[int]) -> None:
-        """Drop the points of other iterations, but for the newest ones."""
+        """Drop the points of other iterations, except the newest ones."""
         newest = sorted(self._points)[-POINTS_KEPT:]
         self._points = {point: sums for point, sums in self._points.items() if point in iterations or point in newest}
 

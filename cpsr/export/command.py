@@ -37,11 +37,11 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
     state = open_whole(run_dir, iteration, moments=format_ == "universal")
     try:
         make_directory(out.parent, fsync=True)
-        said = _write_directory(state, out) if format_ == "universal" else write_state_dict(state, out, precision)
+        lines = _write_directory(state, out) if format_ == "universal" else write_state_dict(state, out, precision)
     except OSError as error:
         raise SaveError(f"{out} could not be written ({error}); nothing is left there") from error
     origin = f", {state.info.label}" if state.info.label else ""
-    return [f"checkpoint {state.info.iteration} of {run_dir} ({state.info.world_size} ranks{origin}): {out}", *said]
+    return [f"checkpoint {state.info.iteration} of {run_dir} ({state.info.world_size} ranks{origin}): {out}", *lines]
 
 
 def _checked(run_dir: Path, out: Path, format_: str, dtype: str) -> Precision:
@@ -62,11 +62,11 @@ def _write_directory(state: WholeState, out: Path) -> list[str]:
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        said = write_universal(state, temporary)
+        lines = write_universal(state, temporary)
         if os.path.lexists(out):  # a rename would replace an empty directory that came meanwhile
             raise SaveError(f"{out} has appeared meanwhile; nothing was written over it")
         temporary.rename(out)
         sync_directory(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return said
+    return lines

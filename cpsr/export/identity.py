@@ -1,4 +1,4 @@
-"""What a run directory says about the model that was trained, as far as an export needs it."""
+"""The identity of the trained model in a run directory, as far as an export needs it."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ def state_dict(state: WholeState, precision: Precision) -> dict[str, torch.Tenso
     Args:
         state: the checkpoint.
         precision: `fp32` widens every narrower floating-point tensor and narrows none; `trained` is what the module
-            held while it trained.
+            had while it trained.
 
     Returns:
         Contiguous tensors that share no memory; tied ones are there under each of their names.
@@ -62,10 +62,10 @@ def write_state_dict(state: WholeState, path: Path, precision: Precision) -> lis
     write_tensors(path, tensors, fsync=True, metadata=_METADATA)
     sync_directory(path.parent)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    said = [f"{len(tensors)} tensors of the state dict ({', '.join(kinds)})"]
+    lines = [f"{len(tensors)} tensors of the state dict ({', '.join(kinds)})"]
     if state.identity.module.extra:
-        said.append(f"without the module's extra state, which is not saved: {', '.join(state.identity.module.extra)}")
-    return said
+        lines.append(f"without the module's extra state, which is not saved: {', '.join(state.identity.module.extra)}")
+    return lines
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

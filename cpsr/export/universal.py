@@ -163,21 +163,21 @@ def _said(state: WholeState, scalars: dict[str, Any], outside: dict[str, torch.T
         if _fits_stage_3(scalars)
         else ": not at ZeRO-3, where DeepSpeed would give all parameter groups the settings of the first"
     )
-    said = [
+    lines = [
         f"{len(state.parameters)} parameters in fp32 with {', '.join(sorted(MOMENTS))} and their step count; the "
         "schedule and the counters",
         f'load it with "checkpoint": {{"load_universal": true}} in the configuration, at ZeRO 1 or 2{stage_3}',
     ]
     if outside:
-        said.append(
+        lines.append(
             f"DeepSpeed does not restore buffers and frozen parameters from this format: {len(outside)} are in the "
             'client state as "outside_optimizer"'
         )
     if state.identity.precision == "fp16":
-        said.append(
+        lines.append(
             'DeepSpeed starts with the configured loss scale; the run\'s is in the client state as "loss_scale"'
         )
-    return said
+    return lines
 
 
 def _save(value: Any, path: Path) -> None:

@@ -19,9 +19,9 @@ from cpsr.checkpoint.verify import (
     read_manifest,
     read_rank_manifest,
 )
-from cpsr.codec import decode
 from cpsr.errors import CheckpointError, UnsupportedEngineError
 from cpsr.export.identity import RunIdentity, read_identity
+from cpsr.state.codec import decode
 
 __all__ = ["WholeState", "open_whole"]
 
@@ -69,7 +69,7 @@ class WholeState:
         """A trained parameter, of its whole shape, in the dtype of the authoritative copy.
 
         Raises:
-            CheckpointCorruptError: a file holds something else than its manifest says.
+            CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices do not make up one tensor.
         """
         return self._whole(name, "params", f"param/{name}", self._records[name].dtype)
@@ -82,7 +82,7 @@ class WholeState:
         """Buffers and frozen parameters, by name; a buffer is rank 0's, as it is in the engine's own checkpoints.
 
         Raises:
-            CheckpointCorruptError: a file holds something else than its manifest says.
+            CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
         frozen = self.identity.module.frozen
@@ -157,7 +157,7 @@ class WholeState:
         shape, stride = self._records[name].global_shape, self.identity.module.strides.get(name)
         if stride is None:
             return flat.view(shape)
-        try:  # what run.json says may be anything: torch refuses what lies outside of `flat`
+        try:  # run.json may hold anything: torch refuses what lies outside of `flat`
             return flat.as_strided(shape, stride).contiguous()
         except RuntimeError as error:
             raise UnsupportedEngineError(
@@ -198,7 +198,7 @@ class WholeState:
             raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
         if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
             raise DamagedFileError(
-                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest says {dtype} {shape}"
+                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
             )
         return found
 

@@ -1,8 +1,10 @@
 """The run's journal: what happened, when and why, in one SQLite file that survives every kill."""
 
+from cpsr.journal.beginning import Beginning
 from cpsr.journal.commands import ReportedFailure, report_failure, reported_failures
 from cpsr.journal.events import EventFile
 from cpsr.journal.overrides import PlanOverride, latest_override, override_plan
+from cpsr.journal.rank_journal import RankJournal, open_journal
 from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import (
     BacktestRow,
@@ -26,6 +28,7 @@ from cpsr.journal.writer import Journal
 __all__ = [
     "SCHEMA_VERSION",
     "BacktestRow",
+    "Beginning",
     "BubbleRow",
     "CheckpointRow",
     "EventFile",
@@ -38,6 +41,7 @@ __all__ = [
     "PhaseRow",
     "PlanOverride",
     "PlanRow",
+    "RankJournal",
     "RecoveryRow",
     "RecoverySource",
     "RehearsalRow",
@@ -45,6 +49,7 @@ __all__ = [
     "StepRow",
     "json_ready",
     "latest_override",
+    "open_journal",
     "override_plan",
     "report_failure",
     "reported_failures",

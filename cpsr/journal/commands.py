@@ -1,4 +1,4 @@
-"""What people tell a running job: `<run_dir>/commands.db`, which the service writes and rank 0 reads.
+"""Commands to a running job: `<run_dir>/commands.db`, which the service writes and rank 0 reads.
 
 A file of its own: the journal has one writer, and that is the job.
 """
@@ -26,13 +26,13 @@ __all__ = [
 COMMANDS_FILE = "commands.db"
 APPLICATION_ID = int.from_bytes(b"CPSc", "big")
 BUSY_SECONDS = 5.0
-# Rank 0 reads them all at every fit: far more than a run has failures, and few enough to be read at once.
+# Rank 0 reads them all at every fit: far more than the failures of a run, and few enough for one read.
 MAX_REPORTED_FAILURES = 10_000
-# A rack that burns is some hundred reports; a program that reports in a loop must not fill the file, and the failure
-# rate with it.
+# The loss of a rack causes some hundred reports. A program that reports in a loop must not fill the file, nor distort
+# the failure rate.
 REPORTS_PER_HOUR_MAX = 1000
 HOUR_SECONDS = 3600.0
-# What each version brought; a new file gets everything.
+# Tables added by each version; a new file gets all.
 _TABLES = {
     1: """
 CREATE TABLE reported_failures (
@@ -51,7 +51,7 @@ SCHEMA_VERSION = max(_TABLES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedFailure:
-    """A failure that somebody reports: one that the job's own restarts do not show.
+    """A failure reported by people: one that the job's own restarts do not show.
 
     Attributes:
         description: what failed.
@@ -65,10 +65,10 @@ class ReportedFailure:
 
 
 def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
-    """Write one down; it is durable when this returns.
+    """Store a reported failure; it is durable when this returns.
 
     Raises:
-        TooManyReportsError: so many were reported already, in the last hour or at all.
+        TooManyReportsError: too many were reported already, in the last hour or in all.
         JournalError: there is no run here, or the file cannot be written.
     """
     values = failure.description, failure.failed_unix_seconds, failure.created_unix_seconds
@@ -82,12 +82,10 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
 
 
 def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_seconds: float) -> None:
-    (told,) = connection.execute("SELECT count(*) FROM reported_failures").fetchone()
-    if told >= MAX_REPORTED_FAILURES:
-        raise TooManyReportsError(
-            f"{run_dir} has {told} reported failures, as many as are taken; this one was not written"
-        )
-    # The oldest of so many newest ones: while it is younger than an hour, another one would be too many.
+    (count,) = connection.execute("SELECT count(*) FROM reported_failures").fetchone()
+    if count >= MAX_REPORTED_FAILURES:
+        raise TooManyReportsError(f"{run_dir} has {count} reported failures, the maximum; this one was not written")
+    # While the oldest of so many newest ones is younger than an hour, another one would exceed the limit.
     statement = "SELECT created_unix_seconds FROM reported_failures ORDER BY id DESC LIMIT 1 OFFSET ?"
     for (oldest,) in connection.execute(statement, (REPORTS_PER_HOUR_MAX - 1,)):
         retry_seconds = oldest + HOUR_SECONDS - now_unix_seconds
@@ -99,15 +97,15 @@ def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_second
 
 
 def reported_failures(run_dir: Path) -> list[ReportedFailure]:
-    """All that were reported, in their order; none where nobody has reported any.
+    """All reported failures, in their order.
 
     Raises:
         JournalError: the file cannot be read.
     """
     statement = "SELECT description, failed_unix_seconds, created_unix_seconds FROM reported_failures ORDER BY id"
     return [
-        ReportedFailure(description=what, failed_unix_seconds=when, created_unix_seconds=told)
-        for what, when, told in read_commands(run_dir, statement, since_version=1)
+        ReportedFailure(description=what, failed_unix_seconds=when, created_unix_seconds=created)
+        for what, when, created in read_commands(run_dir, statement, since_version=1)
     ]
 
 
@@ -117,13 +115,13 @@ def write_command(
     values: Sequence[Any],
     check: Callable[[sqlite3.Connection], None] | None = None,
 ) -> int:
-    """Insert one row and return its id; it is durable then. A file of an older version gets the tables that it lacks.
+    """Insert one row and return its id; it is durable then. A file of an older version gets its missing tables.
 
     Args:
         run_dir: of the run.
         statement: the INSERT.
         values: of its parameters.
-        check: raises where the row must not be written, in the same transaction, so that nobody else writes between.
+        check: raises if the row must not be written; runs in the same transaction.
 
     Raises:
         JournalError: there is no run here, or the file cannot be written.
@@ -135,7 +133,7 @@ def write_command(
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if version or tables:  # before anything is changed: it may be another program's
+            if version or tables:  # before any change: the file may belong to another program
                 _check(connection, path)
             connection.execute(f"PRAGMA journal_mode={'delete' if is_network(filesystem_of(path)) else 'wal'}")
             connection.execute("PRAGMA synchronous=FULL")
@@ -159,12 +157,12 @@ def write_command(
 def read_commands(
     run_dir: Path, statement: str, since_version: int, values: Sequence[Any] = ()
 ) -> list[tuple[Any, ...]]:
-    """What a query finds; nothing where nobody has said anything of this kind.
+    """The rows of a query; empty if there are no commands of this kind.
 
     Args:
         run_dir: of the run.
         statement: the query.
-        since_version: that brought its table.
+        since_version: version that added its table.
         values: of its parameters.
 
     Raises:
@@ -177,7 +175,7 @@ def read_commands(
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as reader:
             (version,) = reader.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                return []  # somebody is about to write the first, or was killed before it was written
+                return []  # a process is about to write the first row, or was killed before it did
             _check(reader, path)
             return reader.execute(statement, values).fetchall() if version >= since_version else []
     except (sqlite3.Error, OSError) as error:

@@ -1,4 +1,4 @@
-"""Event files: how a rank that may not write the journal leaves word for the one that may.
+"""Event files: rows of ranks that do not write the journal, for rank 0 to import.
 
 One line per row: the xxh3-64 of the JSON in hex, a blank, the JSON, a newline; written by a single append.
 """
@@ -14,13 +14,14 @@ import xxhash
 
 from cpsr.journal.rows import BubbleRow, EventRow, to_sql
 from cpsr.journal.schema import NO_SPACE, TABLES, insert_sql
+from cpsr.journal.statements import Row
 
 __all__ = ["EventFile", "RankRow", "import_events"]
 
 log = logging.getLogger(__name__)
 
 RankRow = EventRow | BubbleRow  # what ranks other than 0 record
-# A line names its table; one that names none is an event.
+# A line names its table; without a name it is an event.
 _TABLE = "table"
 _ROWS: dict[str, type[RankRow]] = {TABLES[EventRow]: EventRow, TABLES[BubbleRow]: BubbleRow}
 
@@ -28,11 +29,11 @@ _ROWS: dict[str, type[RankRow]] = {TABLES[EventRow]: EventRow, TABLES[BubbleRow]
 class EventFile:
     """The append-only event file of one rank, for example `<run_dir>/events/rank-00001.jsonl`.
 
-    Like the journal, it never stops training: a failing append is logged once, counted in `failed_appends`, and told
-    by `failures()`. Where a full disk does not let the file be made, every append tries again.
+    Like the journal, it never stops training: a failing append is logged once, counted in `failed_appends`, and
+    returned by `failures()`. If a full disk prevents the creation of the file, every append retries it.
 
     Raises:
-        OSError: the file cannot be opened, and that has to do with no full disk.
+        OSError: the file cannot be opened, for another reason than a full disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,8 +57,14 @@ class EventFile:
         # A line torn by the death of an earlier life must not swallow the next one.
         self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
+    def record(self, *rows: Row) -> None:
+        """Append events and bubbles; rows that only rank 0 records are ignored."""
+        for row in rows:
+            if isinstance(row, RankRow):
+                self.append(row)
+
     def append(self, row: RankRow) -> None:
-        """Append one row; it is complete or left out, whatever happens to this process."""
+        """Append one row; it is complete or left out, even if this process is killed."""
         try:
             if self._descriptor < 0 and not self._closed:
                 self._open()
@@ -71,12 +78,12 @@ class EventFile:
             self._fail(f"only {written} of {len(line)} bytes were written")
 
     def failures(self) -> list[str]:
-        """What went wrong since the last call."""
+        """Failures since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def close(self) -> None:
-        """Close the file; what is appended later is lost and told by `failures()`."""
+        """Close the file; later rows are lost and reported by `failures()`."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._closed = -1, True
@@ -84,9 +91,7 @@ class EventFile:
     def _fail(self, reason: str) -> None:
         self.failed_appends += 1
         if self.failed_appends == 1:
-            message = (
-                f"cannot append to the event file {self.path}: {reason}; what it was to hold is lost, training goes on"
-            )
+            message = f"cannot append to the event file {self.path}: {reason}; the row is lost, training goes on"
             self._failures.append(message)
             log.error(message)
 
@@ -117,9 +122,9 @@ def _parse_line(line: bytes) -> RankRow:
 
 
 def import_events(connection: sqlite3.Connection, directory: Path, life: int) -> None:
-    """Copy what the files in `directory` gained since the last import into the journal, in the open transaction.
+    """Copy new lines of the files in `directory` into the journal, in the open transaction.
 
-    How far each file was read is kept in `meta` and commits with the rows, so that every line arrives exactly once. A
+    The read offset of each file is kept in `meta` and commits with the rows, so that every line arrives exactly once. A
     line without its newline is left for later. A damaged line becomes an event of `life` that names file and line.
 
     Raises:
@@ -154,7 +159,7 @@ def _read_new(path: Path, offset_bytes: int, lines: int, life: int) -> tuple[int
 
 
 def _shrunk(path: Path, offset_bytes: int, life: int) -> tuple[int, int, list[RankRow]]:
-    """Go on at the end of a file that lost its tail: what it still holds was imported before."""
+    """Continue at the end of a file that lost its tail: the rest was imported before."""
     content = path.read_bytes()
     message = f"has {len(content)} bytes but {offset_bytes} were read before; it lost its tail, later lines are read"
     return len(content), content.count(b"\n"), [_damage(path, message, life)]
@@ -162,6 +167,6 @@ def _shrunk(path: Path, offset_bytes: int, life: int) -> tuple[int, int, list[Ra
 
 def _damage(path: Path, message: str, life: int) -> RankRow:
     digits = "".join(filter(str.isdigit, path.stem))
-    # The file name is all that says whose events were lost.
+    # Only the file name shows whose events were lost.
     rank = int(digits) if digits else 0
     return EventRow(life=life, rank=rank, kind="event_file_damaged", message=f"{path.name} {message}")

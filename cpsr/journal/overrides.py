@@ -1,4 +1,4 @@
-"""What people say the checkpoint interval should be for a while: a number, or bounds."""
+"""Temporary overrides of the checkpoint interval by people: a number, or bounds."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,15 +13,15 @@ _COLUMNS = "interval_min_iterations, interval_max_iterations, reason, expires_un
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOverride:
-    """Bounds of the interval that somebody sets for a while; the newest one counts, whatever came before.
+    """Temporary bounds of the interval; the newest override replaces all earlier ones.
 
     Attributes:
-        interval_min_iterations: None for none. Both None: an earlier one is withdrawn.
-        interval_max_iterations: None for none; the same as the minimum to pin the interval.
+        interval_min_iterations: None for none. Both None: withdraws an earlier override.
+        interval_max_iterations: None for none; equal to the minimum to pin the interval.
         reason: for people.
-        expires_unix_seconds: until when it holds, by the clock of rank 0's machine.
-        created_unix_seconds: when it was said.
-        id: given when it is written; grows.
+        expires_unix_seconds: end of its validity, by the clock of rank 0's machine.
+        created_unix_seconds: when it was created.
+        id: assigned when it is written; ascending.
     """
 
     interval_min_iterations: int | None
@@ -33,20 +33,20 @@ class PlanOverride:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether it only ends what was said before."""
+        """Whether it only ends an earlier override."""
         return self.interval_min_iterations is None and self.interval_max_iterations is None
 
     @property
     def pinned(self) -> bool:
-        """Whether it leaves no choice."""
+        """Whether it allows only one interval."""
         return not self.withdrawn and self.interval_min_iterations == self.interval_max_iterations
 
     def holds(self, now_unix_seconds: float) -> bool:
-        """Whether the planner has to heed it now."""
+        """Whether it is in force now."""
         return not self.withdrawn and now_unix_seconds < self.expires_unix_seconds
 
     def within(self, interval_min_iterations: int, interval_max_iterations: int) -> tuple[int, int]:
-        """The bounds that are left of others; where the two do not meet, the nearest of the others'."""
+        """The given bounds, narrowed by this override; if they do not overlap, the nearest given bound."""
         low, high = interval_min_iterations, interval_max_iterations
         own_low = low if self.interval_min_iterations is None else self.interval_min_iterations
         own_high = high if self.interval_max_iterations is None else self.interval_max_iterations
@@ -54,7 +54,7 @@ class PlanOverride:
 
 
 def override_plan(run_dir: Path, override: PlanOverride) -> int:
-    """Write one down and return its id; it is durable when this returns.
+    """Store an override and return its id; it is durable when this returns.
 
     Raises:
         JournalError: there is no run here, or the file cannot be written.
@@ -70,7 +70,7 @@ def override_plan(run_dir: Path, override: PlanOverride) -> int:
 
 
 def latest_override(run_dir: Path) -> PlanOverride | None:
-    """What was said last, whether it holds or not; None where nobody has said anything.
+    """The newest override, whether it is in force or not; None if there is none.
 
     Raises:
         JournalError: the file cannot be read.

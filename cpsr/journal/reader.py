@@ -1,4 +1,4 @@
-"""The journal's readers: read-only, while it is being written or after."""
+"""Read-only access to the journal, also while it is being written."""
 
 import json
 import sqlite3
@@ -33,30 +33,30 @@ __all__ = ["JournalReader"]
 
 Row = TypeVar("Row")
 
-# Readers wait this long for a writer's lock; only a rollback journal or a foreign process makes them wait at all.
+# Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
-# Tables that older files lack, by the version that brought them; there they have no rows.
+# Tables that older files lack, by the version that added them; there they have no rows.
 SINCE_VERSION: dict[type[Any], int] = {RehearsalRow: 2, PhaseRow: 3, FitRow: 3, BacktestRow: 4, BubbleRow: 5}
 PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
     "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
 )
-# When a row was recorded; most have `created_unix_seconds`, steps have no time of their own.
+# Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
 
-_INDEX_ERRORS = "SQLITE_IOERR_SHM"  # how the names of the index's own errors begin
+_INDEX_ERRORS = "SQLITE_IOERR_SHM"  # prefix of the names of index errors
 
 
 class JournalReader:
     """A read-only connection to `journal.db`, for one thread; close it, or use it as a context manager.
 
-    Rows come in the order in which they were recorded, unless a method says otherwise. Every method raises
-    `JournalError` where the file is locked or damaged.
+    Rows come in the order in which they were recorded, unless a method states another. Every method raises
+    `JournalError` if the file is locked or damaged.
 
     Args:
         path: of the file.
-        unwritten: the caller knows that nobody writes to it.
+        unwritten: the caller knows that no process writes to it.
 
     Raises:
         JournalError: the file is absent, is no journal, is truncated, locked, or has a newer schema.
@@ -73,8 +73,8 @@ class JournalReader:
         try:
             self._connection = _connect(path, "mode=ro")
         except sqlite3.Error as error:
-            # Where the directory is not ours to write, or its disk is full, SQLite cannot make the index of a closed
-            # WAL. Without a WAL there is no writer either, and the file can be read as it stands.
+            # In a read-only directory, or on a full disk, SQLite cannot create the index of a closed WAL. Without a WAL
+            # there is no writer either, and the file can be read as it is.
             name = getattr(error, "sqlite_errorname", "")
             without_index = name in ("SQLITE_READONLY_DIRECTORY", "SQLITE_CANTOPEN") or name.startswith(_INDEX_ERRORS)
             if not without_index or _may_hold_rows(path.with_name(path.name + "-wal"), unwritten):
@@ -97,7 +97,7 @@ class JournalReader:
 
     @contextmanager
     def at_one_time(self) -> Iterator[None]:
-        """Whatever is read inside the block is of the same moment, though the file is written meanwhile."""
+        """All reads inside the block see one consistent state, even if the file is written meanwhile."""
         self._query("BEGIN")
         try:
             yield
@@ -107,8 +107,8 @@ class JournalReader:
     def openings(self) -> list[tuple[int, dict[type[Any], int]]]:
         """When writers opened the file, in microseconds since 1970, and the last row of each table then, oldest first.
 
-        Where the clock had gone back, an opening counts as the microsecond after the one before it.
-        None of those before there was a table of bubbles.
+        If the clock went back, an opening counts as one microsecond after the previous one. Files from before the table
+        of bubbles have none.
         """
         prefix = OPENED.format(microseconds="")
         found = self._query("SELECT key, value FROM meta WHERE key GLOB ?", (f"{prefix}*",))
@@ -122,7 +122,7 @@ class JournalReader:
                 for key, value in found
             )
         except (ValueError, KeyError, AttributeError) as error:
-            raise JournalError(f"the journal {self.path} does not tell who wrote to it when: {error}") from error
+            raise JournalError(f"the journal {self.path} does not show who wrote to it when: {error}") from error
 
     def lives(self) -> list[LifeRow]:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
@@ -133,12 +133,12 @@ class JournalReader:
         return self._rows(CheckpointRow, "ORDER BY row")
 
     def recent_checkpoints(self, count: int) -> list[CheckpointRow]:
-        """The checkpoints that were recorded last, newest first, whatever became of them."""
+        """The checkpoints that were recorded last, newest first, of any status."""
         return self._rows(CheckpointRow, "ORDER BY row DESC LIMIT ?", (count,))
 
     def latest_checkpoint(self, iteration: int | None = None) -> CheckpointRow | None:
         """The checkpoint that was committed last, of all or of those at one iteration."""
-        # Two queries: the one condition for both would keep SQLite from its index, and read all rows.
+        # Two queries: with one condition for both cases SQLite would not use its index.
         at, parameters = ("", ()) if iteration is None else ("AND iteration = ?", (iteration,))
         clause = f"WHERE status = 'committed' {at} ORDER BY row DESC LIMIT 1"
         return _first(self._rows(CheckpointRow, clause, parameters))
@@ -148,16 +148,16 @@ class JournalReader:
         return self._rows(RecoveryRow, "ORDER BY row")
 
     def latest_recovery(self) -> RecoveryRow | None:
-        """The newest recovery, or None where the run never had one."""
+        """The newest recovery; None if the run never had one."""
         return _first(self._rows(RecoveryRow, "ORDER BY row DESC LIMIT 1"))
 
     def rehearsals(self) -> list[RehearsalRow]:
-        """Every rehearsed recovery; none in a file of version 1, which knows no rehearsals."""
+        """Every rehearsed recovery; none in a file of version 1, which has no rehearsals."""
         return self._rows(RehearsalRow, "ORDER BY row")
 
     def trained_seconds(self) -> float:
         """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""
-        # In one query: between two, steps may go from the one sum to the other.
+        # In one query: between two, steps may move from one sum to the other.
         kept, gone = "SELECT TOTAL(seconds) FROM steps", "SELECT TOTAL(CAST(value AS REAL)) FROM meta WHERE key = ?"
         ((seconds,),) = self._query(f"SELECT ({kept}) + ({gone})", (THINNED_SECONDS,))
         return float(seconds)
@@ -167,15 +167,15 @@ class JournalReader:
         return self._rows(FailureRow, "ORDER BY row")
 
     def plans(self) -> list[PlanRow]:
-        """Every plan, in the order in which they came to hold."""
+        """Every plan, in the order of adoption."""
         return self._rows(PlanRow, "ORDER BY row")
 
     def latest_plan(self) -> PlanRow | None:
-        """The plan that was recorded last, or None before the first."""
+        """The plan that was recorded last; None before the first."""
         return _first(self._rows(PlanRow, "ORDER BY row DESC LIMIT 1"))
 
     def plan_after(self, plan: PlanRow) -> PlanRow | None:
-        """The plan that took the place of this one, or None where it holds."""
+        """The plan that replaced this one; None if this one is current."""
         own = "SELECT MAX(row) FROM plans WHERE life = ? AND from_iteration = ? AND created_unix_seconds = ?"
         identity = plan.life, plan.from_iteration, plan.created_unix_seconds
         return _first(self._rows(PlanRow, f"WHERE row > ({own}) ORDER BY row LIMIT 1", identity))
@@ -183,12 +183,12 @@ class JournalReader:
     def phases(self) -> list[PhaseRow]:
         """The newest end of each phase; none in a file from before there were phases.
 
-        A restart goes back to a checkpoint, from which the same phase may end once more.
+        After a restart from a checkpoint the same phase may end again.
         """
         return self._rows(PhaseRow, "WHERE row IN (SELECT MAX(row) FROM phases GROUP BY phase) ORDER BY phase")
 
     def latest_phase(self) -> PhaseRow | None:
-        """The phase that was recorded last to have ended, or None before the first; read without all the others."""
+        """The phase whose end was recorded last; None before the first. Does not read the others."""
         return _first(self._rows(PhaseRow, "ORDER BY row DESC LIMIT 1"))
 
     def fits(self, kind: str | None = None) -> list[FitRow]:
@@ -196,7 +196,7 @@ class JournalReader:
         return self._rows(FitRow, "WHERE ?1 IS NULL OR kind = ?1 ORDER BY row", (kind,))
 
     def bubbles(self) -> list[BubbleRow]:
-        """What the ranks' waits amounted to; none in a file from before that was recorded."""
+        """The ranks' waits; none in a file from before that was recorded."""
         return self._rows(BubbleRow, "ORDER BY row")
 
     def events_of(self, iterations: Sequence[int], kinds: Sequence[str]) -> list[EventRow]:
@@ -221,7 +221,7 @@ class JournalReader:
         """The newest step of each iteration in [start, stop), by iteration.
 
         After a restart at an earlier iteration, iterations that were not reached again yet still show the step of the
-        branch that was given up; `recent_steps` says where the run is.
+        discarded branch; `recent_steps` shows where the run is.
         """
         # SQLite takes the other columns from the row that has the maximum.
         statement = select_sql(StepRow).replace(" FROM", ", MAX(row) FROM", 1)
@@ -230,7 +230,7 @@ class JournalReader:
         return [self._build(StepRow, row[:-1]) for row in rows]
 
     def step_from(self, iteration: int) -> StepRow | None:
-        """The newest step of the first iteration that there is from this one on; None where there is none."""
+        """The newest step of the first recorded iteration from this one on; None if there is none."""
         clause = "WHERE iteration = (SELECT MIN(iteration) FROM steps WHERE iteration >= ?) ORDER BY row DESC LIMIT 1"
         return _first(self._rows(StepRow, clause, (iteration,)))
 
@@ -265,7 +265,7 @@ class JournalReader:
         until_unix_seconds: float | None = None,
         kind: str | None = None,
     ) -> int:
-        """How many rows `newest` has to choose from."""
+        """Number of rows that `newest` selects from."""
         if not self._has(row_type):
             return 0
         statement = f"SELECT COUNT(*) FROM {TABLES[row_type]} WHERE {_chosen(row_type)}"  # noqa: S608 - no input in it
@@ -273,7 +273,7 @@ class JournalReader:
         return int(count)
 
     def after(self, row_type: type[Row], row: int, limit: int) -> list[tuple[int, Row]]:
-        """At most `limit` rows that were recorded after the one of this number, oldest first, with theirs."""
+        """At most `limit` rows recorded after this row number, oldest first, with their numbers."""
         if not self._has(row_type):
             return []
         statement = self._select(row_type).replace(" FROM", ", row FROM", 1)
@@ -281,14 +281,14 @@ class JournalReader:
         return [(values[-1], self._build(row_type, values[:-1])) for values in rows]
 
     def last_row(self, row_type: type[Any]) -> int:
-        """Number of the row that was recorded last; 0 where there is none."""
+        """Number of the row that was recorded last; 0 if there is none."""
         if not self._has(row_type):
             return 0
         ((last,),) = self._query(f"SELECT COALESCE(MAX(row), 0) FROM {TABLES[row_type]}")  # noqa: S608 - no input in it
         return int(last)
 
     def tally(self, row_type: type[Any], keys: Sequence[str], sums: Sequence[str] = ()) -> list[tuple[Any, ...]]:
-        """For each combination of values of `keys`: these, the number of rows, and the sums of other columns.
+        """For each combination of values of `keys`: the values, the number of rows, and the sums of other columns.
 
         Args:
             row_type: of the table.
@@ -301,7 +301,7 @@ class JournalReader:
         if not self._has(row_type):
             return []
         chosen = ", ".join([*keys, "COUNT(*)", *(f"TOTAL({name})" for name in sums)])
-        # The names are this package's own, as was made sure.
+        # The names were checked above: they are this package's own.
         return self._query(f"SELECT {chosen} FROM {TABLES[row_type]} GROUP BY {', '.join(keys)}")  # noqa: S608
 
     def _has(self, row_type: type[Any]) -> bool:
@@ -353,10 +353,10 @@ def _connect(path: Path, parameters: str) -> sqlite3.Connection:
 
 
 def _may_hold_rows(log: Path, unwritten: bool) -> bool:
-    """Whether a write-ahead log keeps the file from being read without it."""
+    """Whether the file cannot be read without its write-ahead log."""
     if not log.exists():
         return False
-    # An attempt to open the file on a full disk leaves an empty one; so does a writer that is about to write.
+    # Opening the file on a full disk leaves an empty log; so does a writer that is about to write.
     return not unwritten or log.stat().st_size > 0
 
 

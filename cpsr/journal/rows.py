@@ -1,4 +1,4 @@
-"""What the journal records: one frozen dataclass a table, and its way into SQLite and back.
+"""The journal's rows: one frozen dataclass per table, and its conversion to and from SQLite.
 
 Every field is a column of the same name; `docs/journal.md` describes them. Times of day are seconds since 1970 (UTC).
 """
@@ -12,6 +12,8 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
+
+from cpsr.journal.beginning import Beginning
 
 __all__ = [
     "BacktestRow",
@@ -43,8 +45,8 @@ SQLValue = int | float | str | None
 class LifeRow:
     """One process lifetime of the run, from start to its end or kill.
 
-    `ending` stays `running` where the process was killed; a later life then follows. `restored_iteration` is None for
-    a life that started from scratch.
+    `ending` stays `running` if the process was killed; a later life then follows. `restored_iteration` is None for a
+    life that started from scratch.
     """
 
     life: int
@@ -59,7 +61,7 @@ class LifeRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """One optimizer step; `loss` is None where the library could not see it, NaN where it was NaN."""
+    """One optimizer step; `loss` is None if the library could not see it, NaN if it was NaN."""
 
     life: int
     iteration: int
@@ -73,7 +75,7 @@ class StepRow:
 class CheckpointRow:
     """One checkpoint that was due: committed, skipped or failed.
 
-    `bytes` and the seconds are None for what did not happen. `origin` is `predicted` where the state, or any state
+    `bytes` and the seconds are None for steps that did not happen. `origin` is `predicted` if the state, or any state
     that it was trained from, was predicted.
     """
 
@@ -102,7 +104,7 @@ class FailureRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverySource:
-    """Where one rank's state came from, and the iteration it was taken at there."""
+    """The source of one rank's state, and the iteration of that state."""
 
     rank: int
     source: str
@@ -111,14 +113,13 @@ class RecoverySource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryRow:
-    """How a life, or a roll-back inside one, began: from scratch, exactly, or from a predicted state.
+    """How a life began.
 
-    `method` is `scratch`, `exact`, or else a predicted state: `line` where it followed the line through the
-    checkpoints, `vitp` where the network turned that line (older journals have `vitp` for both). `restored_iteration`
-    is where training goes on; `failure_iteration` is None where the run had not failed. `feasible` lists the methods
-    that could have been taken, `expected_lag_iterations` is what the recovery was expected to cost, `guard` holds what
-    the guard measured. Where `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` took the
-    place of the predicted.
+    `method` is the text of a `Beginning`, or the name of the predictor: `line` if the state followed the line through
+    the checkpoints, `vitp` if the network turned that line (older journals have `vitp` for both). Training continues at
+    `restored_iteration`; `failure_iteration` is None if the run had not failed. `feasible` lists the possible methods,
+    `expected_lag_iterations` is the expected cost of the recovery, `guard` contains the guard's measurements. If
+    `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` replaced the predicted one.
     """
 
     id: str
@@ -141,9 +142,19 @@ class RecoveryRow:
     sources: tuple[RecoverySource, ...] = dataclasses.field(default=(), metadata={"column": False})
 
     @property
-    def predicted(self) -> bool:
-        """Whether the state came from a predictor, whatever became of it."""
-        return self.method not in ("scratch", "exact")
+    def beginning(self) -> Beginning:
+        """What `method` stands for."""
+        return Beginning.of(self.method)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a predicted state was vetoed or rolled back, so that training went on from the checkpoint."""
+        return self.beginning.watched and self.outcome in ("vetoed", "rolled_back")
+
+    @property
+    def labelled(self) -> bool:
+        """Whether training went on from a state whose checkpoints say `predicted`."""
+        return self.beginning.labelled and not self.given_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +164,8 @@ class RehearsalRow:
     `outcome` is `running` until it has ended (with a later life present: the job was killed during it), `measured`,
     `refused` (no predicted state to train from, or the job was asked to leave meanwhile), `diverged` (its loss
     was no longer finite) or `failed`.
-    `lag_iterations` is None where nothing was measured, or the loss does not fall fast enough to tell time by.
-    `cost_seconds` is what training waited; while it runs, what it is expected to.
+    `lag_iterations` is None if nothing was measured, or the loss falls too slowly to measure a lag.
+    `cost_seconds` is the time that training waited; while it runs, the expected time.
     """
 
     id: str
@@ -183,9 +194,9 @@ class RehearsalRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """The checkpoint interval that holds from an iteration on, and why.
+    """The checkpoint interval from an iteration on, with its explanation.
 
-    `mode` is how a failure would be recovered from, None where the plan did not choose; `origin` the rule's name.
+    `mode` is how a failure would be recovered, None if the plan did not choose; `origin` the rule's name.
     """
 
     life: int
@@ -213,7 +224,7 @@ class PhaseRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FitRow:
-    """One curve as it was fitted at an iteration: of the loss, the predictor's error, or failures."""
+    """One curve fitted at an iteration: of the loss, the predictor's error, or failures."""
 
     life: int
     iteration: int
@@ -224,9 +235,9 @@ class FitRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BacktestRow:
-    """What the predictor would have foretold of the checkpoint at `iteration`, from those that it had seen before.
+    """A backtest: the prediction of the checkpoint at `iteration` from earlier ones.
 
-    `checkpoints` is how many it has learned from, that one included; `result` holds what was measured.
+    `checkpoints` is the number that it has learned from, that one included; `result` contains the measurements.
     """
 
     life: int
@@ -238,12 +249,11 @@ class BacktestRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BubbleRow:
-    """One rank's waits (its bubbles) since its row before this one, and what was done in them.
+    """One rank's waits (its bubbles) since its previous row, and the work in them.
 
-    `seconds` and `iterations` are what the row covers; `used_seconds` is other work inside of waits, `late_seconds`
-    what of it ran past their ends, `outside_seconds` work that began outside. `copied_bytes` of snapshots were copied
-    while the rank waited, in `copied_seconds`, and `copied_beside_bytes` beside its work; None where copies do not wait
-    for waits.
+    The row covers `seconds` and `iterations`. `used_seconds` is other work inside of waits, `late_seconds` its part
+    past their ends, `outside_seconds` work that began outside. `copied_bytes` of snapshots were copied while the rank
+    waited, in `copied_seconds`, and `copied_beside_bytes` beside its work; None if copies do not use the waits.
     """
 
     life: int
@@ -265,7 +275,7 @@ class BubbleRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EventRow:
-    """Anything else that a person reading the run's history should see; `kind` is a word to filter by."""
+    """Any other event in the run's history; `kind` is a word to filter by."""
 
     life: int
     rank: int
@@ -286,7 +296,7 @@ def to_sql(row: Any) -> tuple[SQLValue, ...]:
     Raises:
         TypeError: a value is not of its field's type; the message names the field. (SQLite itself would store a numpy
             integer as a blob.)
-        ValueError: a structured field holds something that JSON cannot express.
+        ValueError: a structured field has a value that JSON cannot express.
     """
     values = []
     for name, kind, optional in _layout(type(row)):
@@ -316,7 +326,7 @@ def _value_to_sql(value: Any, kind: type, optional: bool) -> SQLValue:
 
 
 def encode_json(value: Any) -> str:
-    """A structured value as the JSON text that its column holds."""
+    """A structured value as the JSON text of its column."""
     return json.dumps(dict(value) if isinstance(value, Mapping) else list(value), sort_keys=True)
 
 
@@ -344,7 +354,7 @@ def _value_from_sql(value: int | float | str, kind: type) -> Any:
 
 
 def json_ready(value: Any) -> Any:
-    """A copy in which NaN and infinities are their names, since JSON has no numbers for them."""
+    """A copy with NaN and infinities as strings, since JSON has no numbers for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

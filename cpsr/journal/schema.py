@@ -1,4 +1,4 @@
-"""The journal's tables, its version, and how SQLite is set up for the file system that it lies on."""
+"""The journal's tables, its version, and SQLite's settings for its file system."""
 
 import errno
 import json
@@ -66,8 +66,8 @@ TABLES: dict[type[Any], str] = {
 
 _WITHOUT_ROWS = (LifeRow, RecoverySource)  # tables whose rows are not numbered in the order of their recording
 
-# An INTEGER PRIMARY KEY that no dataclass has keeps the order in which rows were recorded: after a restart or a
-# roll-back the same iteration is stepped and checkpointed again, and both rows stay.
+# `row`, an INTEGER PRIMARY KEY without a field in the dataclasses, keeps the order of recording: after a restart or a
+# roll-back the same iteration is trained and checkpointed again, and both rows stay.
 _STATEMENTS = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lives (
@@ -107,7 +107,7 @@ CREATE TABLE events (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
     iteration INTEGER, created_unix_seconds REAL NOT NULL);
 """
-# What each version added to the one before it; a new file gets everything.
+# Additions of each version; a new file gets all.
 _ADDED = {
     2: """
 CREATE TABLE rehearsals (
@@ -120,7 +120,7 @@ CREATE TABLE rehearsals (
     load_seconds REAL, predict_seconds REAL, inject_seconds REAL, train_seconds REAL, cost_seconds REAL NOT NULL,
     cost_iterations REAL, created_unix_seconds REAL NOT NULL);
 """,
-    # SQLite cannot take a CHECK back: the plans move into a table whose origins are open.
+    # SQLite cannot drop a CHECK: the plans move into a table without one on the origin.
     3: """
 CREATE TABLE plans_3 (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, from_iteration INTEGER NOT NULL,
@@ -139,14 +139,14 @@ CREATE TABLE fits (
     kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate')), result TEXT NOT NULL,
     created_unix_seconds REAL NOT NULL);
 """,
-    # A life that goes on from a checkpoint knows the backtests up to there, and tells them again.
+    # A life that continues from a checkpoint has the backtests up to there, and records them again.
     4: """
 CREATE TABLE backtests (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
     checkpoints INTEGER NOT NULL, result TEXT NOT NULL, created_unix_seconds REAL NOT NULL,
     UNIQUE (iteration, checkpoints, result));
 """,
-    # What became of a checkpoint's copies is asked of the events by their kind.
+    # Queries for the copies of checkpoints select events by kind.
     5: """
 CREATE TABLE bubbles (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL,
@@ -157,13 +157,13 @@ CREATE TABLE bubbles (
 CREATE INDEX events_by_kind ON events (kind);
 """,
 }
-# In `meta`, once for each time that a writer opened the file: the last row of each table then. Whoever had seen later
-# ones by then has seen what a power cut took. They are told apart by their order, so that no clock may change it.
+# In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
+# has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.
 OPENED = "opened:{microseconds}"
 MICROSECONDS = 1e6
 
-# File systems whose memory maps other hosts do not see, as WAL's index would need. Everything under FUSE is taken for
-# one of them: the rollback journal is merely slower, WAL would corrupt.
+# File systems whose memory maps are not shared with other hosts, as WAL's index requires. Everything under FUSE counts
+# as one of them: the rollback journal is only slower, WAL would corrupt.
 # fmt: off
 _NETWORK_FILESYSTEMS = frozenset([
     "9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs3", "nfs4",
@@ -208,14 +208,14 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Set up a writing connection: journal mode, tables of a new file, identity of an existing one.
 
     Raises:
-        JournalError: the file is no journal, or has a newer schema; it is left as it was.
+        JournalError: the file is no journal, or has a newer schema; it is not changed.
     """
     if connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
         check_identity(connection, path)
     filesystem = filesystem_of(path)
     wanted = "delete" if is_network(filesystem) else "wal"
     (mode,) = connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()
-    # NORMAL survives the death of the process at any point; after a power cut WAL may lack the last rows, never more.
+    # NORMAL survives a kill at any point; after a power cut WAL may lack the last rows, never more.
     connection.execute(f"PRAGMA synchronous={'NORMAL' if mode == 'wal' else 'FULL'}")
     connection.execute("BEGIN IMMEDIATE")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -267,7 +267,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def lacks_room(error: sqlite3.Error | OSError, path: Path) -> bool:
-    """Whether the disk is why the file `path` cannot be written: it is full, a quota is used up, or it fails."""
+    """Whether the disk prevents writing the file `path`: it is full, a quota is used up, or it fails."""
     if isinstance(error, OSError):
         return error.errno in NO_SPACE
     name = getattr(error, "sqlite_errorname", "")
@@ -277,7 +277,7 @@ def lacks_room(error: sqlite3.Error | OSError, path: Path) -> bool:
 
 
 def _lacks_files(directory: Path) -> bool:
-    """Whether no more files can be made, for want of inodes or quota: SQLite does not say why it could not make one."""
+    """Whether no more files can be created, for lack of inodes or quota: SQLite does not report the reason."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".room-"):
             return False
@@ -286,20 +286,20 @@ def _lacks_files(directory: Path) -> bool:
 
 
 def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:
-    """Say what an error of SQLite or of the disk means for a person who has the journal `path` before them."""
+    """Translate an error of SQLite or of the disk into a message about the journal `path` for its user."""
     name = getattr(error, "sqlite_errorname", "") or type(error).__name__
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        meaning = "is locked by another process; nothing was changed; try again, or end the process that holds it"
+        meaning = "is locked by another process; nothing was changed; try again, or end the process that locks it"
     elif name.startswith("SQLITE_NOTADB"):
         meaning = "is not a CPSR journal (no SQLite file); nothing was changed; name a run directory's journal.db"
     elif name.startswith("SQLITE_CORRUPT"):
         meaning = (
-            "is damaged or truncated; checkpoints are kept apart from it and are not affected; move it (and its -wal) "
+            "is damaged or truncated; checkpoints are stored elsewhere and are not affected; move it (and its -wal) "
             "away, and the run starts a new one"
         )
     elif name.startswith("SQLITE_CANTOPEN"):
         meaning = (
-            "cannot be opened; nothing was changed; where its directory is read-only, copy the file to a writable one"
+            "cannot be opened; nothing was changed; if its directory is read-only, copy the file to a writable one"
         )
     else:
         meaning = "cannot be used; nothing was changed"

@@ -1,33 +1,33 @@
-"""Thinning out old steps: the older they are, the fewer are kept, so that a journal does not grow with its run.
+"""Thins out old steps: the older they are, the fewer are kept, so that the journal stays small in a long run.
 
 The newest N steps are all kept. Of those with N later ones every second iteration is, of those with 2 N every fourth,
-and so on: every doubling of the run adds N / 2 rows. What is kept depends on the iteration, and not on the number of
-the row, so that of an iteration that was stepped more than once the newest step is never the one that goes first.
+and so on: every doubling of the run adds N / 2 rows. The iteration decides, not the row number: of an iteration that
+was trained more than once, the newest step is never deleted first.
 """
 
 import sqlite3
 
 __all__ = ["THINNED_SECONDS", "thin"]
 
-# Deleted in a transaction at most: some milliseconds, for which records wait in their queue.
+# Most rows deleted in a transaction: some milliseconds, while new rows wait in their queue.
 SLICE_ROWS = 2_000
-THINNED_SECONDS = "thinned_seconds"  # in `meta`: wall time of the steps that are gone
+THINNED_SECONDS = "thinned_seconds"  # in `meta`: wall time of the deleted steps
 _DONE = "steps_thinned:{every}"  # in `meta`: up to which row only one of so many iterations was kept
 
 
 def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
-    """Delete one slice of the steps that are to go; False where no whole slice is.
+    """Delete one slice of steps; False if there is no complete slice to delete.
 
     Args:
-        connection: that writes, outside of a transaction.
-        full_steps: how many of the newest steps stay.
+        connection: a writing one, outside of a transaction.
+        full_steps: number of newest steps that stay.
 
     Raises:
         sqlite3.Error: nothing was deleted; a transaction may be open.
-        ValueError: `meta` holds what is no number; nothing was deleted.
+        ValueError: a value in `meta` is no number; nothing was deleted.
     """
     (newest,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM steps").fetchone()
-    # The finest first: where its slices are done, a slice of the next has no more rows although it is twice as long.
+    # The finest level first: after it, a slice of the next level has as many rows although it is twice as long.
     every = 2
     while (boundary := newest - full_steps * (every // 2)) > 0:
         key = _DONE.format(every=every)

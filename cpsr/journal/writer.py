@@ -7,7 +7,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,38 +15,22 @@ from typing import Any, Literal
 from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.journal.events import import_events
 from cpsr.journal.reader import JournalReader
-from cpsr.journal.rows import (
-    BacktestRow,
-    BubbleRow,
-    CheckpointRow,
-    EventRow,
-    FailureRow,
-    FitRow,
-    LifeRow,
-    PhaseRow,
-    PlanRow,
-    RecoveryRow,
-    RecoverySource,
-    RehearsalRow,
-    SQLValue,
-    StepRow,
-    encode_json,
-    to_sql,
-)
+from cpsr.journal.rows import EventRow, LifeRow, encode_json, to_sql
 from cpsr.journal.schema import insert_sql, lacks_room, prepare, unreadable
+from cpsr.journal.statements import LASTING, Apply, Row, freeze, statement
 from cpsr.journal.thinning import thin
 
 __all__ = ["Journal"]
 
 log = logging.getLogger(__name__)
 
-# What waits while the file cannot be written (full disk, another process holds it). Beyond it the oldest step rows go
-# first, since they have a queue of their own; at the default flush of 20 iterations this is 100,000 steps, about 20 MB.
+# Writes that wait while the file cannot be written (full disk, locked by another process). Beyond that the oldest step
+# rows are dropped first, from a queue of their own: 100,000 steps at the default flush of 20 iterations, about 20 MB.
 STEP_WRITES_MAX = 5_000
 RECORD_WRITES_MAX = 5_000
 RETRY_SECONDS = 1.0  # between attempts to write; a full disk or a lock rarely clears sooner
 BUSY_SECONDS = 5.0  # how long SQLite itself waits for another process's lock
-START_SECONDS = 10.0  # how long a life waits for its row before it goes on without
+START_SECONDS = 10.0  # how long a life waits for its row before it continues without
 CLOSE_SECONDS = 10.0  # how long an exit waits for the last rows
 
 # A row that fails with one of these fails every time; everything else may pass at the next attempt.
@@ -69,16 +53,16 @@ Outcome = Literal["kept", "vetoed", "rolled_back", "watching"]
 class _Write:
     kind: str
     rows: int
-    apply: Callable[[sqlite3.Connection], object]
-    lasting: bool = False  # never pushed out: of these a life has few, and without them the others say little
+    apply: Apply
+    lasting: bool = False  # never dropped: a life has few of these, and the other rows depend on them
 
 
 class Journal:
     """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
 
-    Recording never blocks and never raises for a disk's sake: rows wait in a bounded queue and are tried again, also
-    where the disk is full when the journal is opened. A failure is logged once per kind, counted in `failure_counts`,
-    and told once by `failures()`; rows that the bound pushed out are counted in `dropped_rows` and in an event once the
+    Recording never blocks, and never raises because of the disk: rows wait in a bounded queue and are retried, also if
+    the disk is full when the journal is opened. A failure is logged once per kind, counted in `failure_counts`, and
+    returned once by `failures()`. Rows dropped by the bound are counted in `dropped_rows`, and in an event once the
     file can be written again.
     """
 
@@ -86,7 +70,7 @@ class Journal:
         self, path: Path, connection: sqlite3.Connection | None, next_life: int, full_steps: int | None = None
     ) -> None:
         self.path = path
-        self._connection = connection  # None: the disk had no room for it yet
+        self._connection = connection  # None: the disk has had no room for it yet
         self._next_life = next_life
         self._full_steps = full_steps
         self._life: int | None = None
@@ -107,14 +91,14 @@ class Journal:
     def open(cls, path: Path, full_steps: int | None = None) -> "Journal":
         """Open the journal, or create it and its directory.
 
-        Where the disk has no room for it, it is opened once there is some; training does not wait for that.
+        If the disk has no room for it, it is opened once there is some; training does not wait for that.
 
         Args:
             path: of the file.
-            full_steps: how many of the newest steps are all kept; older ones are thinned out. None keeps every step.
+            full_steps: number of newest steps that are all kept; older ones are thinned out. None keeps every step.
 
         Raises:
-            JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is left as it was.
+            JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is not changed.
         """
         try:
             connection, next_life = _connect(path)
@@ -133,82 +117,45 @@ class Journal:
 
         Args:
             mode: the configured recovery mode.
-            after: newest life known from elsewhere: a number is never given twice, also where the journal was lost.
+            after: newest life known from another source: a number is never used twice, even if the journal was lost.
 
-        Where the file cannot be written the row is tried again like any other. Where it could not even be read, and
-        turns out to hold this life's number already, nothing of this life is recorded, and `failures()` tells so.
+        If the file cannot be written, the row is retried like any other. If it could not be read either, and turns out
+        to contain this life's number already, nothing of this life is recorded, and `failures()` reports that.
         """
-        with self._changed:  # the thread may be opening the file just now
+        with self._changed:  # the thread may just be opening the file
             life = self._life = max(self._next_life, after + 1)
             self._next_life = life + 1
-        self._record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()), lasting=True)
+        self.record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
         if self._closed_because is None:
             self.flush(START_SECONDS)
         else:
-            message = f"the life began without its journal ({self._closed_because}); what was recorded until now waited"
-            self._record(EventRow(life=life, rank=0, kind="journal_late", message=message), lasting=True)
+            message = f"the life began without its journal ({self._closed_because}); rows waited until now"
+            late = EventRow(life=life, rank=0, kind="journal_late", message=message)
+            self._enqueue(_Write("EventRow", 1, statement(EventRow, [freeze(late)]), lasting=True))
         return life
 
     def end_life(self, ending: Literal["clean", "sigterm", "error"]) -> None:
-        """Write down how the current life ended."""
+        """Record how the current life ended."""
         values = (time.time(), ending, self._life)
         statement = "UPDATE lives SET ended_unix_seconds = ?, ending = ? WHERE life = ?"
         self._enqueue(_Write("end_life", 1, lambda connection: connection.execute(statement, values)))
 
-    def record_steps(self, rows: Sequence[StepRow]) -> None:
-        """Record steps; a step that is done again after a recovery keeps its earlier row."""
-        values = self._convert("StepRow", rows)
-        statement = insert_sql(StepRow)
-        self._enqueue(_Write("StepRow", len(values), lambda connection: connection.executemany(statement, values)))
+    def record(self, *rows: Row) -> None:
+        """Record rows, all of one table.
 
-    def record_checkpoint(self, row: CheckpointRow) -> None:
-        """Record a checkpoint that was committed, skipped or failed."""
-        self._record(row)
+        A step that is repeated after a recovery keeps its earlier row. A rehearsal replaces the earlier row with the
+        same id. A backtest that is recorded already, with equal values, is ignored.
 
-    def record_failure(self, row: FailureRow) -> None:
-        """Record a failure of an earlier life."""
-        self._record(row)
-
-    def record_plan(self, row: PlanRow) -> None:
-        """Record the interval that holds from now on."""
-        self._record(row)
-
-    def record_phase(self, row: PhaseRow) -> None:
-        """Record a phase that has ended."""
-        self._record(row)
-
-    def record_fit(self, row: FitRow) -> None:
-        """Record a curve as it was fitted."""
-        self._record(row)
-
-    def record_backtests(self, rows: Sequence[BacktestRow]) -> None:
-        """Record backtests; one that is recorded already, word for word, is left as it is."""
-        values = self._convert("BacktestRow", rows)
-        statement = f"{insert_sql(BacktestRow)} ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
-        self._enqueue(_Write("BacktestRow", len(values), lambda connection: connection.executemany(statement, values)))
-
-    def record_bubbles(self, row: BubbleRow) -> None:
-        """Record what a rank's waits amounted to since its last row."""
-        self._record(row)
-
-    def record_event(self, row: EventRow) -> None:
-        """Record anything else worth a line."""
-        self._record(row)
-
-    def record_recovery(self, row: RecoveryRow) -> None:
-        """Record a restoration and its sources; the life's `restored_iteration` follows it."""
-        recoveries, sources = self._convert("RecoveryRow", [row]), self._convert("RecoverySource", row.sources)
-
-        def apply(connection: sqlite3.Connection) -> None:
-            connection.executemany(insert_sql(RecoveryRow), recoveries)
-            connection.executemany(insert_sql(RecoverySource, ("recovery_id",)), [(*s, row.id) for s in sources])
-            if row.method != "scratch":
-                connection.execute(
-                    "UPDATE lives SET restored_iteration = ? WHERE life = ?", (row.restored_iteration, row.life)
-                )
-
-        if recoveries:
-            self._enqueue(_Write("RecoveryRow", 1, apply, lasting=True))
+        Raises:
+            TypeError: the rows are of several tables.
+        """
+        kinds = {type(row) for row in rows}
+        if len(kinds) > 1:
+            raise TypeError(f"one call records rows of one table, not of {sorted(kind.__name__ for kind in kinds)}")
+        for kind in kinds:
+            apply, count = self._statement(kind, rows)
+            if count:
+                self._enqueue(_Write(kind.__name__, count, apply, lasting=kind in LASTING))
 
     def update_recovery(self, recovery_id: str, outcome: Outcome, guard: Mapping[str, Any]) -> None:
         """Replace the outcome and the guard's measurements of a recorded recovery."""
@@ -224,22 +171,8 @@ class Journal:
 
         self._enqueue(_Write("update_recovery", 1, apply, lasting=True))
 
-    def record_rehearsal(self, row: RehearsalRow) -> None:
-        """Record a rehearsal; what was recorded of it before, under the same id, is replaced by a row of its own."""
-        values = self._convert("RehearsalRow", [row])
-
-        def apply(connection: sqlite3.Connection) -> None:
-            # Taken before the deletion, or the number of the last row would be given twice: who follows the rows by
-            # their numbers would miss how the rehearsal ended.
-            (last,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM rehearsals").fetchone()
-            connection.execute("DELETE FROM rehearsals WHERE id = ?", (row.id,))
-            connection.executemany(insert_sql(RehearsalRow, ("row",)), [(*value, last + 1) for value in values])
-
-        if values:
-            self._enqueue(_Write("RehearsalRow", 1, apply))
-
     def import_events(self, directory: Path) -> None:
-        """Take over what the other ranks' event files in `directory` gained; every line exactly once."""
+        """Import new rows of the other ranks' event files in `directory`; every line exactly once."""
         kind = f"event files in {directory}"
         with self._changed:
             if any(write.kind == kind for write in self._lasting):
@@ -248,12 +181,12 @@ class Journal:
         self._enqueue(_Write(kind, 0, lambda connection: import_events(connection, directory, life), lasting=True))
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything recorded so far is committed or rejected; False when the time was too short."""
+        """Wait until all rows so far are committed or rejected; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle() or self._stopped, timeout_seconds) and self._idle()
 
     def failures(self) -> list[str]:
-        """What went wrong since the last call, one message per kind of failure; for the training thread to surface."""
+        """Failures since the last call, one message per kind; for the training thread to report."""
         with self._changed:
             failures, self._failures = self._failures, []
             return failures
@@ -271,7 +204,7 @@ class Journal:
             return self._dropped_rows
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Write what waits and close the file; what does not get written in time is counted and logged."""
+        """Write the queued rows and close the file; rows not written in time are counted and logged."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -290,40 +223,34 @@ class Journal:
     def _idle(self) -> bool:
         return not (self._lasting or self._records or self._steps or self._batch)
 
-    def _record(self, row: Any, lasting: bool = False) -> None:
-        kind = type(row).__name__
-        values = self._convert(kind, [row])
-        statement = insert_sql(type(row))
-        self._enqueue(_Write(kind, len(values), lambda connection: connection.executemany(statement, values), lasting))
-
-    def _convert(self, kind: str, rows: Sequence[Any]) -> list[tuple[SQLValue, ...]]:
-        """Freeze rows on the caller's thread, which may go on changing what they refer to."""
-        values = []
+    def _statement(self, kind: type[Row], rows: Sequence[Row]) -> tuple[Apply, int]:
+        """Freeze rows on the caller's thread, which may change the referenced objects later."""
+        frozen = []
         for row in rows:
             try:
-                values.append(to_sql(row))
+                frozen.append(freeze(row))
             except (TypeError, ValueError) as error:
-                self._reject(kind, 1, error)
-        return values
+                self._reject(kind.__name__, 1, error)
+        return statement(kind, frozen), len(frozen)
 
     def _enqueue(self, write: _Write) -> None:
         queue, limit = self._queue(write)
         with self._changed:
             if self._stopped and not self._closing:
-                self._dropped_rows += write.rows  # why nothing is recorded was told when the thread stopped
+                self._dropped_rows += write.rows  # the reason was reported when the thread stopped
                 return
             accepted = not self._closing
-            pushed_out = [queue.popleft()] if accepted and limit is not None and len(queue) >= limit else []
+            dropped = [queue.popleft()] if accepted and limit is not None and len(queue) >= limit else []
             if accepted:
                 queue.append(write)
                 self._changed.notify_all()
-        for lost in pushed_out:
+        for lost in dropped:
             self._drop(lost.kind, lost.rows, f"more than {limit} writes wait for the file; the oldest rows are dropped")
         if not accepted:
             self._drop(write.kind, write.rows, "the row was recorded after the journal had closed and is lost")
 
     def _queue(self, write: _Write) -> tuple[collections.deque[_Write], int | None]:
-        """Where a write waits, and how many may wait there."""
+        """The queue of a write, and its limit."""
         if write.lasting:
             return self._lasting, None
         return (self._steps, STEP_WRITES_MAX) if write.kind == "StepRow" else (self._records, RECORD_WRITES_MAX)
@@ -364,7 +291,7 @@ class Journal:
         except JournalError as error:
             self._note("file", f"{error}; nothing is recorded in this life, training goes on")
         except Exception as error:
-            # A defect of this file: training goes on without a journal, and everyone who asks is told.
+            # A defect in this file: training goes on without a journal, and `failures` reports it.
             log.exception("the journal's thread stopped; nothing more is recorded in this life")
             self._note("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
         finally:
@@ -379,28 +306,28 @@ class Journal:
             return self._changed.wait_for(lambda: self._abandoned, seconds)
 
     def _open_late(self) -> bool:
-        """Try again to open the file, after a while; False where nobody waits for that any more.
+        """Retry to open the file, after a while; False if the journal was abandoned.
 
         Raises:
-            JournalError: the file can be read now, and is not one to write to, or not under this life's number.
+            JournalError: the file can be read now, but must not be written, or not under this life's number.
         """
         if self._is_abandoned_within(RETRY_SECONDS):
             return False
         try:
             self._connection, next_life = _connect(self.path)
         except (sqlite3.Error, OSError) as error:
-            told = unreadable(self.path, error)
-            if isinstance(told, JournalDamagedError):
-                raise told from error
+            reported = unreadable(self.path, error)
+            if isinstance(reported, JournalDamagedError):
+                raise reported from error
             return True
         self._check_life(next_life)
         return True
 
     def _check_life(self, next_life: int) -> None:
-        """Make sure that this life's number, given before the file could be read, is none that the file holds.
+        """Check that the file does not contain this life's number, which was assigned before it could be read.
 
         Raises:
-            JournalError: it is; the rows of two lives would be mixed.
+            JournalError: it does; the rows of two lives would be mixed.
         """
         with self._changed:
             life = self._life
@@ -408,7 +335,7 @@ class Journal:
         if life is not None and life < next_life:
             raise JournalError(
                 f"this life was given number {life} while {self.path} could not be read ({self._closed_because}), "
-                f"which holds lives up to {next_life - 1}; what it held is kept, checkpoints are not affected; restart "
+                f"which has lives up to {next_life - 1}; its content is kept, checkpoints are not affected; restart "
                 "the job to have it recorded again"
             )
 
@@ -416,7 +343,7 @@ class Journal:
         """Wait for work and take all of it; False once the journal is closed and everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._idle() or self._closing)
-            # A life's row comes first: others change it.
+            # A life's row comes first: other writes update it.
             self._batch = [*self._lasting, *self._records, *self._steps]
             self._lasting.clear()
             self._records.clear()
@@ -440,7 +367,7 @@ class Journal:
                 self._record_drops(connection, dropped_rows)
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            # Some errors (a full disk) have already rolled back by themselves.
+            # After some errors (a full disk) SQLite has rolled back already.
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             name = getattr(error, "sqlite_errorname", type(error).__name__)
@@ -455,7 +382,7 @@ class Journal:
         return True
 
     def _thin(self, connection: sqlite3.Connection) -> None:
-        """One slice for each batch: a batch has a few dozen steps, so that also an old file is thinned before long."""
+        """Delete one slice per batch: a batch has a few dozen steps, so that even an old file is thinned soon."""
         if self._full_steps is None:
             return
         try:
@@ -465,7 +392,7 @@ class Journal:
                 connection.execute("ROLLBACK")
             name = getattr(error, "sqlite_errorname", type(error).__name__)
             self._note(
-                "thinning", f"old steps cannot be thinned out ({name}: {error}); all are kept, and it is tried again"
+                "thinning", f"old steps cannot be thinned out ({name}: {error}); all are kept, and thinning is retried"
             )
 
     def _record_drops(self, connection: sqlite3.Connection, dropped_rows: int) -> None:
@@ -475,11 +402,11 @@ class Journal:
 
 
 def _connect(path: Path) -> tuple[sqlite3.Connection, int]:
-    """A connection that writes, for the journal's thread, and the number of the next life.
+    """A writing connection for the journal's thread, and the number of the next life.
 
     Raises:
         JournalError: the file is no journal, or has a newer schema.
-        OSError: its directory, or itself, cannot be made.
+        OSError: it, or its directory, cannot be created.
         sqlite3.Error: anything else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -494,7 +421,7 @@ def _connect(path: Path) -> tuple[sqlite3.Connection, int]:
 
 
 def _next_life(path: Path) -> int:
-    """As far as a file tells that cannot be written now."""
+    """Number of the next life, from a file that cannot be written now; 0 if it cannot be read."""
     try:
         with JournalReader(path, unwritten=True) as reader:
             return max((life.life for life in reader.lives()), default=-1) + 1

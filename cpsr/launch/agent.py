@@ -1,4 +1,4 @@
-"""torchrun's agent, with what recovery needs: when it starts the ranks again, and one line for each failure."""
+"""torchrun's agent for recovery: decides when to restart the ranks, and prints one line for each failure."""
 
 import logging
 import signal
@@ -15,21 +15,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
-from cpsr.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
-from cpsr.launch.link import REFUSED_STATUS, Opened, Report
+from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
+from cpsr.ranks.link import REFUSED_STATUS, Opened, Report
 
 __all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
 
 logger = logging.getLogger(__name__)
 
 BACK_OFF_SECONDS_MAX = 60.0
-SLOW_START_SECONDS = 60.0  # after which it is said why, where that can be seen
+SLOW_START_SECONDS = 60.0  # after which the cause is reported, if it is visible
 SHUTDOWN_SECONDS = 30  # torchrun's own
 
 
 class JobEndedError(Exception):
-    """The launcher ends now, and starts nothing again.
+    """The launcher ends now, without another restart.
 
     Args:
         status: its exit status.
@@ -42,35 +42,35 @@ class JobEndedError(Exception):
 
 
 class Failures:
-    """What the failures of a job mean for its restarts.
+    """Decides about restarts after failures of a job.
 
-    A failure counts against the restarts only where the job came no further than before: a job that gains something in
-    each life may fail as often as it likes, one that fails again and again at the same place is given up soon.
+    A failure counts against the restarts only if the job came no further than before. A job that advances in each life
+    may fail any number of times; one that fails repeatedly at the same place is given up soon.
 
     Args:
-        report: what the ranks tell.
-        restarts_max: failures in a row, without a new iteration, after which the job is given up.
-        tell: prints one line.
+        report: what the ranks report.
+        restarts_max: consecutive failures without a new iteration after which the job is given up.
+        print_line: prints one line.
 
     Attributes:
-        tell: as given.
+        print_line: as given.
     """
 
-    def __init__(self, report: Report, restarts_max: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, report: Report, restarts_max: int, print_line: Callable[[str], None]) -> None:
         self._report = report
         self._restarts_max = restarts_max
-        self.tell = tell
+        self.print_line = print_line
         self._opened: Opened | None = None  # the run of the ranks that run now
         self._counted_run = ""
         self._furthest_iteration = -1
         self._in_vain = 0
-        self._started, self._said_slow = time.monotonic(), False
+        self._started, self._reported_slow = time.monotonic(), False
 
     def after(self, exits: Sequence[Exit]) -> float:
-        """Ranks of this machine have ended; prints one line.
+        """Handle the end of ranks on this machine; prints one line.
 
         Args:
-            exits: how.
+            exits: how they ended.
 
         Returns:
             Seconds to wait before the job is started again.
@@ -92,15 +92,15 @@ class Failures:
             kept = "" if self._opened is None else f"; `cpsr release {self._opened.run_dir}` frees its host memory"
             raise JobEndedError(1, f"{message}. {why}{kept}")
         if not in_vain:
-            self.tell(f"{message}. All ranks start again")
+            self.print_line(f"{message}. All ranks start again")
             return 0.0
         wait_seconds = min(2.0 ** (in_vain - 1), BACK_OFF_SECONDS_MAX)
         counted = f"restart {in_vain} of {self._restarts_max} without a new iteration"
-        self.tell(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
+        self.print_line(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
         return wait_seconds
 
     def _count(self, iteration: int) -> int:
-        """Failures in a row in which the run came no further, this one at `iteration` included."""
+        """Consecutive failures without a new iteration, including this one at `iteration`."""
         if self._opened is not None and self._opened.run_dir != self._counted_run:  # a script may train several
             self._counted_run, self._furthest_iteration, self._in_vain = self._opened.run_dir, -1, 0
         self._in_vain = 0 if iteration > self._furthest_iteration else self._in_vain + 1
@@ -108,26 +108,26 @@ class Failures:
         return self._in_vain
 
     def started(self, pids: Mapping[int, int]) -> None:
-        """Say which process is which rank, so that a user can look at one, or kill it to see what happens."""
-        self._opened, self._started, self._said_slow = None, time.monotonic(), False
+        """Report which process is which rank, so that a user can inspect one, or kill it to test a recovery."""
+        self._opened, self._started, self._reported_slow = None, time.monotonic(), False
         named = "pid" if len(pids) == 1 else "pids"
-        self.tell(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
+        self.print_line(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
     def look(self) -> None:
-        """See which run the ranks have opened, and say how it came back; from time to time."""
+        """Detect which run the ranks have opened, and report how it began; called periodically."""
         self._opened = self._opened or self._report.opened()
         slow = self._opened is None and time.monotonic() - self._started > SLOW_START_SECONDS
-        if slow and not self._said_slow:
-            self._said_slow = True
+        if slow and not self._reported_slow:
+            self._reported_slow = True
             compiling = [str(path.parent) for path in compile_locks(extensions_directory())]
             why = f": operators are being compiled in {', '.join(compiling)}, once" if compiling else ""
-            self.tell(f"No rank has opened a run for {SLOW_START_SECONDS:g} s{why}")
+            self.print_line(f"No rank has opened a run for {SLOW_START_SECONDS:g} s{why}")
         message = self._report.take_recovered()
         if message is not None:
-            self.tell(message)
+            self.print_line(message)
 
     def _cause(self, exits: Sequence[Exit]) -> str:
-        """How the life ended, by what this launcher saw, which it notes for the run, and by the ranks' own notes."""
+        """How the life ended: seen by this launcher, which records it for the run, and recorded by the ranks."""
         first = first_of(exits)
         if self._opened is None:
             return cause_of(first, None)
@@ -144,7 +144,7 @@ class _Agent(LocalElasticAgent):
 
     failures: Failures
     report: Report
-    _asked_to_leave = False  # by a SIGTERM that came while ranks were being stopped
+    _asked_to_leave = False  # by a SIGTERM that arrived while ranks were being stopped
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -155,7 +155,7 @@ class _Agent(LocalElasticAgent):
                 for rank, failure in result.failures.items()
             ]
             time.sleep(self.failures.after(exits))
-            # Whether to start again is decided here. The difference of the two is the number of the start.
+            # The decision to restart is made here. The difference of the two numbers counts the starts.
             self._worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1
         return result
@@ -163,7 +163,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.report.clear()
         for lock in remove_stale_locks(extensions_directory()):
-            self.failures.tell(f"Removed {lock}, left by a process that was killed while it compiled an operator")
+            self.failures.print_line(f"Removed {lock}, left by a process that was killed while it compiled an operator")
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self.failures.started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
         return pids
@@ -176,20 +176,20 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if death_sig is not signal.SIGTERM and "timeout" in kwargs:  # ranks commit after SIGTERM alone
             kwargs["timeout"] = min(kwargs["timeout"], SHUTDOWN_SECONDS)
-        # The ranks have been told to leave, and are waited for: a second SIGTERM must not leave them behind.
-        before = signal.signal(signal.SIGTERM, self._note_sigterm)
+        # The ranks were asked to exit, and the launcher waits for them: a second SIGTERM must not orphan them.
+        before = signal.signal(signal.SIGTERM, self._record_sigterm)
         try:
             super()._shutdown(death_sig, *args, **kwargs)
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _note_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _record_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_leave = True
 
 
 @contextmanager
 def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
-    """Inside, torchrun's launcher makes our agent: it has no argument for that."""
+    """Within this context torchrun's launcher constructs our agent: it has no argument for that."""
     names = vars(api)
     before = names["LocalElasticAgent"]
     names["LocalElasticAgent"] = type("RecoveringAgent", (_Agent,), {"failures": failures, "report": report})
@@ -200,7 +200,7 @@ def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
 
 
 def _progress_of(opened: Opened) -> Progress | None:
-    """How far the ranks came, None where that cannot be read: the failure then counts as one without a gain."""
+    """The ranks' progress; None where it cannot be read: the failure then counts as one without progress."""
     try:
         return read_progress(Path(opened.run_dir), opened.ranks)
     except OSError as error:

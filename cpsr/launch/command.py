@@ -1,4 +1,4 @@
-"""`cpsr run`: start a job with torchrun's arguments, and start it again after failures that a restart can cure."""
+"""`cpsr run`: start a job with torchrun's arguments, and restart it after failures."""
 
 import logging
 import os
@@ -14,12 +14,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from cpsr.launch.agent import Failures, JobEndedError, agent_that_recovers
-from cpsr.launch.link import LAUNCHER, VERBOSE, Report
+from cpsr.ranks.link import LAUNCHER, VERBOSE, Report
 
 __all__ = ["run_job"]
 
 RESTARTS_MAX = 3
-NO_SCRIPT_STATUS = 2  # as of any command line that cannot be carried out
+NO_SCRIPT_STATUS = 2  # as of any unusable command line
 # What is set unless the user has set it.
 ENVIRONMENT = {
     # The ranks' own store, new for each life: in the agent's, gloo finds the addresses of the dead group.
@@ -42,13 +42,13 @@ def run_job(arguments: Sequence[str]) -> int:
     """
     parsed = _parser().parse_args(list(arguments))
     if not (parsed.module or parsed.no_python or Path(parsed.training_script).is_file()):
-        _tell(f"There is no script {parsed.training_script}; name one, or give -m for a module")
+        _report(f"There is no script {parsed.training_script}; name one, or give -m for a module")
         return NO_SCRIPT_STATUS
     _restartable(parsed)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if parsed.nproc_per_node != "1":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which takes six lines to say so
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which prints six lines about it
     if parsed.verbose:
         os.environ[VERBOSE] = "1"
     else:
@@ -57,21 +57,21 @@ def run_job(arguments: Sequence[str]) -> int:
         os.environ[LAUNCHER] = directory
         report = Report(Path(directory))
         try:
-            with agent_that_recovers(Failures(report, parsed.max_restarts, _tell), report):
+            with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report):
                 torchrun.run(parsed)  # type: ignore[no-untyped-call]
         except JobEndedError as ended:
-            _tell(str(ended))
+            _report(str(ended))
             return ended.status
         except SignalException as error:
-            _tell(f"The job left after {error.sigval.name}; start it with the same command to go on")
+            _report(f"The job left after {error.sigval.name}; start it with the same command to go on")
             return 128 + int(error.sigval)
         except RendezvousError as error:
-            _tell(
+            _report(
                 f"This node cannot join the others ({error}): the launcher of another one has ended, or is out of reach"
             )
             return 1
         except ChildFailedError as error:  # ranks that nothing can end, in the kernel
-            _tell(f"The job failed: {error.get_first_failure()[1].message}")
+            _report(f"The job failed: {error.get_first_failure()[1].message}")
             return 1
     return 0
 
@@ -91,7 +91,7 @@ def _parser() -> ArgumentParser:
 
 
 def _restartable(parsed: object) -> None:
-    """A static rendezvous keeps the store of the dead group: c10d's at the same address does not."""
+    """Replace a static rendezvous, which keeps the store of the dead group, by c10d at the same address."""
     arguments = vars(parsed)
     nodes_max = torchrun.parse_min_max_nnodes(arguments["nnodes"])[1]
     port = arguments["master_port"]
@@ -103,11 +103,11 @@ def _restartable(parsed: object) -> None:
 
 
 def _hush_agent() -> None:
-    """The agent's own account of a failure takes twenty lines; ours takes one."""
+    """Silence the agent's report of a failure: it takes twenty lines, ours takes one."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _tell(message: str) -> None:
+def _report(message: str) -> None:
     print(f"[cpsr run] {' '.join(message.split())}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,4 +1,4 @@
-"""Locks that killed processes left where torch compiles operators: every later start waits for them without a word.
+"""Stale locks of killed processes where torch compiles operators: later starts wait for them silently.
 
 DeepSpeed compiles some of its operators when they are first used. Torch guards that by a file named `lock`, which its
 process keeps open until the operator is loaded. A process that is killed meanwhile leaves the file.
@@ -23,14 +23,14 @@ def extensions_directory() -> Path:
 
 
 def compile_locks(directory: Path) -> list[Path]:
-    """The locks of compilations that are under way, or were."""
+    """Locks of running and of killed compilations."""
     return [*directory.glob(f"*/{LOCK}"), *directory.glob(f"*/*/{LOCK}")]
 
 
 def remove_stale_locks(directory: Path) -> list[Path]:
     """Remove the locks that no process of this machine has open; return them.
 
-    On a network file system a process of another machine may have one: there nothing is removed.
+    On a network file system a process of another machine may have one open: there nothing is removed.
     """
     found = compile_locks(directory)
     if not found or is_network(filesystem_of(directory)):
@@ -54,4 +54,4 @@ def _opened(process: Path) -> list[str]:
     try:
         return [str(one.readlink()) for one in (process / "fd").iterdir()]
     except OSError:
-        return []  # of another user, or gone meanwhile
+        return []  # of another user, or ended meanwhile

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cpsr.checkpoint.memory import SHARED_MEMORY, HeldState, held_state
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state
 from cpsr.checkpoint.tiers import Entry, Source
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
-from cpsr.group import Group
 from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_state, sealed, send_state
+from cpsr.ranks.group import Group
 
 __all__ = ["fetch"]
 
@@ -24,7 +24,7 @@ def fetch(
     sources: Sequence[Source],
     config: PeersConfig,
     directory: Path = SHARED_MEMORY,
-) -> dict[Entry, HeldState]:
+) -> dict[Entry, MemoryState]:
     """Bring every state that lies on another machine than the rank that takes it there; a collective of all ranks.
 
     The copies lie in shared memory until the caller removes their files. Where the process ends before, the next life
@@ -44,13 +44,8 @@ def fetch(
     Raises:
         CheckpointError: a state did not arrive whole; on every rank, so that all choose another source.
     """
-    transfers = [
-        (_sender(nodes, entry), source.rank, entry)
-        for source in sources
-        for entry in source.entries
-        if entry.node != nodes[source.rank]
-    ]
-    fetched: dict[Entry, HeldState] = {}
+    transfers = _transfers(nodes, sources)
+    fetched: dict[Entry, MemoryState] = {}
     if not transfers:
         return fetched
     # Whoever waits for its turn waits for those before it.
@@ -70,13 +65,23 @@ def fetch(
                 fetched[entry] = _receive(channel(sender), path, entry)
         except (RuntimeError, OSError, CheckpointError) as error:
             problems.append(f"rank {group.rank}, {entry.name} from {entry.node}: {error}")
-    told = [problem for part in group.gather(problems) for problem in part]
+    gathered = [problem for part in group.gather(problems) for problem in part]
     dist.destroy_process_group(side)
-    if told:
+    if gathered:
         for state in fetched.values():
             state.path.unlink()
-        raise CheckpointError("states of other machines did not arrive: " + "; ".join(told))
+        raise CheckpointError("states of other machines did not arrive: " + "; ".join(gathered))
     return fetched
+
+
+def _transfers(nodes: Sequence[str], sources: Sequence[Source]) -> list[tuple[int, int, Entry]]:
+    """Sender, receiver and state of each transfer, in the same order on all ranks."""
+    return [
+        (_sender(nodes, entry), source.rank, entry)
+        for source in sources
+        for entry in source.entries
+        if entry.node != nodes[source.rank]
+    ]
 
 
 def _sender(nodes: Sequence[str], entry: Entry) -> int:
@@ -86,24 +91,24 @@ def _sender(nodes: Sequence[str], entry: Entry) -> int:
 
 
 def _send(channel: Channel, path: Path, entry: Entry) -> None:
-    held = held_state(path)
-    if held is None or held.iteration != entry.iteration:
+    state = memory_state(path)
+    if state is None or state.iteration != entry.iteration:
         channel.send(Message(Kind.DROPPED))
         raise CheckpointError(f"{path} does not hold iteration {entry.iteration} any more")
     if not send_state(channel, sealed(path, entry.iteration), threading.Event()):
         raise CheckpointError(f"{path} was overwritten while it was sent")
 
 
-def _receive(channel: Channel, path: Path, entry: Entry) -> HeldState:
+def _receive(channel: Channel, path: Path, entry: Entry) -> MemoryState:
     try:
         first = channel.receive()
         if first.kind is not Kind.PIECE or not receive_state(channel, first, path):
             raise CheckpointError("it is gone there")
         problem = problem_of(path, entry.rank, entry.iteration)
-        held = held_state(path)
-        if problem is not None or held is None:
+        state = memory_state(path)
+        if problem is not None or state is None:
             raise CheckpointError(problem or "it is gone here")
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return held
+    return state

@@ -57,7 +57,7 @@ class Placement:
     bound_bytes: int
     shortfall: str | None
 
-    def held_by(self, holder: int) -> tuple[int, ...]:
+    def owners_kept_by(self, holder: int) -> tuple[int, ...]:
         """Owners whose replicas that rank holds, ascending."""
         return tuple(owner for owner, holders in enumerate(self.holders) if holder in holders)
 
@@ -133,7 +133,7 @@ class _Table:
         self.members = members
         self.load = [0] * len(members)
         self.chosen: list[dict[str, int]] = [{} for _ in members]  # by owner: node -> holder
-        self._held: list[dict[int, None]] = [{} for _ in members]  # by holder: its owners, in the order they came
+        self._owners_of: list[dict[int, None]] = [{} for _ in members]  # by holder: its owners, in the order they came
         group_nodes: dict[int, set[str]] = {}
         for member in members:
             group_nodes.setdefault(member.group, set()).add(member.node)
@@ -178,7 +178,7 @@ class _Table:
         waiting = deque([start])
         while waiting:
             holder = waiting.popleft()
-            for owner in self._held[holder]:
+            for owner in self._owners_of[holder]:
                 for target in self._targets(owner, holder):
                     if target not in first:
                         first[target] = first[holder] or (owner, holder, target)
@@ -216,10 +216,10 @@ class _Table:
 
     def _put(self, owner: int, holder: int) -> None:
         self.chosen[owner][self.members[holder].node] = holder
-        self._held[holder][owner] = None
+        self._owners_of[holder][owner] = None
         self.load[holder] += self._bytes(owner, holder)
 
     def _move(self, owner: int, holder: int, target: int) -> None:
-        del self.chosen[owner][self.members[holder].node], self._held[holder][owner]
+        del self.chosen[owner][self.members[holder].node], self._owners_of[holder][owner]
         self.load[holder] -= self._bytes(owner, holder)
         self._put(owner, target)

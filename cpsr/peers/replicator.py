@@ -1,9 +1,7 @@
 """Keeps this rank's newest snapshots in the host memory of other nodes, and theirs in this one's, beside training."""
 
 import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,40 +9,23 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cpsr.checkpoint.buffers import layout_bytes
-from cpsr.checkpoint.memory import (
-    BLOCK_BYTES,
-    PAGE_BYTES,
-    SHARED_MEMORY,
-    SharedMemory,
-    held_state,
-    held_states,
-    shared_memory_left,
-)
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.config import PeersConfig
-from cpsr.errors import CheckpointError, SaveError
-from cpsr.group import Group, this_node
+from cpsr.errors import SaveError
+from cpsr.peers.incoming import Incoming
+from cpsr.peers.outgoing import Outgoing
 from cpsr.peers.placement import Member, place_within
+from cpsr.peers.report import Report
 from cpsr.peers.small import SmallStates, fingerprint, small_bytes
-from cpsr.peers.transport import (
-    Channel,
-    Kind,
-    Message,
-    Sealed,
-    erase,
-    problem_of,
-    receive_state,
-    sealed,
-    send_state,
-)
+from cpsr.peers.transport import Channel, sealed
 from cpsr.peers.twins import Twins
-from cpsr.state import Shard
+from cpsr.ranks.group import Group, this_node
+from cpsr.state.shard import Shard
 
-__all__ = ["Replicator", "Tell", "replica_path"]
-
-# Kind of the event, one sentence, iteration, level of logging.
-Tell = Callable[[str, str, int | None, int], None]
+__all__ = ["Replicator", "replica_path"]
 
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
@@ -58,28 +39,27 @@ def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Pat
 class Replicator:
     """One rank's replication, in threads of its own: to each holder of its state, and from each owner of a replica.
 
-    Nothing here makes training wait, and nothing ends it: a rank that cannot be reached any more, or does not answer
-    in time, gets and sends no more replicas, which is told once. Where snapshots come faster than the network takes
-    them, each holder gets the newest whenever it has the one before.
+    Training never waits for replication, and an error here never ends it. A rank that is unreachable, or does not
+    answer in time, gets and sends no more replicas; this is reported once. Where snapshots come faster than the network
+    takes them, each holder gets the newest one after it has received the one before.
 
-    Opening it is a collective of all ranks, and so is closing it in good order. It may be opened before the run is
-    restored: what earlier lives left stays until newer states take its place, or `remove_stale`. It is opened after
-    this machine's ranks have taken the memory for their own snapshots: replicas are as many as the rest is enough for.
+    Opening is a collective of all ranks, and so is closing in good order. It may be opened before the run is restored:
+    states of earlier lives stay until newer ones replace them, or until `remove_stale`. Open it after the ranks of this
+    machine have taken the memory for their own snapshots: the rest of the memory limits the number of replicas.
 
-    Where the ranks of a data-parallel group own the same weights and moments (no ZeRO), a holder of that group is sent
-    the small state alone, of the kind `small`: with the holder's own snapshot it makes the owner's. That they do is
-    looked up in every checkpoint that is committed; where they do not, whole states travel from then on. At ZeRO-1 and
-    2 all of a rank's state travels. In fp32 its weights need not by the paper's rule, but then a holder would have to
-    copy the owner's slice out of its own parameters at the very iteration, and training would wait for that.
+    Where the ranks of a data-parallel group hold the same weights and moments (no ZeRO), a holder of that group
+    receives only the small state (kind `small`): together with the holder's own snapshot it is the owner's state. Each
+    committed checkpoint shows whether they do hold the same; where they do not, whole states are sent from then on. At
+    ZeRO-1 and 2 the whole state of a rank is sent. By the paper's rule fp32 weights could be left out there, but a
+    holder would then have to copy the owner's slice from its own parameters at that iteration, and training would wait.
 
     Args:
-        run_id: identity of the run.
         memory: this rank's shared memory.
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
         config: how many replicas, and how they travel.
-        tell: records an event; called from several threads.
+        report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
 
     Attributes:
@@ -89,28 +69,27 @@ class Replicator:
 
     def __init__(
         self,
-        run_id: str,
         memory: SharedMemory,
         group: Group,
         data_parallel_ranks: Sequence[int],
         template: Shard,
         config: PeersConfig,
-        tell: Tell,
+        report: Report,
         *,
         checkpoints: Path,
     ) -> None:
-        self._run_id, self._rank = run_id, group.rank
+        self._run_id, self._rank = memory.run_id, group.rank
         self._directory = memory.path("").parent
-        self._tell = tell
+        self._report = report
         self._twins = Twins(checkpoints)
         members = _gathered(group, this_node(), min(data_parallel_ranks), template, self._twins)
         self.nodes = [member.node for member in members]
         self.placement = place_within(members, config.replicas, self._room_bytes(group), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self.nodes)) == 1
-            tell("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
+            report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
         self._groups = self._connected(config.timeout_seconds)
-        holders, owners = self.placement.holders[group.rank], self.placement.held_by(group.rank)
+        holders, owners = self.placement.holders[group.rank], self.placement.owners_kept_by(group.rank)
         own = members[group.rank]
         self._takes_small: set[int] = set()
         if own.bytes_within < own.bytes_beyond:
@@ -119,14 +98,14 @@ class Replicator:
         limit = config.rate_limit_bytes_per_second
         share = None if limit is None or not holders else limit / len(holders)
         self._outgoing = [
-            _Outgoing(self._channel(holder, config), share, tell, partial(self._is_twin, holder)) for holder in holders
+            Outgoing(self._channel(holder, config), share, report, partial(self._is_twin, holder)) for holder in holders
         ]
         self._incoming = [
-            _Incoming(
+            Incoming(
                 self._channel(owner, config),
-                run_id,
-                [replica_path(run_id, owner, group.rank, slot, self._directory) for slot in range(SLOTS)],
-                tell,
+                self._run_id,
+                [replica_path(self._run_id, owner, group.rank, slot, self._directory) for slot in range(SLOTS)],
+                report,
             )
             for owner in owners
         ]
@@ -145,14 +124,14 @@ class Replicator:
             if self._small is not None and self._takes_small:
                 small = sealed(self._small.seal(snapshot), snapshot.iteration, small=True)
         except (SaveError, OSError) as error:
-            told = f"the snapshot of iteration {snapshot.iteration} is not replicated: {error}"
-            self._tell("not replicated", told, snapshot.iteration, logging.WARNING)
+            message = f"the snapshot of iteration {snapshot.iteration} is not replicated: {error}"
+            self._report("not replicated", message, snapshot.iteration, logging.WARNING)
             return
         for outgoing in self._outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
     def forget_after(self, iteration: int) -> None:
-        """Replicas of later iterations count no more, from when the holders have heard it: the run has gone back."""
+        """Invalidate replicas of later iterations, once the holders have received this: the run has gone back."""
         if self._small is not None:
             self._small.forget_after(iteration)
         for outgoing in self._outgoing:
@@ -160,7 +139,7 @@ class Replicator:
 
     def remove_stale(self) -> None:
         """Remove what earlier lives, placed in another way, left on this machine; once a restart needs it no more."""
-        self._remove_all_but(self.placement.held_by(self._rank))
+        self._remove_all_but(self.placement.owners_kept_by(self._rank))
 
     def _remove_all_but(self, owners: Sequence[int]) -> None:
         """Of the replicas on this machine, those that no rank of it holds, and this rank's but those of `owners`."""
@@ -178,7 +157,7 @@ class Replicator:
             together: all ranks close, so that what is under way may end; else nobody is waited for.
         """
         for outgoing in self._outgoing:
-            outgoing.end(told=together)
+            outgoing.end(announced=together)
         ended = [outgoing.join(self._wait_seconds if together else CLOSE_SECONDS) for outgoing in self._outgoing]
         if together:
             ended += [incoming.join(self._wait_seconds) for incoming in self._incoming]
@@ -207,7 +186,7 @@ class Replicator:
         return groups
 
     def _pairs(self) -> Iterable[tuple[int, int]]:
-        return ((owner, holder) for owner, held in enumerate(self.placement.holders) for holder in held)
+        return ((owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders)
 
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
         if not self._takes_small:
@@ -215,8 +194,8 @@ class Replicator:
         try:
             return SmallStates(memory, template)
         except OSError as error:
-            told = f"whole states travel where buffers and scalars were enough, which have no place here: {error}"
-            self._tell("replicas", told, None, logging.WARNING)
+            message = f"whole states are sent where buffers and scalars were enough, which have no place here: {error}"
+            self._report("replicas", message, None, logging.WARNING)
             return None
 
     def _is_twin(self, holder: int) -> bool:
@@ -226,12 +205,12 @@ class Replicator:
             return True
         if holder in self._takes_small:
             self._takes_small.remove(holder)
-            told = (
+            message = (
                 f"ranks {self._rank} and {holder} are of one data-parallel group and have committed different weights "
                 f"or moments: rank {holder} is sent whole states of this rank from the next snapshot on. Where they "
                 "train one model, it has come apart: look for a step that is not averaged over them"
             )
-            self._tell("not alike", told, None, logging.WARNING)
+            self._report("not alike", message, None, logging.WARNING)
         return False
 
     def _room_bytes(self, group: Group) -> dict[str, int]:
@@ -240,8 +219,8 @@ class Replicator:
         taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path in replicas)
         room = min(available_host_bytes(), shared_memory_left(self._directory)) + taken
         rooms: dict[str, int] = {}
-        for node, told in zip(self.nodes, group.gather(room), strict=True):
-            rooms[node] = min(rooms.get(node, told), told)
+        for node, gathered in zip(self.nodes, group.gather(room), strict=True):
+            rooms[node] = min(rooms.get(node, gathered), gathered)
         return rooms
 
     def _channel(self, peer: int, config: PeersConfig) -> Channel:
@@ -252,161 +231,9 @@ def _gathered(group: Group, node: str, label: int, template: Shard, twins: Twins
     """What the placement must know of every rank."""
     whole = PAGE_BYTES + layout_bytes(template)
     owned = [fingerprint(template), twins.words(group.rank)]
-    said = group.gather([node, label, whole, small_bytes(template), owned])
+    gathered = group.gather([node, label, whole, small_bytes(template), owned])
     alike: dict[int, bool] = {}
-    for _, label_of_one, _, _, owned_by_one in said:
-        first = next(owned for _, other, _, _, owned in said if other == label_of_one)
+    for _, label_of_one, _, _, owned_by_one in gathered:
+        first = next(owned for _, other, _, _, owned in gathered if other == label_of_one)
         alike[label_of_one] = alike.get(label_of_one, True) and owned_by_one == first
-    return [Member(node, label, small if alike[label] else whole, whole) for node, label, whole, small, _ in said]
-
-
-class _Outgoing:
-    """To one holder: the newest state that was offered, whenever the one before has been sent."""
-
-    def __init__(
-        self, channel: Channel, bytes_per_second: float | None, tell: Tell, is_twin: Callable[[], bool]
-    ) -> None:
-        self._channel = channel
-        self._is_twin = is_twin
-        self.peer = channel.peer
-        self._bytes_per_second = bytes_per_second
-        self._tell = tell
-        self._orders: deque[Sealed | Message | None] = deque()
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._overtaken = False
-        name = f"cpsr-replica-to-{channel.peer}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def offer(self, state: Sealed) -> None:
-        with self._changed:
-            while self._orders and isinstance(self._orders[-1], Sealed):
-                self._orders.pop()
-            self._orders.append(state)
-            self._changed.notify()
-
-    def forget_after(self, iteration: int) -> None:
-        with self._changed:
-            self._orders = deque(order for order in self._orders if order is None or order.iteration <= iteration)
-            self._orders.append(Message(Kind.FORGET, iteration))
-            self._changed.notify()
-
-    def end(self, *, told: bool) -> None:
-        """Send nothing more but what is to be forgotten, or nothing at all."""
-        with self._changed:
-            self._stop.set()
-            kept = [order for order in self._orders if isinstance(order, Message)] if told else []
-            self._orders = deque([*kept, Message(Kind.END) if told else None])
-            self._changed.notify()
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end; whether it came."""
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while self._follow(self._next()):
-                pass
-        except (RuntimeError, OSError) as error:
-            self._tell(
-                "replication ended",
-                f"rank {self.peer} gets no more replicas of this rank's state in this life ({_brief(error)}); "
-                "training goes on, other replicas are not affected",
-                None,
-                logging.WARNING,
-            )
-
-    def _next(self) -> Sealed | Message | None:
-        with self._changed:
-            while not self._orders:
-                self._changed.wait()
-            return self._orders.popleft()
-
-    def _follow(self, order: Sealed | Message | None) -> bool:
-        """Do what was asked for; False after the end."""
-        if order is None:
-            return False
-        if isinstance(order, Message):
-            self._channel.send(order)
-            return order.kind is not Kind.END
-        if order.small and not self._is_twin():
-            return True
-        sent = send_state(self._channel, order, self._stop, self._bytes_per_second)
-        if not sent and not self._stop.is_set() and not self._overtaken:
-            self._overtaken = True
-            self._tell(
-                "replica dropped",
-                f"the snapshot of iteration {order.iteration} was overwritten before rank {self.peer} had it: "
-                "snapshots come faster than the network takes them, and only some are replicated. Not told again",
-                order.iteration,
-                logging.WARNING,
-            )
-        return True
-
-
-class _Incoming:
-    """From one owner: its states, in two files in turn, verified after arrival."""
-
-    def __init__(self, channel: Channel, run_id: str, paths: Sequence[Path], tell: Tell) -> None:
-        self._channel = channel
-        self.peer = channel.peer
-        self._run_id = run_id
-        self._tell = tell
-        held = {
-            state.path: (state.life, state.branch, state.iteration) for state in held_states(run_id, paths[0].parent)
-        }
-        self._paths = sorted(paths, key=lambda path: held.get(path, (-1, -1, -1)))  # the next to be overwritten first
-        self._stop = threading.Event()
-        name = f"cpsr-replica-from-{channel.peer}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end; whether it came."""
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Take nothing more; what is arriving may still end."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        try:
-            while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
-                if message.kind is Kind.FORGET:
-                    self._forget_after(message.iteration)
-                elif message.kind is Kind.PIECE:
-                    self._take(message)
-        except (RuntimeError, OSError, CheckpointError) as error:
-            self._tell(
-                "replication ended",
-                f"this rank takes no more replicas of rank {self.peer}'s state in this life ({_brief(error)}); "
-                "those that it holds stay, training goes on, other replicas are not affected",
-                None,
-                logging.WARNING,
-            )
-
-    def _take(self, first: Message) -> None:
-        path, newest = self._paths
-        if not receive_state(self._channel, first, path):
-            return
-        problem = problem_of(path, self.peer, first.iteration)
-        if problem is None:
-            self._paths = [newest, path]
-            return
-        erase(path)
-        told = f"a replica of rank {self.peer} is not kept, it did not arrive whole: {problem}"
-        self._tell("replica damaged", told, first.iteration, logging.WARNING)
-
-    def _forget_after(self, iteration: int) -> None:
-        for path in self._paths:
-            held = held_state(path)
-            if held is not None and held.iteration > iteration:
-                erase(path)
-
-
-def _brief(error: Exception) -> str:
-    """Its first sentence: gloo adds advice for whoever debugs training."""
-    return str(error).partition(". ")[0]
+    return [Member(node, label, small if alike[label] else whole, whole) for node, label, whole, small, _ in gathered]

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
-from cpsr.checkpoint.memory import PAGE_BYTES, HeldState, MemoryFile, SharedMemory, load_held, owned_word
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state, owned_word
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import CheckpointError
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 
 __all__ = ["SmallStates", "fingerprint", "load_together", "small_bytes"]
 
@@ -35,9 +37,9 @@ class SmallStates:
             self._files.append((file, HostBuffer(others, pinned=False, memory=file)))
 
     def seal(self, snapshot: Snapshot) -> Path:
-        """Copy a snapshot's buffers and scalars into a file, and say which weights and moments belong to them.
+        """Copy a snapshot's buffers and scalars into a file, with a hash of the weights and moments that go with them.
 
-        These are hashed, so that a restart need not believe that another rank's are the same: it sees.
+        By the hash a restart verifies that another rank's weights and moments are the same.
 
         Raises:
             SaveError, OSError: the snapshot's buffers are others than the template's, or shared memory is full.
@@ -68,7 +70,7 @@ def small_bytes(template: Shard) -> int:
     return PAGE_BYTES + layout_bytes(_others(template))
 
 
-def load_together(small: HeldState, tensors: HeldState, into: Shard) -> Any:
+def load_together(small: MemoryState, tensors: MemoryState, into: Shard) -> Any:
     """Put a rank's small state and another rank's whole one of the same iteration together; return the scalars.
 
     Args:
@@ -80,14 +82,14 @@ def load_together(small: HeldState, tensors: HeldState, into: Shard) -> Any:
         CheckpointError: one of them is not whole any more, is of another model or split, or they do not belong
             together; `into` may be half written.
     """
-    load_held(tensors, Shard(into.operators))
+    load_memory_state(tensors, Shard(into.operators))
     if owned_word(into) != small.owned:
         raise CheckpointError(f"{small.path} and {tensors.path} do not belong together: other weights or moments")
-    return load_held(small, _others(into))
+    return load_memory_state(small, _others(into))
 
 
 def fingerprint(shard: Shard) -> str:
-    """One word for what a rank owns, to be compared: names, types and slices of its weights and moments."""
+    """Hash of the names, types and slices of a rank's weights and moments, to be compared."""
     owned = [(key, str(values.dtype), tuple(values.shape)) for key, values in Shard(shard.operators).tensors()]
     slices = [
         (name, operator.parameter.global_shape, operator.parameter.offset) for name, operator in shard.operators.items()

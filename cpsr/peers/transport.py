@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cpsr.checkpoint.memory import BLOCK_BYTES, PAGE_BYTES, held_state, verify_held
+from cpsr.checkpoint.memory_reader import verify_memory_state
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
 
@@ -35,7 +36,7 @@ IDLE_SECONDS = 0.05
 
 
 class Kind(enum.IntEnum):
-    """What a message says; never 0, which is what its first word holds before it has come."""
+    """Kind of a message; never 0, which its first word holds before it has arrived."""
 
     PIECE = 1  # bytes of a state; the first one begins it
     DROPPED = 2  # what was begun does not come: it was overwritten at its owner
@@ -46,7 +47,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """What is said before its bytes follow.
+    """What precedes the bytes of a piece.
 
     Attributes:
         kind: what it is.
@@ -108,7 +109,7 @@ class Channel:
         return self._message(words)
 
     def receive_unless(self, stop: threading.Event) -> Message | None:
-        """Wait for a message for as long as the other rank likes; None, for good, once this rank is told to stop.
+        """Wait for a message without a timeout; None, for good, once this rank is asked to stop.
 
         Raises:
             RuntimeError, CheckpointError: as `receive`.
@@ -149,7 +150,7 @@ class Sealed:
     Attributes:
         path: its file.
         iteration: of the state.
-        page: the first page then, which tells of every change: while it is the same, so is the state.
+        page: its first page at that time, which changes with every state: while it is the same, so is the state.
         small: it is of use only to whom has the same weights and moments.
     """
 
@@ -169,7 +170,7 @@ def sealed(path: Path, iteration: int, *, small: bool = False) -> Sealed:
 
 
 def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per_second: float | None = None) -> bool:
-    """Send a state's file; False where it was overwritten before or meanwhile, or this rank was told to stop.
+    """Send a state's file; False where it was overwritten before or meanwhile, or this rank was asked to stop.
 
     Args:
         channel: to the rank that takes it.
@@ -272,7 +273,7 @@ def erase(path: Path) -> None:
 
 def problem_of(path: Path, owner: int, iteration: int) -> str | None:
     """Why a file that has arrived does not hold this state, None where every byte is as its owner sealed it."""
-    state = held_state(path)
+    state = memory_state(path)
     if state is None or (state.rank, state.iteration) != (owner, iteration):
         return f"{path} does not hold iteration {iteration} of rank {owner}"
-    return verify_held(state)
+    return verify_memory_state(state)

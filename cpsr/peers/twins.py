@@ -1,4 +1,4 @@
-"""Whether ranks hold the same weights and moments, as the newest committed checkpoint of the run says."""
+"""Whether ranks hold the same weights and moments, by the newest committed checkpoint of the run."""
 
 import logging
 from pathlib import Path
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 class Twins:
     """Compares what ranks have committed; reads nothing but manifests.
 
-    Ranks of a data-parallel group are kept alike by those who train them, which is not seen here: without a wrapper
-    that averages gradients each trains a model of its own. Checkpoints of all ranks lie on the disk with their hashes.
+    Whether the ranks of a data-parallel group hold the same depends on the training loop, which is not visible here:
+    without a wrapper that averages gradients each rank trains a model of its own. The manifests have the hashes.
 
     Args:
         checkpoints: the run's directory of them.
@@ -27,7 +27,7 @@ class Twins:
         self._checkpoints = checkpoints
 
     def words(self, *ranks: int) -> list[str] | None:
-        """One word for the weights and moments of each rank, equal where they are; None where nothing is known."""
+        """A hash of each rank's weights and moments, equal where these are; None where nothing is known."""
         try:
             return self._words(ranks)
         except (OSError, CheckpointError, KeyError) as error:
@@ -43,9 +43,9 @@ class Twins:
 
 
 def _word(record: RankManifest) -> str:
-    """Hashes of the operators where the rank says them all, as ranks do that share out what they hold alike."""
-    said = [record.operators[name].xxh3_128 for name in sorted(record.operators)]
-    if said and None not in said:
-        return " ".join(map(str, said))
+    """Hashes of the operators where the manifest has them all, as those of replicated ranks do; else of the files."""
+    hashes = [record.operators[name].xxh3_128 for name in sorted(record.operators)]
+    if hashes and None not in hashes:
+        return " ".join(map(str, hashes))
     extra = file_name(record.rank, "extra")
     return " ".join(file.xxh3_128 for name, file in sorted(record.files.items()) if name != extra)

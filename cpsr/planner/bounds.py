@@ -1,4 +1,4 @@
-"""What no rule may overstep: the disk, the predictor and the user."""
+"""Bounds of every rule: from the disk, the predictor and the user."""
 
 import math
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Bound = Literal["none", "minimum", "maximum", "persist", "predictor"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user and the predictor allow.
+    """Limits from the user and the predictor.
 
     Attributes:
         interval_min_iterations: the user's minimum, at least 1.
         interval_max_iterations: the user's maximum.
         predictable_interval_iterations: longest interval from which the state can be predicted, by rehearsals and the
-            prior; None where nothing is known against any.
-        predictable_by: what says so, for the plan's explanation.
+            prior; None if no limit is known.
+        predictable_by: the source of that, for the plan's explanation.
 
     Raises:
         ValueError: the minimum is less than 1 or exceeds the maximum, or the predictable interval is less than 1.
@@ -40,7 +40,7 @@ class Limits:
         if self.predictable_interval_iterations is not None and self.predictable_interval_iterations < 1:
             raise ValueError(
                 f"predictable_interval_iterations must be at least 1, not {self.predictable_interval_iterations}; "
-                "None is for no bound, and a recovery of None for no prediction"
+                "None means no bound; for no prediction set recovery to None"
             )
 
 
@@ -53,7 +53,7 @@ class Bounds:
         maximum_iterations: at least the minimum.
         minimum_by: what set the minimum.
         maximum_by: what set the maximum.
-        notes: what could not be kept, and what is not known.
+        notes: limits that could not be kept, and unknown inputs.
     """
 
     minimum_iterations: int
@@ -63,7 +63,7 @@ class Bounds:
     notes: tuple[str, ...] = ()
 
     def clamp(self, interval_iterations: int) -> tuple[int, Bound]:
-        """The nearest interval inside, and the bound that moved it ("none" where it was inside)."""
+        """The nearest interval inside, and the bound that moved it ("none" if it was inside)."""
         if interval_iterations < self.minimum_iterations:
             return self.minimum_iterations, self.minimum_by
         if interval_iterations > self.maximum_iterations:
@@ -72,10 +72,10 @@ class Bounds:
 
 
 def bounds_of(inputs: PlannerInputs, limits: Limits, mode: Mode) -> Bounds | None:
-    """The bounds of one rank or job in one mode; None where prediction is possible at no interval that is allowed.
+    """The bounds of one rank or job in one mode; None if prediction is impossible at every allowed interval.
 
-    A checkpoint must be durable before the next one is due: where the disk needs longer than the user's maximum, that
-    maximum cannot be kept. Where a checkpoint is never durable the user's maximum holds, and saves are skipped.
+    A checkpoint must be durable before the next one is due. If the disk needs longer than the user's maximum, that
+    maximum cannot be kept. If a checkpoint is never durable, the user's maximum applies and saves are skipped.
     """
     bounds = _disk_and_user(inputs, limits)
     longest = limits.predictable_interval_iterations
@@ -90,7 +90,7 @@ def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     low, high = limits.interval_min_iterations, limits.interval_max_iterations
     persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
     if math.isnan(persist):
-        return Bounds(low, high, notes=("the persist time is not known, so that it sets no shortest interval",))
+        return Bounds(low, high, notes=("the persist time is not known, so it sets no shortest interval",))
     if persist > ITERATIONS_MAX:
         note = (
             "a checkpoint is never durable before the next is due; the longest interval is taken and saves are skipped"

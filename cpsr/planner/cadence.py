@@ -1,4 +1,4 @@
-"""Which base step is whose: where ranks have intervals of their own, some save between the checkpoints of all."""
+"""Which ranks save when: with intervals of their own, some save between the checkpoints of all ranks."""
 
 from typing import Literal
 
@@ -11,13 +11,13 @@ Savers = Literal["all", "this", "others"]
 
 
 class Cadence:
-    """Counts base intervals since the last checkpoint of all ranks; the same on every rank, since all follow one plan.
+    """Counts base intervals since the last checkpoint of all ranks; equal on every rank, since all follow one plan.
 
-    The first checkpoint of a life, and after a roll-back, is one of all ranks: the last one may be far behind.
+    All ranks take part in the first checkpoint of a life or after a roll-back: their last one may be far behind.
 
     Args:
         rank: this process.
-        iteration: from which intervals are counted.
+        iteration: start of the count.
     """
 
     def __init__(self, rank: int, iteration: int) -> None:
@@ -34,7 +34,7 @@ class Cadence:
         return iteration - self._last >= plan.interval_iterations
 
     def take(self, plan: Plan, iteration: int) -> Savers:
-        """A base interval has passed: who saves now."""
+        """A base interval has passed: which ranks save now."""
         self._last = iteration
         count = self._count = plan.largest_multiple if self._count is None else self._count + 1
         if count % plan.largest_multiple == 0:

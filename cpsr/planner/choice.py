@@ -1,4 +1,4 @@
-"""What a rule says: an interval and why."""
+"""The result of a rule: an interval, and what is unusual about it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ __all__ = ["LONGEST", "LONGEST_TAKEN", "SHORTEST", "SHORTEST_TAKEN", "Choice", "
 
 SHORTEST = 1
 LONGEST = ITERATIONS_MAX
-# What becomes of them, for people.
+# Their effect, for messages.
 SHORTEST_TAKEN = "the shortest allowed interval is taken"
 LONGEST_TAKEN = "the longest allowed interval is taken"
 
@@ -20,9 +20,9 @@ class Choice:
     """An interval before any bound.
 
     Attributes:
-        interval_iterations: at least 1. Where a rule has no optimum of its own it is SHORTEST or LONGEST, so that the
-            bounds decide.
-        note: what is unusual about it; empty where nothing is.
+        interval_iterations: at least 1. If a rule has no optimum this is SHORTEST or LONGEST, so that the bounds
+            decide.
+        note: what is unusual about it; may be empty.
     """
 
     interval_iterations: int
@@ -30,7 +30,7 @@ class Choice:
 
 
 class Rule(Protocol):
-    """Chooses an interval from what is known of a job."""
+    """Chooses an interval from the inputs of a job."""
 
     def choose(self, inputs: PlannerInputs) -> Choice:
-        """The interval that the rule would take, whatever the bounds."""
+        """The interval by the rule, before any bound."""

@@ -1,4 +1,4 @@
-"""`cpsr plan`: plans of a described job, for people or for programs."""
+"""`cpsr plan`: plans of a described job, as tables or JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,11 +30,11 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
         ConfigError: the description or a policy is not usable.
     """
     spec = read_plan_spec(path)
-    known = policy_names(spec.rivals())
+    known = policy_names(spec.baselines())
     unknown = [name for name in policies if name not in known]
     if unknown:
         raise ConfigError(
-            f"policies that cannot be used: {', '.join(unknown)}; known are {', '.join(known)}, and fixed where the "
+            f"policies that cannot be used: {', '.join(unknown)}; known are {', '.join(known)}, and fixed if the "
             "description has fixed_interval_iterations"
         )
     plans = [_plan(spec, policy) for policy in policies or (LEAST_COST,)]
@@ -49,7 +49,7 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
 
 
 def _plan(spec: PlanSpec, policy: str) -> Plan:
-    return make_plan(spec.inputs(), spec.bounds(), policy, spec.mode, spec.intervals, spec.rivals())
+    return make_plan(spec.inputs(), spec.bounds(), policy, spec.mode, spec.intervals, spec.baselines())
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 def _plans_table(plans: Sequence[Plan]) -> Table:
     inputs = plans[0].explanation["inputs"]
-    title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (restarts apart)"
+    title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (without restarts)"
     table = Table("policy", "interval", "mode", "bound", "stall %", "recover %", "total %", title=title)
     for plan in plans:
         expected: Mapping[str, Any] = plan.explanation["expected"]
@@ -77,10 +77,10 @@ def _plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def _rules_table(plan: Plan) -> Table:
-    """What every rule would choose before any bound; a rival's cost is by its own recovery."""
+    """What every rule would choose before any bound; the cost of a baseline is by its own recovery."""
     table = Table("rule", "interval", "cost %", "note", title="What others would choose, unbounded")
-    for name, said in {**plan.explanation["forms"], **plan.explanation["rivals"]}.items():
-        table.add_row(name, str(said["interval_iterations"]), _percent(said["cost_per_second"]), said["note"])
+    for name, choice in {**plan.explanation["forms"], **plan.explanation["rivals"]}.items():
+        table.add_row(name, str(choice["interval_iterations"]), _percent(choice["cost_per_second"]), choice["note"])
     return table
 
 

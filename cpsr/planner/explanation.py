@@ -1,4 +1,4 @@
-"""Why a plan is as it is: plain data for the journal, the service and the command line."""
+"""The explanation of a plan: plain data for the journal, the service and the command line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy
 
+from cpsr.planner.baselines import Baseline
 from cpsr.planner.bounds import Limits, Mode
 from cpsr.planner.choice import SHORTEST_TAKEN, Rule
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs
 from cpsr.planner.ranks import Optimum
 from cpsr.planner.recovery_curve import LagCurve
-from cpsr.planner.rivals import Rival
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 
 __all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
@@ -27,7 +27,7 @@ RULES = {
     "daly": "Daly 2006, higher order",
     "checkfreq": "CheckFreq: the persist time, then longer until the overhead is within its limit",
     "pccheck": "PCcheck: persist time over concurrent checkpoints and tolerated slowdown",
-    "gemini": "Gemini: the interval of least cost of recomputing, told by an oracle",
+    "gemini": "Gemini: the interval of least cost of recomputing, known from an oracle",
 }
 INPUT_FIELDS = (
     "iteration_seconds",
@@ -40,7 +40,7 @@ INPUT_FIELDS = (
     "lead_after_iterations",
 )
 
-# The coefficients of a lag curve, so that a plan can be made again from its explanation.
+# The coefficients of a lag curve: with them a plan can be recomputed from its explanation.
 RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
 
 
@@ -51,22 +51,22 @@ def explain(
     chosen: Optimum,
     by_mode: Mapping[Mode, Optimum | None],
     forms: Mapping[str, Rule],
-    rivals: Mapping[str, Rival],
+    baselines: Mapping[str, Baseline],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The explanation of a plan; JSON takes it, and every key that needs a unit has one.
+    """The explanation of a plan as JSON values; keys name their units.
 
     Args:
         job: the ranks together.
         limits: of the user and the predictor.
         policy: that chose.
         chosen: interval and mode of the job.
-        by_mode: the best of each mode; None where it is not possible.
+        by_mode: the best of each mode; None for a mode that is not possible.
         forms: the paper's answers, by name.
-        rivals: others' rules, by name.
-        notes: what is already known to be unusual.
+        baselines: others' rules, by name.
+        notes: unusual facts found so far.
     """
-    said = [*notes, *chosen.bounds.notes, *_unusual(job)]
+    all_notes = [*notes, *chosen.bounds.notes, *_unusual(job), *_refused(by_mode)]
     return {
         "rule": RULES.get(policy, policy),
         "mode": chosen.mode,
@@ -77,17 +77,17 @@ def explain(
         "expected": _expected(job, chosen),
         "modes": {mode: _option(best) for mode, best in by_mode.items()},
         "forms": _forms(job, forms),
-        "rivals": {name: _rival(job, rule) for name, rule in rivals.items()},
-        "notes": list(dict.fromkeys(note for note in said if note)),
+        "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
+        "notes": list(dict.fromkeys(note for note in all_notes if note)),
     }
 
 
 def explain_ranks(own: Sequence[Optimum], intervals: Sequence[int]) -> dict[str, Any]:
-    """What each rank would take alone, and takes; one list a column, by rank, which is short for a thousand of them.
+    """The interval of each rank alone, and as planned; one list per column, compact for a thousand ranks.
 
     Args:
         own: the optimum of each rank.
-        intervals: of each rank; empty where all take the job's.
+        intervals: of each rank; empty if all take the job's.
     """
     return {
         "optimum_iterations": [best.interval_iterations for best in own],
@@ -125,6 +125,16 @@ def _unusual(job: PlannerInputs) -> list[str]:
     return notes
 
 
+def _refused(by_mode: Mapping[Mode, Optimum | None]) -> list[str]:
+    """Modes that are possible, but chosen only if no mode has a known cost."""
+    return [
+        f"the cost of a failure in mode {mode!r} cannot be computed from these inputs; a mode whose cost is known is "
+        f"preferred, and if there is none, {SHORTEST_TAKEN}"
+        for mode, best in by_mode.items()
+        if best is not None and not math.isfinite(best.cost_per_second)
+    ]
+
+
 def _bounds(chosen: Optimum, limits: Limits) -> dict[str, Any]:
     bounds = chosen.bounds
     return {
@@ -140,7 +150,7 @@ def _bounds(chosen: Optimum, limits: Limits) -> dict[str, Any]:
 
 
 def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
-    """What the plan foretells, in seconds per second of wall time and per failure."""
+    """The expected costs of the plan, in seconds per second of wall time and per failure."""
     interval = numpy.array([[float(chosen.interval_iterations)]])
     costs = Costs([job])
     failure_seconds = float(costs.recovery_seconds(interval, chosen.mode)[0, 0])
@@ -166,7 +176,7 @@ def _option(best: Optimum | None) -> dict[str, Any] | str:
 
 
 def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:
-    """The paper's answers, unbounded, with what they would cost by the same measure as the plan."""
+    """The paper's answers, unbounded, with their costs by the same measure as the plan."""
     choices = {name: rule.choose(job) for name, rule in forms.items()}
     intervals = numpy.array([[float(choice.interval_iterations) for choice in choices.values()]])
     costs = Costs([job]).per_second(intervals, "recompute" if job.recovery is None else "predict")[0]
@@ -180,7 +190,7 @@ def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:
     }
 
 
-def _rival(job: PlannerInputs, rule: Rival) -> dict[str, Any]:
+def _baseline(job: PlannerInputs, rule: Baseline) -> dict[str, Any]:
     choice = rule.choose(job)
     return {
         "interval_iterations": choice.interval_iterations,

@@ -1,4 +1,4 @@
-"""What a plan is made from: costs in seconds, curves in iterations, and where each figure comes from."""
+"""Inputs of a plan: costs in seconds, curves in iterations, and the origin of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ Array = NDArray[numpy.float64]
 
 
 class RecoveryCost(Protocol):
-    """What a failure costs when the state at the failure is predicted; a line in the horizon.
+    """Cost of a failure that is recovered by prediction; a line in the horizon.
 
-    The planner asks at the mean horizon of a failure: for a line that is the mean lag.
+    The planner evaluates it at the mean horizon of a failure: for a line that is the mean lag.
     """
 
     @property
     def source(self) -> str:
-        """Where the curve comes from, for the plan's explanation."""
+        """Origin of the curve, for the plan's explanation."""
 
     def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Iterations behind for good (negative: ahead) after a failure that far past its checkpoint.
+        """Permanent lag in iterations (negative: ahead) after a failure that far past its checkpoint.
 
         Args:
             horizon_iterations: `u = f - c` of the failures.
@@ -33,12 +33,12 @@ class RecoveryCost(Protocol):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one input comes from.
+    """The origin of one input.
 
     Attributes:
-        kind: measured in this run, expected beforehand (nothing of it was seen yet), or set by the user.
+        kind: measured in this run, a prior (nothing was measured yet), or set by the user.
         samples: measurements behind it.
-        age_iterations: since the newest of them; None where it was not measured.
+        age_iterations: since the newest of them; None if it was not measured.
     """
 
     kind: Literal["measured", "prior", "configured"]
@@ -47,7 +47,7 @@ class Origin:
 
     @classmethod
     def of_samples(cls, samples: int, age_iterations: int | None) -> "Origin":
-        """Measured so many times; without a single sample it is a prior's."""
+        """Measured with so many samples; a prior without any."""
         return cls("measured", samples, age_iterations) if samples else cls("prior")
 
 
@@ -57,13 +57,13 @@ class PhaseInputs:
 
     Attributes:
         first_iteration: of the phase.
-        last_iteration: of the phase, as far as it is planned for.
+        last_iteration: of the phase, as planned.
         alpha1_per_iteration: decay of the loss, `exp(-alpha1 t + alpha2)`.
         alpha2: its logarithm at t = 0.
         tau1_per_checkpoint: decay of the predictor's error, `exp(-tau1 n + tau2)` after n checkpoints.
         tau2: its logarithm at n = 0.
         xi: mean second moment of the gradients.
-        parameters: N_p, how many a failure takes.
+        parameters: N_p, the number that a failure affects.
     """
 
     first_iteration: int
@@ -78,21 +78,21 @@ class PhaseInputs:
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """What is known of one rank's (or the job's) costs when a plan is made.
+    """The known costs of one rank, or of the job, when a plan is made.
 
     Attributes:
         iteration_seconds: mean time of one iteration.
         stall_seconds: T_s, extra time of the training thread per checkpoint.
         persist_seconds: from the snapshot to the commit record.
         failures_per_second: lambda, of the whole job.
-        recovery: what a predicted recovery costs; None where prediction is not possible: then it is recomputed.
-        restart_seconds: from the failure to the restored checkpoint, the same however it goes on.
+        recovery: cost of a predicted recovery; None if prediction is not possible, and failures are recomputed.
+        restart_seconds: from the failure to the restored checkpoint, the same in both modes.
         predict_seconds: extra time of forecasting, predicting and injecting.
         phase: the paper's curves; None until they could be fitted.
         origins: of the fields above, by name.
-        watch_iterations: after a predicted restart, in which no checkpoint is begun.
-        lead_after_iterations: of training after a predicted restart; a recovery that comes out ahead of the run that
-            never failed does so only then, and a failure before costs it the lead.
+        watch_iterations: no checkpoint is begun in so many iterations after a predicted restart.
+        lead_after_iterations: a recovery that gets ahead of the run without failure does so only after so many
+            iterations of training; an earlier failure loses the lead.
     """
 
     iteration_seconds: float

@@ -1,4 +1,4 @@
-"""What an interval costs: seconds lost to checkpoints and failures, per second of wall time."""
+"""The cost of an interval: seconds lost to checkpoints and failures, per second of wall time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,32 +12,31 @@ from cpsr.planner.inputs import Array, PlannerInputs, RecoveryCost
 
 __all__ = ["Costs", "cheapest", "cost_per_second"]
 
-# Failures rarer than one in so many periods cost, each, what these do; at no failures at all the limit is a 0 / 0.
+# Lower limit of the failure rate per period: without failures the cost per failure would be 0 / 0.
 RARE_PER_PERIOD = 1e-9
-# Intervals looked at in one pass of the search. From 10 to 500 iterations neighbours are 14% apart, where the cost of
-# recomputing differs by 1% around its optimum: every dip that matters is seen, and the second pass takes all integers.
+# Intervals in one pass of the search. From 10 to 500 iterations neighbours are 14% apart, and the cost of recomputing
+# then differs by 1% around its optimum: the search misses no relevant minimum, and the second pass takes all integers.
 SEARCH_INTERVALS = 32
 
 
 class Costs:
     """Costs of several ranks at once, each at its own intervals: arrays are `(ranks, intervals)`.
 
-    Exact for failures without memory at any rate, where a checkpoint is durable before the next is begun. Restarts are
-    in none of them: they cost the same at every interval and in both modes.
+    Exact for memoryless failures at any rate, if a checkpoint is durable before the next is begun. The costs exclude
+    restarts, which take the same time at every interval and in both modes.
 
-    A life lasts from one restart to the next failure. Its first checkpoint is begun an interval after the restart, and
-    after a predicted one not before the watch is over; those that follow, a period `P = T_c + T_s` apart. Until the
-    first is durable a failure finds the checkpoint of an earlier life, farther back.
+    A life lasts from one restart to the next failure. Its first checkpoint begins an interval after the restart, and
+    after a predicted restart not before the watch is over. The following ones are a period `P = T_c + T_s` apart.
+    Until the first is durable, a failure goes back to the checkpoint of an earlier life.
 
-    A predicted recovery that would come out ahead of the run that never failed has its lead only once so many
-    iterations are trained. A failure that comes earlier, and yet after a checkpoint of that life was durable, goes on
-    from a state without the lead: that recovery cost nothing, or what it was behind. Where none was durable the next
-    recovery takes its place anyway.
+    A predicted recovery that gets ahead of the run without failure does so only after `lead_after_iterations`. If the
+    next failure comes earlier, but after a durable checkpoint of that life, training continues without the lead: that
+    recovery then costs only its lag, if any. Without a durable checkpoint, the next recovery replaces it.
 
     Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
 
     Args:
-        ranks: what is known of each.
+        ranks: inputs of each.
     """
 
     def __init__(self, ranks: Sequence[PlannerInputs]) -> None:
@@ -48,12 +47,12 @@ class Costs:
         self._watch_iterations = _column(rank.watch_iterations for rank in ranks)
         self._lead_after_iterations = _column(rank.lead_after_iterations for rank in ranks)
         persist = _column(rank.persist_seconds for rank in ranks)
-        # What is not known, or never ends, is left to the bounds.
+        # An unknown or infinite time is left to the bounds.
         self._persist_seconds = numpy.where(numpy.isfinite(persist), persist, 0.0)
         self._curves = _by_curve(ranks)
 
     def stall_per_second(self, intervals: Array, mode: Mode) -> Array:
-        """Share of the wall time that goes to checkpoints: `T_s / (T_c + T_s)` where failures are rare.
+        """Share of the wall time in checkpoint stalls: `T_s / (T_c + T_s)` if failures are rare.
 
         Args:
             intervals: in iterations.
@@ -66,16 +65,16 @@ class Costs:
     def recovery_seconds(self, intervals: Array, mode: Mode) -> Array:
         """Mean cost of a failure in seconds.
 
-        Recomputed, it is all that was trained since the newest durable checkpoint. Predicted, it is the step that was
-        under way, the time to predict, which a further failure repeats, and the lag. Failures that follow each other
-        before a checkpoint is durable have one lag together, that of the distance of the last of them.
+        With recomputing, all training since the newest durable checkpoint. With prediction, the step under way, the
+        time to predict, which a further failure repeats, and the lag. Failures in a row without a durable checkpoint
+        between them have one lag in common, by the distance of the last one.
 
         Args:
             intervals: in iterations.
             mode: predict, at the lag of the recovery-cost curve and the time to predict; or recompute.
 
         Returns:
-            Seconds; negative where predicted recoveries come out ahead.
+            Seconds; negative if predicted recoveries get ahead.
 
         Raises:
             ValueError: prediction is asked for and a rank has no curve for it.
@@ -100,14 +99,14 @@ class Costs:
             mode: how failures are recovered from.
 
         Returns:
-            Seconds per second; not finite where an input is not.
+            Seconds per second; not finite if an input is not.
         """
         with numpy.errstate(all="ignore"):
             recoveries = self._failures_per_second * self.recovery_seconds(intervals, mode)
             return numpy.asarray(self.stall_per_second(intervals, mode) + recoveries)
 
     def horizon_iterations(self, intervals: Array, mode: Mode) -> Array:
-        """Mean distance of a failure from the checkpoint that it goes back to, in whole iterations.
+        """Mean distance of a failure from the checkpoint that recovery uses, in whole iterations.
 
         Args:
             intervals: in iterations.
@@ -117,7 +116,7 @@ class Costs:
             return self._horizons(self._life(intervals, mode), mode)
 
     def lost_lead_iterations(self, intervals: Array, mode: Mode) -> Array:
-        """Mean lead for which a failure comes too early after the one before it; 0 where failures are recomputed.
+        """Mean lead that is lost because the next failure comes too early; 0 if failures are recomputed.
 
         Args:
             intervals: in iterations.
@@ -134,12 +133,12 @@ class Costs:
             return self._lost_lead(life, horizons, self._lag_iterations(horizons, intervals), intervals)
 
     def _horizons(self, life: "_Life", mode: Mode) -> Array:
-        """Mean distances; what the last step of each life does not finish is not in them."""
+        """Mean distances, without the unfinished last step of each life."""
         whole = life.redone_seconds / self._iteration_seconds - 0.5
         return numpy.asarray(whole / life.renewed if mode == "predict" else whole)
 
     def _seconds_before(self, mode: Mode) -> Array:
-        """Of a recovery, before its life begins."""
+        """Time of a recovery before its life begins."""
         return self._predict_seconds if mode == "predict" else numpy.zeros_like(self._predict_seconds)
 
     def _life(self, intervals: Array, mode: Mode) -> "_Life":
@@ -147,7 +146,7 @@ class Costs:
         period = trained + self._stall_seconds
         rate = numpy.maximum(self._failures_per_second, RARE_PER_PERIOD / period)
         first = self._first_iterations(intervals, mode) * self._iteration_seconds
-        # Of a life's 1 / rate seconds: in stalls, and in training of which a durable checkpoint is left.
+        # Shares of the 1 / rate seconds of a life: in stalls, and in training that a durable checkpoint preserves.
         stall = -numpy.expm1(-rate * self._stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
         renewed = numpy.exp(-rate * (first + self._stall_seconds + self._persist_seconds))
         kept = renewed * rate * (first + trained / numpy.expm1(rate * period))
@@ -158,10 +157,10 @@ class Costs:
         return numpy.maximum(intervals, self._watch_iterations) if mode == "predict" else intervals
 
     def _lost_lead(self, life: "_Life", horizons: Array, lags: Array, intervals: Array) -> Array:
-        """Mean lead of a life's recovery that its failure comes too early for, in iterations.
+        """Mean lead of a life's recovery that is lost because its failure comes too early, in iterations.
 
-        How long a life lasts does not depend on how far the failure before it lay behind its checkpoint: the lead that
-        is lost is the mean over those distances, times the probability that it is. By the line through two lags.
+        The duration of a life does not depend on the distance of the previous failure from its checkpoint. So the lost
+        lead is the mean over these distances, times its probability. It uses the line through two lags.
 
         Args:
             life: of the intervals.
@@ -190,7 +189,7 @@ class Costs:
         return lost
 
     def _too_early(self, life: "_Life", intervals: Array) -> Array:
-        """Probability that a life has a durable checkpoint of its own, and ends before a lead is had."""
+        """Probability that a life has a durable checkpoint of its own, and ends before the lead is reached."""
         first = self._first_iterations(intervals, "predict")
         after = self._lead_after_iterations
         stalls = numpy.maximum(numpy.ceil((after - first) / intervals), 0.0)
@@ -215,7 +214,7 @@ class _Life:
     Attributes:
         failures_per_second: at least RARE_PER_PERIOD.
         stall: share of it.
-        redone_seconds: trained since the checkpoint, or the restart, that the failure goes back to.
+        redone_seconds: of training since the checkpoint, or the restart, that recovery uses.
         renewed: probability that a checkpoint of its own is durable.
     """
 
@@ -226,12 +225,12 @@ class _Life:
 
 
 def _mean_lead(distances: Horizons, horizons: Array, lags: Array, slopes: Array) -> Array:
-    """Mean over the distances of what a line through mean distance and lag says below zero."""
-    even = horizons - lags / slopes  # at this distance a recovery is neither ahead nor behind
-    # Half a step more: the one that was under way is lost, and a horizon is whole iterations.
-    nearer = distances.mean_shortfall(even + 0.5, horizons + 0.5)
+    """Mean over the distances of the negative part of the line through mean distance and lag."""
+    even = horizons - lags / slopes  # at this distance the lag is 0
+    # Half a step more: the step under way is lost, and a horizon counts whole iterations.
+    nearer = distances.mean_shortfall(even + 0.5)
     leads = numpy.where(slopes > 0, slopes * nearer, -slopes * (horizons - even + nearer))
-    # At a slope of 0 the mean is all; and no mean of leads is smaller than the lead of the mean.
+    # At a slope of 0 the mean suffices; and no mean of leads is smaller than the lead of the mean.
     return numpy.asarray(numpy.fmax(numpy.where(slopes == 0, -lags, leads), numpy.maximum(-lags, 0.0)))
 
 
@@ -253,10 +252,10 @@ def cost_per_second(inputs: PlannerInputs, interval_iterations: Array, mode: Mod
 def cheapest(
     cost: Callable[[Array], Array], lowest: NDArray[numpy.int64], highest: NDArray[numpy.int64]
 ) -> NDArray[numpy.int64]:
-    """The interval of least cost between two bounds, of every rank; the shortest where no cost is finite.
+    """The interval of least cost between two bounds, for every rank; the shortest if no cost is finite.
 
-    Looks at a geometric selection of the intervals, then between the neighbours of the best, until all integers there
-    have been seen: their number does not matter.
+    Searches a geometric selection of the intervals, then between the neighbours of the best, until all integers there
+    are covered. The work hardly depends on the number of intervals.
 
     Args:
         cost: seconds per second of intervals, `(ranks, intervals)` to the same shape.
@@ -272,12 +271,12 @@ def cheapest(
         if numpy.all(high - low < SEARCH_INTERVALS):
             return numpy.asarray(grid[rows, best], dtype=numpy.int64)
         low = grid[rows, numpy.maximum(best - 1, 0)].astype(numpy.int64)
-        # Two further: where rounding has put the best on the grid twice, one further is no step.
+        # Two further: rounding may put the best on the grid twice, and one further is then no step.
         high = grid[rows, numpy.minimum(best + 2, SEARCH_INTERVALS - 1)].astype(numpy.int64)
 
 
 def _grid(low: NDArray[numpy.int64], high: NDArray[numpy.int64]) -> Array:
-    """All integers from low to high where they are few, else a geometric selection; `(ranks, SEARCH_INTERVALS)`."""
+    """All integers from low to high if they are few, else a geometric selection; `(ranks, SEARCH_INTERVALS)`."""
     steps = numpy.arange(SEARCH_INTERVALS)
     every: Array = numpy.minimum(low[:, None] + steps, high[:, None]).astype(numpy.float64)
     wide = high - low >= SEARCH_INTERVALS
@@ -289,9 +288,9 @@ def _grid(low: NDArray[numpy.int64], high: NDArray[numpy.int64]) -> Array:
 
 
 def _by_curve(ranks: Sequence[PlannerInputs]) -> list[tuple[RecoveryCost | None, slice | list[int]]]:
-    """Ranks that share a curve, which are asked about together.
+    """Groups of ranks that share a curve, to evaluate it once for each group.
 
-    By identity, since curves need not be comparable; a slice for a single rank, since that is several times as fast.
+    Grouped by identity, since curves need not be comparable; a slice for a single rank is several times as fast.
     """
     places: dict[int, list[int]] = {}
     for place, rank in enumerate(ranks):

@@ -54,7 +54,7 @@ class PaperTerms:
 
 
 def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
-    """The terms of the theorem, or what holds where it has none."""
+    """The terms of the theorem, or the choice in cases outside of it."""
     phase = inputs.phase
     if phase is None:
         return Choice(SHORTEST, f"the curves of loss and accuracy are not known yet; {SHORTEST_TAKEN}")
@@ -85,7 +85,7 @@ def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
 
 
 def _linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
-    """The terms where the linear stationarity condition has a minimum, else what holds where it has none."""
+    """The terms if the linear stationarity condition has a minimum, else the choice without one."""
     terms = paper_terms(inputs)
     if isinstance(terms, Choice):
         return terms
@@ -129,7 +129,7 @@ class Untruncated:
 class Exact:
     """The root of `tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)`.
 
-    Source: stationarity of CPSR, Eq. 17, with nothing taken for small.
+    Source: stationarity of CPSR, Eq. 17, without approximation.
     """
 
     def choose(self, inputs: PlannerInputs) -> Choice:
@@ -144,9 +144,9 @@ class Exact:
 
 
 def exact_iterations(terms: PaperTerms) -> float | None:
-    """The interval at which the cost of Eq. 17 is stationary, in iterations; None where it rises from the start."""
+    """The interval at which the cost of Eq. 17 is stationary, in iterations; None if it rises from the start."""
     scale = 2 * math.sqrt(terms.deviation_iterations / terms.stall_iterations)
-    # It takes a third of a second to import, and most jobs never ask for it.
+    # The import takes a third of a second, and most jobs do not need it.
     from scipy.optimize import brentq
 
     def slack(interval: float) -> float:
@@ -156,7 +156,7 @@ def exact_iterations(terms: PaperTerms) -> float | None:
 
     if not slack(0.0) > 0:
         return None
-    # Right of tau1 / B the condition's left side is negative; where B <= 0 a logarithm runs against a line.
+    # Right of tau1 / B the left side is negative; for B <= 0 it grows like a logarithm, slower than the line.
     high = 1 / terms.failures_per_iteration
     if terms.decay_per_iteration > 0:
         high = min(high, terms.tau1 / terms.decay_per_iteration)

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy
 
+from cpsr.journal import PlanRow
+from cpsr.planner.baselines import Baseline, baselines
 from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.choice import Choice, Rule
 from cpsr.planner.explanation import explain, explain_ranks
@@ -14,7 +16,6 @@ from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.pcip import Exact, Theorem, Untruncated
 from cpsr.planner.ranks import Optimum, cheaper, job_of, multiples, optima
-from cpsr.planner.rivals import Rival, rivals
 
 __all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names"]
 
@@ -30,11 +31,11 @@ class Plan:
     """A checkpoint interval with its origin and its explanation (plain data, no NaN, units in the keys).
 
     Attributes:
-        interval_iterations: of the job; where ranks have their own, the base that all are multiples of.
+        interval_iterations: of the job; if ranks have their own, the base of which all are multiples.
         origin: the policy that chose it.
-        explanation: inputs, rule, bounds, costs and what others would have chosen.
-        mode: what a failure is expected to be recovered by; None where the plan did not choose.
-        rank_interval_iterations: of every rank, the base times a power of two; empty where all take the job's.
+        explanation: inputs, rule, bounds, costs and the choices of the baselines.
+        mode: how a failure is expected to be recovered; None if the plan did not choose.
+        rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
     """
 
     interval_iterations: int
@@ -47,6 +48,17 @@ class Plan:
     def largest_multiple(self) -> int:
         """Base intervals between two checkpoints of all ranks."""
         return max(self.rank_interval_iterations, default=self.interval_iterations) // self.interval_iterations
+
+    def row(self, life: int, from_iteration: int) -> PlanRow:
+        """Its row in the journal."""
+        return PlanRow(
+            life=life,
+            from_iteration=from_iteration,
+            interval_iterations=self.interval_iterations,
+            origin=self.origin,
+            mode=self.mode,
+            explanation=self.explanation,
+        )
 
     def multiple_of(self, rank: int) -> int:
         """Base intervals between two checkpoints of one rank."""
@@ -75,9 +87,9 @@ def fixed_plan(interval_iterations: int) -> Plan:
     )
 
 
-def policy_names(rules: Mapping[str, Rival] | None = None) -> list[str]:
-    """Every policy that `make_plan` knows: the least cost, the paper's forms, the rivals."""
-    return [LEAST_COST, *FORMS, *(rivals() if rules is None else rules)]
+def policy_names(rules: Mapping[str, Baseline] | None = None) -> list[str]:
+    """Every policy of `make_plan`: the least cost, the paper's forms, the baselines."""
+    return [LEAST_COST, *FORMS, *(baselines() if rules is None else rules)]
 
 
 def make_plan(
@@ -86,28 +98,28 @@ def make_plan(
     policy: str = LEAST_COST,
     recovery_mode: Literal["auto", "predict", "exact"] = "auto",
     intervals: Literal["common", "per_rank"] = "common",
-    rules: Mapping[str, Rival] | None = None,
+    rules: Mapping[str, Baseline] | None = None,
 ) -> Plan:
     """The interval and the mode for the coming phase.
 
-    With the policy of least cost, each mode has its own best interval inside its bounds, and the cheaper one is taken.
-    Any other policy names one interval, which is moved inside the bounds, and the cheaper mode there is taken.
+    The policy of least cost finds the best interval of each mode inside its bounds, and takes the cheaper mode. Any
+    other policy chooses one interval, which is clamped to the bounds, and the cheaper mode at that interval.
 
     Args:
-        ranks: what is known of each rank, in their order; one entry where only the job is known.
+        ranks: inputs of each rank, in their order; one entry if only the job is known.
         limits: of the user and the predictor.
         policy: one of `policy_names(rules)`.
-        recovery_mode: auto is the cheaper of the two; predict where it is possible; exact is to recompute always.
-        intervals: one for the job, or multiples of a common base where failures are to be predicted: between the
-            checkpoints of all ranks there is none to recompute from.
-        rules: rivals by name; by default all, at a tolerated overhead of 2%.
+        recovery_mode: auto takes the cheaper mode; predict predicts if possible; exact always recomputes.
+        intervals: one for the job; or, for predicted failures, multiples of a common base. Recomputing needs
+            checkpoints of all ranks, and between these there is none.
+        rules: baselines by name; by default all, at a tolerated overhead of 2%.
 
     Raises:
-        ValueError: there is no rank, or the policy is unknown.
+        ValueError: no ranks, or an unknown policy.
     """
     if not ranks:
         raise ValueError("a plan needs the inputs of at least one rank")
-    others = rivals() if rules is None else rules
+    others = baselines() if rules is None else rules
     known: dict[str, Rule] = {**FORMS, **others}
     if policy != LEAST_COST and policy not in known:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(policy_names(others))}")
@@ -122,11 +134,11 @@ def make_plan(
         notes.append(choice.note)
         chosen = cheaper([_bounded(job, limits, mode, choice) for mode in modes])
     if recovery_mode == "predict" and chosen.mode == "recompute":
-        notes.append("prediction is not possible at any interval that is allowed; failures are recomputed")
+        notes.append("prediction is not possible at any allowed interval; failures are recomputed")
     base, rank_intervals = chosen.interval_iterations, tuple[int, ...]()
     own = _own(ranks, limits, modes if intervals == "common" or chosen.mode == "recompute" else (chosen.mode,))
     if intervals == "per_rank" and chosen.mode == "recompute":
-        notes.append("failures are recomputed, from checkpoints of all ranks: these have one interval")
+        notes.append("failures are recomputed from checkpoints of all ranks, which have one interval")
     elif intervals == "per_rank":
         taken = own if policy == LEAST_COST else _ruled(ranks, limits, own, known[policy])
         rank_intervals = multiples(ranks, taken)
@@ -141,7 +153,7 @@ def make_plan(
 
 
 def _modes(recovery_mode: str, job: PlannerInputs, limits: Limits) -> Sequence[Mode]:
-    """The modes that are allowed and possible; recomputing always is."""
+    """The allowed and possible modes; recomputing is always possible."""
     possible = job.recovery is not None and bounds_of(job, limits, "predict") is not None
     if recovery_mode == "exact" or not possible:
         return ("recompute",)
@@ -149,7 +161,7 @@ def _modes(recovery_mode: str, job: PlannerInputs, limits: Limits) -> Sequence[M
 
 
 def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> Optimum | None:
-    """A rule's interval inside the bounds of a mode, with its cost there."""
+    """A rule's interval, clamped to the bounds of a mode, with its cost there."""
     bounds = bounds_of(job, limits, mode)
     if bounds is None:
         return None
@@ -159,7 +171,7 @@ def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> 
 
 
 def _own(ranks: Sequence[PlannerInputs], limits: Limits, modes: Sequence[Mode]) -> list[Optimum]:
-    """What each rank would take alone, in the cheaper of the job's modes."""
+    """The optimum of each rank alone, in the cheaper of the job's modes."""
     columns = [optima(ranks, limits, mode) for mode in modes]
     if modes == ("predict",):
         columns.append(optima(ranks, limits, "recompute"))
@@ -168,6 +180,6 @@ def _own(ranks: Sequence[PlannerInputs], limits: Limits, modes: Sequence[Mode]) 
 
 
 def _ruled(ranks: Sequence[PlannerInputs], limits: Limits, own: Sequence[Optimum], rule: Rule) -> list[Optimum]:
-    """A rule's interval for each rank, in the mode of its own optimum, which is possible."""
+    """A rule's interval for each rank, in the mode of the rank's own optimum."""
     found = [_bounded(rank, limits, best.mode, rule.choose(rank)) for rank, best in zip(ranks, own, strict=True)]
     return [one for one in found if one is not None]

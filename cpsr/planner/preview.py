@@ -1,4 +1,4 @@
-"""What the planner would choose if something were different: a plan made again from the explanation of another."""
+"""What-if plans: recomputed from the explanation of another plan, with some inputs changed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from cpsr.planner.units import SECONDS_PER_HOUR
 
 __all__ = ["Basis", "Change", "basis_of", "preview"]
 
-# The line is taken as it was estimated, and nothing is added to it.
+# The line is used as estimated, and no observation is added.
 CERTAIN = (1e-6, 1e-6, 1e-6)
 CERTAIN_SCATTER_ITERATIONS = 1.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be different; None is as it was.
+    """Inputs to change; None keeps the value.
 
     Attributes:
         mtbf_hours: mean time between failures of the job.
@@ -37,11 +37,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from, read from its explanation.
+    """The inputs of a plan, read from its explanation.
 
     Attributes:
         inputs: of the job.
-        limits: of the user and the predictor; a bound that somebody had set for a while is not among them.
+        limits: of the user and the predictor, without those of an override.
         policy: that chose.
     """
 
@@ -51,11 +51,11 @@ class Basis:
 
 
 def basis_of(explanation: Mapping[str, Any], policy: str) -> Basis | None:
-    """What a plan was made from; None where that was not measured, or its explanation does not hold it.
+    """The inputs of a plan; None if they were not measured, or its explanation lacks them.
 
     Args:
         explanation: of the plan.
-        policy: that the plan names.
+        policy: named by the plan.
     """
     try:
         inputs, limits = _inputs(explanation), _limits(explanation)
@@ -73,16 +73,16 @@ def preview(
     state_bytes: float | None = None,
     recovery_mode: Literal["auto", "predict", "exact"] = "auto",
 ) -> Plan:
-    """The plan of the job for the same phase, with something different; one interval for all ranks.
+    """The plan of the job for the same phase, with changed inputs; one interval for all ranks.
 
     Args:
-        basis: of the plan that holds.
-        change: what is different.
-        state_bytes: of the job's checkpoints as they are; None where that is not known.
+        basis: of the current plan.
+        change: the changed inputs.
+        state_bytes: of the job's current checkpoints; None if unknown.
         recovery_mode: the configured one.
 
     Raises:
-        ValueError: bytes or bandwidths are to be different, and the size of the checkpoints is not known.
+        ValueError: bytes or bandwidths change, and the size of the checkpoints is unknown.
     """
     inputs = basis.inputs
     own = _changed(inputs, change, state_bytes)
@@ -99,7 +99,7 @@ def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -
         return changed
     size = state_bytes if change.state_bytes is None else change.state_bytes
     if size is None:
-        raise ValueError("the size of a checkpoint is not known yet, and bandwidths are times only together with it")
+        raise ValueError("the size of a checkpoint is not known yet, and without it bandwidths give no times")
     for name, rate in (
         ("stall_seconds", change.snapshot_bytes_per_second),
         ("persist_seconds", change.persist_bytes_per_second),
@@ -114,18 +114,18 @@ def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -
 
 
 def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
-    told = explanation["inputs"]
-    # Numbers that JSON has none for are told by their names, which `float` takes as well.
-    figures: dict[str, Any] = {name: float(told[name]) for name in INPUT_FIELDS}
+    recorded = explanation["inputs"]
+    # Numbers that JSON lacks (inf, nan) are stored by name, which `float` accepts too.
+    figures: dict[str, Any] = {name: float(recorded[name]) for name in INPUT_FIELDS}
     figures |= {name: round(figures[name]) for name in ("watch_iterations", "lead_after_iterations")}
-    if "phase" in told:
-        phase: dict[str, Any] = {name: float(value) for name, value in told["phase"].items()}
+    if "phase" in recorded:
+        phase: dict[str, Any] = {name: float(value) for name, value in recorded["phase"].items()}
         phase |= {name: round(phase[name]) for name in ("first_iteration", "last_iteration", "parameters")}
         figures["phase"] = PhaseInputs(**phase)
-    if told["recovery_curve"] != "none":
-        line = [float(told["recovery_line"][name]) for name in RECOVERY_LINE]
+    if recorded["recovery_curve"] != "none":
+        line = [float(recorded["recovery_line"][name]) for name in RECOVERY_LINE]
         scatter = CERTAIN_SCATTER_ITERATIONS
-        figures["recovery"] = LagCurve.with_independent_prior(line, CERTAIN, scatter, told["recovery_curve"])
+        figures["recovery"] = LagCurve.with_independent_prior(line, CERTAIN, scatter, recorded["recovery_curve"])
     origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
     return PlannerInputs(**figures, origins=origins)
 

@@ -1,4 +1,4 @@
-"""Several ranks in lockstep: the job that they are together, and what each would want alone."""
+"""Several ranks in lockstep: the job that they form, and the optimum of each alone."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from cpsr.planner.objective import Costs, cheapest
 __all__ = ["Optimum", "cheaper", "job_of", "multiples", "optima"]
 
 
-# Of these the job has the largest of any rank.
+# For these the job has the largest value of any rank.
 LARGEST_FIELDS = (
     "iteration_seconds",
     "stall_seconds",
@@ -31,9 +31,9 @@ class Optimum:
     Attributes:
         interval_iterations: inside the bounds.
         mode: how failures are recovered from.
-        cost_per_second: seconds lost per second, restarts apart; infinite where an input is not known.
+        cost_per_second: seconds lost per second, without restarts; infinite if an input is unknown.
         bounds: of the mode.
-        bound: the active one, without which another interval would have been cheaper.
+        bound: the active one; without it another interval would be cheaper.
     """
 
     interval_iterations: int
@@ -62,11 +62,11 @@ class _MeanCurve:
 
 
 def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
-    """One description of ranks in lockstep: everyone waits for the slowest, and a failure may hit any of them.
+    """One description of ranks in lockstep: all wait for the slowest, and a failure may hit any of them.
 
-    Prediction is possible where it is on every rank. What is not known of one rank is not known of the job. A predicted
-    restart predicts all ranks: the phase has the parameters of all. An origin is that of the rank whose figure is
-    taken, and where all have the same one, of the first.
+    Prediction is possible if it is on every rank. An input that is unknown on one rank is unknown for the job. A
+    predicted restart predicts all ranks: the phase has the parameters of all. An origin is that of the rank with the
+    largest value, or of the first rank if all are equal.
 
     Args:
         ranks: at least one.
@@ -86,10 +86,10 @@ def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
 
 
 def optima(ranks: Sequence[PlannerInputs], limits: Limits, mode: Mode) -> list[Optimum | None]:
-    """The interval of least cost of every rank in one mode; None where prediction is not possible.
+    """The interval of least cost of every rank in one mode; None if prediction is not possible.
 
     Args:
-        ranks: what is known of each; or of the job, as the only one.
+        ranks: inputs of each; or of the job, as the only one.
         limits: of the user and the predictor.
         mode: how failures are recovered from.
     """
@@ -100,16 +100,16 @@ def optima(ranks: Sequence[PlannerInputs], limits: Limits, mode: Mode) -> list[O
 
 
 def cheaper(options: Sequence[Optimum | None]) -> Optimum:
-    """The option of least cost, of which there is at least one; recomputing where both cost the same."""
+    """The option of least cost; recomputing if both cost the same. At least one option must be possible."""
     able = [option for option in options if option is not None]
     return min(able, key=lambda option: (option.cost_per_second, option.mode == "predict"))
 
 
 def multiples(ranks: Sequence[PlannerInputs], own: Sequence[Optimum]) -> tuple[int, ...]:
-    """Intervals of the ranks as powers of two times a common base, so that all checkpoints meet at the longest.
+    """Intervals of the ranks as powers of two times a common base, so that all coincide at the longest.
 
-    The base is the shortest optimum of any rank. Every other rank takes the cheaper of the two around its own optimum,
-    inside its bounds; where none is inside, the first one above them.
+    The base is the shortest optimum of any rank. Every other rank takes the cheaper of the two multiples around its own
+    optimum, inside its bounds; if none is inside, the first one above them.
 
     Args:
         ranks: at least one.

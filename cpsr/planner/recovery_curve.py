@@ -1,4 +1,4 @@
-"""What a predicted recovery costs: a line through measured lags, and the paper's curve."""
+"""The cost of a predicted recovery: a line through measured lags, and the paper's curve."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from cpsr.planner.inputs import Array, PhaseInputs
 
 __all__ = ["LEAD_AFTER_ITERATIONS", "LagCurve", "LagObservation", "PaperCurve"]
 
-# A recovery that comes out ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
+# A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
 # parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
 # the next failure were expected to move the lag by -30 iterations and moved it by -31 +- 7; those with less were
 # expected at -33, and moved it by +7 +- 6.
 LEAD_AFTER_ITERATIONS = 100
 # Newest measurements that a curve keeps: enough for three coefficients, few enough to follow a run that changes.
 OBSERVATIONS_MAX = 64
-# The scatter of recoveries counts as if so many had been seen with the one that is expected beforehand.
+# Weight of the prior scatter of recoveries, as a number of observations.
 SCATTER_PRIOR_OBSERVATIONS = 4.0
-# A measurement this many standard deviations from what all others foretell is set aside, unless there is a second.
+# A measurement this many standard deviations from the prediction of all others is an outlier, unless a second agrees.
 OUTLIER_DEVIATIONS = 5.0
 # Coefficients and scatter are estimated in turns; the scatter settles within a few per cent after three.
 SCATTER_ROUNDS = 3
@@ -35,12 +35,12 @@ Row = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class LagObservation:
-    """One measured lag, of a rehearsal or of a recovery.
+    """One measured lag of a rehearsal or a recovery.
 
     Attributes:
         horizon_iterations: from the checkpoint to the failure.
         interval_iterations: spacing of the checkpoints that the prediction rested on.
-        lag_iterations: behind for good; negative where it was ahead.
+        lag_iterations: permanent; negative if it was ahead.
         standard_error_iterations: of the lag as a measurement.
 
     Raises:
@@ -56,7 +56,7 @@ class LagObservation:
         figures = asdict(self)
         wrong = [name for name, value in figures.items() if not math.isfinite(value)]
         if wrong or self.standard_error_iterations < 0:
-            raise ValueError(f"a lag that was not measured teaches nothing: {figures}; leave it out")
+            raise ValueError(f"a lag that was not measured carries no information: {figures}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LagCurve:
     """Bayesian linear regression of the lag, `lag = a + b u + c T_c`, updated by measured recoveries.
 
     Measurements count by their standard errors and by the scatter of recoveries among themselves, which is estimated
-    with them. One that disagrees with all others and the prior is set aside; two such are believed, since vetoed and
+    with them. One that disagrees with all others and the prior is an outlier; two such count, since vetoed and
     failed predictions are part of the mean cost.
 
     Attributes:
@@ -72,7 +72,7 @@ class LagCurve:
         prior_covariance: of the three, positive definite.
         scatter_iterations: expected standard deviation of single recoveries around the line.
         observations: the newest measurements, oldest first.
-        prior_source: where the prior comes from, for the plan's explanation.
+        prior_source: origin of the prior, for the plan's explanation.
 
     Raises:
         ValueError: the prior is not finite, its covariance not symmetric and positive definite, or the scatter is not
@@ -105,7 +105,7 @@ class LagCurve:
             mean: a (iterations), b and c (iterations per iteration).
             standard_errors: of the three, positive.
             scatter_iterations: of single recoveries.
-            source: where the prior comes from.
+            source: origin of the prior.
         """
         a, b, c = (float(value) for value in mean)
         covariance = numpy.diag(numpy.square(numpy.asarray(standard_errors, dtype=numpy.float64)))
@@ -132,12 +132,12 @@ class LagCurve:
         return self._fit.covariance
 
     def with_observation(self, observation: LagObservation) -> "LagCurve":
-        """The curve after one more measurement; the oldest is forgotten beyond OBSERVATIONS_MAX."""
+        """The curve after one more measurement; beyond OBSERVATIONS_MAX the oldest is dropped."""
         kept = (*self.observations, observation)[-OBSERVATIONS_MAX:]
         return LagCurve(self.prior_mean, self.prior_covariance, self.scatter_iterations, kept, self.prior_source)
 
     def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Expected iterations behind for good (negative: ahead) after a failure that far past its checkpoint.
+        """Expected permanent lag (negative: ahead) after a failure that far past its checkpoint.
 
         Args:
             horizon_iterations: `u = f - c` of the failures.
@@ -161,7 +161,7 @@ class LagCurve:
         return _Fit(_row(mean), covariance, outlier)
 
     def _deviation(self, rows: Array, lags: Array, variances: Array, left_out: int) -> float:
-        """How far one measurement lies from what all others foretell, in standard deviations."""
+        """Distance of one measurement from the prediction of all others, in standard deviations."""
         kept = numpy.arange(len(lags)) != left_out
         mean, covariance, scatter_variance = self._posterior(rows[kept], lags[kept], variances[kept])
         row = rows[left_out]
@@ -194,7 +194,7 @@ class _Fit:
 class PaperCurve:
     """The paper's recovery cost averaged over a phase, `T_p = ln(1 + x0 exp((alpha1 - tau1 / T_c) t)) / alpha1`.
 
-    It knows no horizon: every failure of a phase costs the same, however far past its checkpoint.
+    It ignores the horizon: every failure of a phase costs the same.
 
     Source: CPSR, Eq. 13 with Eq. 10; `x0 = xi N_p exp(tau2 - alpha2) / 2`.
 

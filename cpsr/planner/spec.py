@@ -1,4 +1,4 @@
-"""A job's description, from which a plan can be made before the job exists.
+"""A job's description, to plan before the job exists.
 
 For example:
 
@@ -19,16 +19,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cpsr.config import GuardConfig, read_model
+from cpsr.config import LifeConfig, read_model
+from cpsr.planner.baselines import TOLERANCE_FRACTION, Baseline, baselines
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
-from cpsr.planner.rivals import TOLERANCE_FRACTION, Rival, rivals
 from cpsr.planner.units import ITERATIONS_MAX, SECONDS_PER_HOUR
 
 __all__ = ["PlanSpec", "read_plan_spec"]
 
-# A line that is given is certain: nothing is ever added to it, and its uncertainty is used by nothing.
+# A given line is certain: no observation is added, and nothing uses its uncertainty.
 CERTAIN = (1e-6, 1e-6, 1e-6)
 CERTAIN_SCATTER_ITERATIONS = 1.0
 
@@ -92,9 +92,9 @@ class RecoverySpec(_Section):
     )
     lag: LagSpec | None = None
     watch_iterations: int = Field(
-        default=GuardConfig().watch_iterations,
+        default=LifeConfig().watch_iterations,
         ge=0,
-        description="After a predicted restart, in which no checkpoint is begun; as guard.watch_iterations.",
+        description="After a predicted restart, in which no checkpoint is begun; as life.watch_iterations.",
     )
     lead_after_iterations: int = Field(
         default=LEAD_AFTER_ITERATIONS,
@@ -169,18 +169,18 @@ class PlanSpec(_Section):
         return self
 
     def inputs(self) -> list[PlannerInputs]:
-        """What the planner is told of each rank."""
+        """The planner's inputs for each rank."""
         line = self._line()
         return [inputs for rank in self.ranks for inputs in [self._inputs(rank, line)] * rank.count]
 
     def bounds(self) -> Limits:
-        """What no plan may overstep."""
+        """The limits of every plan."""
         longest = None if self.recovery is None else self.recovery.predictable_interval_iterations
         return Limits(self.limits.interval_min_iterations, self.limits.interval_max_iterations, longest)
 
-    def rivals(self) -> Mapping[str, Rival]:
-        """The rules that the plan is compared with."""
-        return rivals(self.fixed_interval_iterations, self.tolerance_fraction)
+    def baselines(self) -> Mapping[str, Baseline]:
+        """The baselines that the plan is compared with."""
+        return baselines(self.fixed_interval_iterations, self.tolerance_fraction)
 
     def _line(self) -> LagCurve | None:
         if self.recovery is None or self.recovery.lag is None:

@@ -1,11 +1,11 @@
-"""Seconds and iterations: conversions that stay defined where an input is zero, infinite or unknown."""
+"""Seconds and iterations: conversions that stay defined for zero, infinite or unknown inputs."""
 
 import math
 
 __all__ = ["ITERATIONS_MAX", "SECONDS_PER_HOUR", "in_iterations", "plain", "root", "whole_iterations"]
 
 SECONDS_PER_HOUR = 3600.0
-# No run has more iterations; a rule that wants no checkpoint at all says this number, and a bound decides.
+# No run has more iterations; a rule that wants no checkpoint at all returns this number, and a bound decides.
 ITERATIONS_MAX = 2**31
 
 
@@ -15,7 +15,7 @@ def root(value: float) -> float:
 
 
 def in_iterations(seconds: float, iteration_seconds: float) -> float:
-    """Seconds in iterations, in the limit where one of the two is 0 or infinite; NaN where there is no limit."""
+    """Seconds in iterations, as a limit if one of the two is 0 or infinite; NaN if there is no limit."""
     if not (seconds >= 0 and iteration_seconds >= 0) or seconds == iteration_seconds == 0:
         return math.nan
     if iteration_seconds == 0:
@@ -25,7 +25,7 @@ def in_iterations(seconds: float, iteration_seconds: float) -> float:
 
 
 def whole_iterations(iterations: float) -> int:
-    """The nearest interval that can be set, from 1 to ITERATIONS_MAX.
+    """The nearest valid interval, from 1 to ITERATIONS_MAX.
 
     NaN is 1: until a job is measured, lost work is the larger risk.
     """
@@ -35,5 +35,5 @@ def whole_iterations(iterations: float) -> int:
 
 
 def plain(value: float) -> float | str:
-    """The number, or its name where JSON has no number for it."""
+    """The number, or its name if JSON has no such number."""
     return float(value) if math.isfinite(value) else str(float(value))

@@ -37,7 +37,7 @@ def run_simulation(
 
     Args:
         spec_path: the simulation's description.
-        trace_path: failures as recorded there, whatever the description says.
+        trace_path: failures as recorded there, in place of the description's.
         policies: names, instead of the description's.
         json_path: where the figures go; the plot is put beside it.
 
@@ -77,7 +77,7 @@ def _trace(spec: SimulationSpec, trace_path: Path | None) -> Trace | None:
 
 
 def _arrivals(spec: SimulationSpec, trace: Trace | None) -> tuple[Arrivals, float]:
-    """The source of failures, and the mean time between them that policies are told."""
+    """The source of failures, and the mean time between them that policies get."""
     if trace is not None:
         if not len(trace.removed):
             raise ConfigError(f"the trace {trace.source} has no incident: there is nothing to simulate")

@@ -53,7 +53,7 @@ class Outcome:
         return self.ettr * self.job.samples_per_iteration / self.job.iteration_seconds
 
     def mean_and_error(self, values: Array) -> tuple[float, float]:
-        """Mean over the runs and its Monte-Carlo standard error; 0 for a single run, which says nothing of it."""
+        """Mean over the runs and its Monte-Carlo standard error; 0 for a single run, which cannot show it."""
         error = float(values.std(ddof=1) / numpy.sqrt(values.size)) if values.size > 1 else 0.0
         return float(values.mean()), error
 

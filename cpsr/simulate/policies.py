@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cpsr.errors import ConfigError
+from cpsr.planner.baselines import Baseline, PCcheck
 from cpsr.planner.bounds import Limits, bounds_of
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan, policy_names
 from cpsr.planner.ranks import job_of
-from cpsr.planner.rivals import PCcheck, Rival
 from cpsr.simulate.spec import SimulationSpec, SystemSpec
 from cpsr.simulate.system import Checkpoints, Prediction, Recovery, Replay, Rollback, System
 
@@ -18,7 +18,7 @@ __all__ = ["systems"]
 def systems(spec: SimulationSpec, mtbf_seconds: float, policies: Sequence[str] | None = None) -> list[System]:
     """The chosen policies with the intervals they take, then the description's own systems.
 
-    Policies are told the truth about the job that is simulated. The rivals recompute after a failure; CPSR and the
+    Policies get the true parameters of the simulated job. The baselines recompute after a failure; CPSR and the
     paper's forms predict where that is expected to cost less.
 
     Args:
@@ -29,23 +29,24 @@ def systems(spec: SimulationSpec, mtbf_seconds: float, policies: Sequence[str] |
     Raises:
         ConfigError: a policy is not known.
     """
-    job, limits, rivals = (
+    job, limits, baselines = (
         replace(job_of(spec.inputs()), failures_per_second=1 / mtbf_seconds),
         spec.bounds(),
-        spec.rivals(),
+        spec.baselines(),
     )
     names = spec.policies if policies is None else policies
-    known = policy_names(rivals)
+    known = policy_names(baselines)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"unknown policies {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     chosen = [
-        _rival(name, rivals[name], job, limits) if name in rivals else _planned(name, job, limits) for name in names
+        _baseline(name, baselines[name], job, limits) if name in baselines else _planned(name, job, limits)
+        for name in names
     ]
     return [*chosen, *(_own(job, system) for system in spec.systems)]
 
 
-def _rival(name: str, rule: Rival, job: PlannerInputs, limits: Limits) -> System:
+def _baseline(name: str, rule: Baseline, job: PlannerInputs, limits: Limits) -> System:
     choice = rule.choose(job)
     slots = rule.concurrent if isinstance(rule, PCcheck) else 1
     if slots > 1:

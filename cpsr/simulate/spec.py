@@ -125,7 +125,7 @@ class SimulationSpec(PlanSpec):
 
     @model_validator(mode="after")
     def _can_be_simulated(self) -> "SimulationSpec":
-        known = policy_names(self.rivals())
+        known = policy_names(self.baselines())
         unknown = [name for name in self.policies if name not in known]
         if unknown:
             raise ValueError(f"unknown policies {', '.join(unknown)}; known are {', '.join(sorted(known))}")
@@ -135,7 +135,7 @@ class SimulationSpec(PlanSpec):
 
     @property
     def mtbf_seconds(self) -> float:
-        """Of the job, where no trace says it."""
+        """Of the job, if no trace gives it."""
         return self.failures.mtbf_hours * SECONDS_PER_HOUR
 
 

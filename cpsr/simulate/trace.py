@@ -4,7 +4,7 @@
 - instances: `YYYY-MM-DD, HH:MM:SS, alive`, in any order
 - samples: `index,unix seconds,alive`, with the header `,Time,GPUs`
 
-Removals of the same instant are one incident. Such traces are of preempted spot machines: they come in bursts, and say
+Removals of the same instant are one incident. Such traces are of preempted spot machines: they come in bursts, and show
 little of how often hardware fails.
 """
 

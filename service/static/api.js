@@ -3,7 +3,7 @@
 const TOKEN_KEY = "cpsr-token";
 
 export class ApiError extends Error {
-  // status: of HTTP; 0 where nothing answered. code, message and hint: as the service says.
+  // status: of HTTP; 0 if nothing answered. code, message and hint: from the service.
   constructor(status, code, message, hint) {
     super(message);
     this.status = status;

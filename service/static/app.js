@@ -1,4 +1,4 @@
-// The dashboard: which run, its answers, and what is told of them.
+// The dashboard: the run, the answers of the service, and the panels that show them.
 
 import { Api, ApiError } from "./api.js";
 import { showBubbles } from "./bubbles.js";
@@ -29,7 +29,7 @@ const PANELS = [
   showBubbles,
   showCheckpoints,
 ];
-const HEALTH_SECONDS = 15; // a run that stands still tells of nothing
+const HEALTH_SECONDS = 15; // a run that stands still sends no events
 const RETRY_SECONDS = 3;
 // What may be different after an event of the journal; after `hello` and `reset` much may not have been heard.
 const TOUCHED = {

@@ -22,7 +22,7 @@ export function showBubbles(store) {
   store.watch(["bubbles"], ({ bubbles }, { bubbles: problem }) => {
     const ranks = ofNewestLife(bubbles?.bubbles ?? []);
     const none = problem
-      ? "Not known: the journal cannot be read."
+      ? "Unknown: the journal cannot be read."
       : "No waits are recorded. Ranks wait for each other in a pipeline over gloo, and for a data loader's workers.";
     update(byId("bubbles"), ...(ranks.length ? [sentence(ranks), legend(), rankTable(ranks)] : [empty(none)]));
   });
@@ -61,7 +61,7 @@ function legend() {
     { class: "legend", "aria-hidden": "true" },
     element("li", { class: "sign-used" }, "waited, the predictor worked"),
     element("li", { class: "sign-copied" }, "waited, a snapshot was copied"),
-    element("li", { class: "sign-waited" }, "waited, nothing was done"),
+    element("li", { class: "sign-waited" }, "waited, idle"),
     element("li", { class: "sign-worked" }, "training worked"),
   );
 }
@@ -74,7 +74,7 @@ function rankTable(ranks) {
   return table(
     shown.length < ranks.length
       ? `The ${shown.length} of ${number(ranks.length, 9)} ranks that waited longest`
-      : "Since the newest life began, as far as the newest rows go back",
+      : "Since the newest life began, within the newest rows",
     [
       { title: "Rank", numeric: true, value: (one) => number(one.rank, 9) },
       { title: "Share of the time", value: bar },

@@ -1,16 +1,16 @@
-// The newest checkpoints that were due, and what became of them.
+// The newest due checkpoints, and their state.
 
 import { byId, element, empty, table, update } from "./dom.js";
 import { bytes, clock, duration, number, ranks } from "./format.js";
 
 const ROWS = 6;
 const TIERS = { disk: "disk", target: "target", memory: "host memory", peer: "replica" };
-const HELD = { whole: "", weights: "weights alone", small: "small state alone" };
+const PARTS = { whole: "", weights: "weights only", small: "small state only" };
 
 export function showCheckpoints(store) {
   store.watch(["checkpoints"], ({ checkpoints }, { checkpoints: problem }) => {
     const rows = (checkpoints?.checkpoints ?? []).slice(0, ROWS);
-    const none = problem ? "Not known: the journal cannot be read." : "None has been due so far.";
+    const none = problem ? "Unknown: the journal cannot be read." : "None has been due so far.";
     update(byId("checkpoints"), rows.length ? checkpointTable(rows, checkpoints.total) : empty(none));
   });
 }
@@ -22,11 +22,11 @@ function checkpointTable(rows, total) {
       { title: "Iteration", numeric: true, value: (one) => number(one.iteration, 9) },
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Status", value: (one) => (one.reason ? `${one.status}: ${one.reason}` : one.status) },
-      { title: "State", value: (one) => (one.origin === "predicted" ? "goes back to a predicted one" : "trained") },
+      { title: "State", value: (one) => (one.origin === "predicted" ? "descends from a predicted one" : "trained") },
       { title: "Size", numeric: true, value: (one) => bytes(one.bytes) },
       { title: "Training waited", numeric: true, value: (one) => duration(one.stall_seconds) },
       { title: "Durable after", numeric: true, value: (one) => duration(durable(one)) },
-      { title: "Where it is", value: places },
+      { title: "Places", value: places },
     ],
     rows,
   );
@@ -39,7 +39,7 @@ function places({ copies }) {
 
 function place({ tier, holds, bytes: size, verified, ranks: owners, copied_unix_seconds: copied }) {
   const parts = [owners === null ? TIERS[tier] : `${TIERS[tier]} of ${ranks(owners)}`];
-  if (HELD[holds]) parts.push(HELD[holds]);
+  if (PARTS[holds]) parts.push(PARTS[holds]);
   if (size !== null) parts.push(bytes(size));
   parts.push(verified ? "verified" : "not verified");
   if (copied !== null) parts.push(clock(copied));

@@ -1,12 +1,12 @@
-// Whether the page hears of what happens, and whether anything can: told in its head.
+// The head of the page: whether events arrive, and whether the run is alive.
 
 import { byId } from "./dom.js";
 import { clock } from "./format.js";
 
-// Of the newest life, as /healthz says: the sign and the words.
+// Of the newest life, from /healthz: the sign and the words.
 const LIVES = {
   running: ["live", "Live"],
-  silent: ["waiting", "Nothing is heard of the run"],
+  silent: ["waiting", "The run is silent"],
   killed: ["ended", "The run was killed"],
   clean: ["ended", "The run has ended"],
   sigterm: ["ended", "The run has left after SIGTERM"],
@@ -28,30 +28,30 @@ export function showConnection(store) {
 export function showHeard() {
   heard = true;
   lostSince = null;
-  if (health !== null) say(...(LIVES[health.life] ?? NO_LIFE));
+  if (health !== null) announce(...(LIVES[health.life] ?? NO_LIFE));
 }
 
-// The service answers, but not what was asked for: what is missing is told in the page.
+// The service answers with a refusal: the page shows what is missing.
 export function showRefused(problem) {
   heard = false;
   lostSince = null;
-  if (problem.code === "journal_unavailable") say(...NO_LIFE);
-  else say("waiting", problem.message);
+  if (problem.code === "journal_unavailable") announce(...NO_LIFE);
+  else announce("waiting", problem.message);
 }
 
 export function showLost() {
   heard = false;
   lostSince ??= Date.now() / 1000;
-  say("lost", `No connection since ${clock(lostSince).slice(-8)}; what is shown is from then. Trying again.`);
+  announce("lost", `No connection since ${clock(lostSince).slice(-8)}; the page shows that state. Trying again.`);
 }
 
 export function showLocked() {
-  say("waiting", "A token is needed");
+  announce("waiting", "A token is needed");
 }
 
-function say(state, text) {
+function announce(state, text) {
   const place = byId("connection");
-  if (place.textContent === text) return; // said once is enough for those who listen
+  if (place.textContent === text) return; // a screen reader needs it once
   place.dataset.state = state;
   place.textContent = text;
 }

@@ -1,4 +1,4 @@
-// What belongs to the run as it is now, of rows that tell everything that ever happened.
+// Of all recorded rows, those that belong to the present course of the run.
 
 // Rows of the present course, oldest first: what was done between a checkpoint and a failure, and done again after
 // the restart, is left out. rows: newest first; at: takes a row's iteration.
@@ -20,9 +20,4 @@ export function committed(checkpoints) {
 // Failures of which it is known where; a reported one may have stopped no step.
 export function placed(failures) {
   return (failures?.failures ?? []).filter((one) => one.iteration !== null);
-}
-
-// Whether training went on from a predicted state.
-export function isPredicted(recovery) {
-  return !["scratch", "exact"].includes(recovery.method) && !["vetoed", "rolled_back"].includes(recovery.outcome);
 }

@@ -13,7 +13,7 @@ export function element(tag, attributes = {}, ...children) {
 
 // columns: {title, value: takes a row, gives text or an element; numeric: to the right; fixed: never broken}.
 export function table(caption, columns, rows) {
-  // Roles are told, since a narrow page lays the rows of a wide table out as cards, by which browsers forget what it is.
+  // Explicit roles: a narrow page lays out the rows of a wide table as cards, and browsers then drop the table role.
   const kind = ({ numeric, fixed }) => (numeric ? "numeric" : fixed ? "fixed" : "");
   const head = element(
     "tr",
@@ -48,7 +48,7 @@ export function empty(text) {
   return element("p", { class: "empty" }, text);
 }
 
-// A legend tells of what there is to see alone.
+// A legend names only what the plot shows.
 export function showSign(name, seen) {
   for (const sign of document.getElementsByClassName(`sign-${name}`)) sign.hidden = !seen;
 }
@@ -62,16 +62,16 @@ export function update(host, ...children) {
 }
 
 function patch(host, wanted) {
-  const held = [...host.childNodes];
+  const present = [...host.childNodes];
   const next = [...wanted.childNodes];
   next.forEach((child, place) => {
-    const known = held[place];
+    const known = present[place];
     if (known === undefined) host.append(child);
     else if (!alike(known, child)) known.replaceWith(child);
     else if (known.nodeType !== Node.TEXT_NODE) patch(known, child);
     else if (known.data !== child.data) known.data = child.data;
   });
-  held.slice(next.length).forEach((child) => child.remove());
+  present.slice(next.length).forEach((child) => child.remove());
 }
 
 function alike(known, child) {

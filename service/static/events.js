@@ -9,7 +9,7 @@ export class Stream {
   // after the latter two the next try follows by itself.
   constructor(api, { heard, live, lost, refused }) {
     this.api = api;
-    this.told = { heard, live, lost, refused };
+    this.on = { heard, live, lost, refused };
     this.lastId = null;
   }
 
@@ -21,8 +21,8 @@ export class Stream {
           wait = FIRST_WAIT_SECONDS;
         });
       } catch (error) {
-        if (error.status) this.told.refused(error);
-        else this.told.lost();
+        if (error.status) this.on.refused(error);
+        else this.on.lost();
         if (error.status === 401) return;
       }
       await new Promise((resume) => setTimeout(resume, 1000 * wait));
@@ -35,7 +35,7 @@ export class Stream {
     const headers = this.lastId === null ? {} : { "Last-Event-ID": this.lastId };
     const response = await this.api.open("/events", { headers, signal: silent.signal });
     opened();
-    this.told.live();
+    this.on.live();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
     for (;;) {
@@ -55,6 +55,6 @@ export class Stream {
       if (colon > 0) fields.set(line.slice(0, colon), line.slice(colon + 2));
     }
     if (fields.has("id")) this.lastId = fields.get("id");
-    if (fields.has("event")) this.told.heard(fields.get("event"), JSON.parse(fields.get("data")));
+    if (fields.has("event")) this.on.heard(fields.get("event"), JSON.parse(fields.get("data")));
   }
 }

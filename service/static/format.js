@@ -14,7 +14,7 @@ export function number(value, digits = 3) {
   return value.toLocaleString("en", large ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: digits });
 }
 
-// The service tells what is not finite by its name.
+// The service sends numbers that are not finite by their names.
 function named(text) {
   return { inf: "\u221e", Infinity: "\u221e", "-inf": "\u2212\u221e", nan: UNKNOWN, NaN: UNKNOWN }[text] ?? text;
 }
@@ -69,6 +69,6 @@ export function ranks(numbers) {
     if (spans.length && spans.at(-1).last === one - 1) spans.at(-1).last = one;
     else spans.push({ first: one, last: one });
   }
-  const told = spans.map(({ first, last }) => (first === last ? `${first}` : `${first}\u2013${last}`)).join(", ");
-  return `${numbers.length > 1 ? "ranks" : "rank"} ${told}`;
+  const listed = spans.map(({ first, last }) => (first === last ? `${first}` : `${first}\u2013${last}`)).join(", ");
+  return `${numbers.length > 1 ? "ranks" : "rank"} ${listed}`;
 }

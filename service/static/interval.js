@@ -1,4 +1,4 @@
-// The interval that was held, and what Young and CheckFreq would have chosen from the same figures.
+// The interval in use, and the choices of Young and CheckFreq from the same inputs.
 
 import { placed, present } from "./course.js";
 import { byId, showSign, table, update } from "./dom.js";
@@ -25,8 +25,8 @@ export function showInterval(store) {
     host: byId("interval-plot"),
     readout: byId("interval-readout"),
     name: "Interval between checkpoints",
-    say: (index) => said(data, index ?? data[0].length - 1),
-    // Logarithmic: what others would do may be a hundredth of it.
+    readoutOf: (index) => readout(data, index ?? data[0].length - 1),
+    // Logarithmic: other rules may choose a hundredth of it.
     scales: { y: { distr: 3, range: (_, least, most) => [(least ?? 1) / MARGIN, (most ?? 1) * MARGIN] } },
     axis: { label: "iterations", splits: (_, axis, least, most) => rounds(least, most), filter: (_, splits) => splits },
     series: [steps("held", 2.5), steps("young", 1.5, [6, 3]), steps("checkfreq", 1.5, [2, 3])],
@@ -51,25 +51,25 @@ export function showInterval(store) {
   });
 }
 
-// Iterations, the interval held from there on, and the rivals'; the last plan goes on to the newest iteration.
+// Iterations, the interval from there on, and the baselines'; the last plan extends to the newest iteration.
 function columns(plans, lastIteration) {
   const shown =
     plans.length && lastIteration > plans.at(-1).from_iteration
       ? [...plans, { ...plans.at(-1), from_iteration: lastIteration }]
       : plans;
-  const rival = (name) => shown.map((one) => one.rival_interval_iterations[name] ?? null);
-  return [shown.map((one) => one.from_iteration), shown.map((one) => one.interval_iterations), ...SHOWN.map(rival)];
+  const baseline = (name) => shown.map((one) => one.rival_interval_iterations[name] ?? null);
+  return [shown.map((one) => one.from_iteration), shown.map((one) => one.interval_iterations), ...SHOWN.map(baseline)];
 }
 
 function summary(plans) {
-  if (!plans.length) return "No plan has been made yet: the first one is made when training starts.";
-  const { interval_iterations: interval, origin, rival_interval_iterations: rivals } = plans.at(-1);
-  if (!Object.keys(rivals).length)
-    return `Every ${number(interval, 9)} iterations (${origin}); nothing is known of what others would do.`;
-  const told = SHOWN.filter((name) => name in rivals).map(
-    (name) => `${ruleName(name)} every ${number(rivals[name], 9)}`,
+  if (!plans.length) return "No plan yet: the planner makes the first one when training starts.";
+  const { interval_iterations: interval, origin, rival_interval_iterations: baselines } = plans.at(-1);
+  if (!Object.keys(baselines).length)
+    return `Every ${number(interval, 9)} iterations (${origin}); no figures of other rules.`;
+  const others = SHOWN.filter((name) => name in baselines).map(
+    (name) => `${ruleName(name)} every ${number(baselines[name], 9)}`,
   );
-  return `Every ${number(interval, 9)} iterations now; ${told.join(", ")}.`;
+  return `Every ${number(interval, 9)} iterations now; ${others.join(", ")}.`;
 }
 
 // Round figures of a logarithmic axis.
@@ -81,9 +81,9 @@ function rounds(least, most) {
   return found;
 }
 
-function said([iterations, held, young, checkfreq], place) {
+function readout([iterations, interval, young, checkfreq], place) {
   if (place < 0) return "";
-  const parts = [`From iteration ${number(iterations[place], 9)}`, `every ${number(held[place], 9)}`];
+  const parts = [`From iteration ${number(iterations[place], 9)}`, `every ${number(interval[place], 9)}`];
   if (young[place] !== null) parts.push(`Young ${number(young[place], 9)}`);
   if (checkfreq[place] !== null) parts.push(`CheckFreq ${number(checkfreq[place], 9)}`);
   return parts.join(" \u00b7 ");
@@ -92,7 +92,7 @@ function said([iterations, held, young, checkfreq], place) {
 function planTable(plans) {
   const newest = plans.slice(-TABLE_ROWS).reverse();
   return table(
-    `The newest ${newest.length} plans, with the cost that was expected`,
+    `The newest ${newest.length} plans, with their expected cost`,
     [
       { title: "From", numeric: true, value: (one) => number(one.from_iteration, 9) },
       { title: "Interval", numeric: true, value: (one) => number(one.interval_iterations, 9) },

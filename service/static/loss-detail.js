@@ -6,10 +6,10 @@ const PAUSE_MILLISECONDS = 200; // keys and live steps move the part that is sho
 const LOSSES = 600; // more than a plot has pixels for are of no use
 
 export class LossDetail {
-  // tell: called when there are others; they are in this.found, null where nothing is asked for.
-  constructor(api, tell) {
+  // changed: called after a change of this.found, which is null if no detail is requested.
+  constructor(api, changed) {
     this.api = api;
-    this.tell = tell;
+    this.changed = changed;
     this.found = null;
     this.timer = null;
   }
@@ -20,7 +20,7 @@ export class LossDetail {
     this.timer = part && setTimeout(() => this.#ask(part.map(Math.round)), PAUSE_MILLISECONDS);
     if (part !== null || this.found === null) return;
     this.found = null;
-    this.tell();
+    this.changed();
   }
 
   async #ask([first, last]) {
@@ -30,7 +30,7 @@ export class LossDetail {
       const found = await this.api.get(path);
       if (timer !== this.timer || !found.iterations.length) return; // another part is shown meanwhile
       this.found = found;
-      this.tell();
+      this.changed();
     } catch (error) {
       if (!(error instanceof ApiError)) throw error; // what is known of the whole run stays in sight
     }

@@ -57,9 +57,9 @@ export function marksTable({ phases, failures, recoveries, checkpoints }) {
   ].sort(([, , when], [, , other]) => other - when);
   const due = checkpoints?.checkpoints.length ?? 0;
   const marked = number(committed(checkpoints).length, 9);
-  const count = `Of the newest ${plural(due, "checkpoint")} that were due, ${marked} were committed and are marked.`;
-  const said = element("p", { class: "summary" }, count);
-  if (!rows.length) return said;
+  const count = `Of the newest ${plural(due, "checkpoint")} due, ${marked} were committed and are marked.`;
+  const summary = element("p", { class: "summary" }, count);
+  if (!rows.length) return summary;
   return element(
     "div",
     {},
@@ -72,6 +72,6 @@ export function marksTable({ phases, failures, recoveries, checkpoints }) {
       ],
       rows,
     ),
-    said,
+    summary,
   );
 }

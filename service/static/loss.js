@@ -1,6 +1,6 @@
 // The loss with its fit, the band and the phases; checkpoints, failures and restarts as marks.
 
-import { committed, isPredicted, placed } from "./course.js";
+import { committed, placed } from "./course.js";
 import { byId, showSign, update } from "./dom.js";
 import { number, plural } from "./format.js";
 import { LossDetail, joinDetail } from "./loss-detail.js";
@@ -21,7 +21,7 @@ export function showLoss(store) {
     host: byId("loss-plot"),
     readout: byId("loss-readout"),
     name: "Training loss",
-    say: (index) => said(data, index),
+    readoutOf: (index) => said(data, index),
     axis: { label: "loss" },
     series: [curve("loss", 1), curve("fit", 2), curve("band", 0), curve("band", 0)],
     bands: [{ series: [4, 3], fill: () => colour("band") }],
@@ -79,7 +79,7 @@ function marksOf({ phases, checkpoints, failures, recoveries, plan }) {
     failures: placed(failures).map((one) => one.iteration),
     restarts: (recoveries?.recoveries ?? []).map((one) => ({
       iteration: one.restored_iteration,
-      predicted: isPredicted(one),
+      predicted: one.labelled,
     })),
   };
 }

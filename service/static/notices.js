@@ -1,4 +1,4 @@
-// What whoever looks should know first: no journal, a run that is not well, an override.
+// What a reader should know first: no journal, an unhealthy run, an override.
 
 import { byId, element, update } from "./dom.js";
 import { clock, number } from "./format.js";
@@ -7,15 +7,15 @@ export function showNotices(store) {
   store.watch(["health", "plan", "losses"], ({ health, plan, losses }, { plan: problem, losses: unread }) => {
     const nothing = unread !== null && unread.status !== 0 && plan === null && losses === null;
     byId("panels").hidden = nothing;
-    const told = nothing
+    const shown = nothing
       ? [notice("", `${sentence(unread.message)} This page shows the run as soon as it can be read.`)]
       : [];
-    if (health?.reason && !nothing) told.push(notice("bad", `Not well: ${health.reason}.`));
+    if (health?.reason && !nothing) shown.push(notice("bad", `Not healthy: ${health.reason}.`));
     if (problem !== null && problem.status !== 0 && !nothing)
-      told.push(notice("", sentence(`${problem.message}; ${problem.hint}`)));
-    if (plan?.override) told.push(notice("", override(plan.override)));
-    for (const warning of plan?.warnings ?? []) told.push(notice("bad", `${warning}.`));
-    update(byId("notices"), ...told);
+      shown.push(notice("", sentence(`${problem.message}; ${problem.hint}`)));
+    if (plan?.override) shown.push(notice("", override(plan.override)));
+    for (const warning of plan?.warnings ?? []) shown.push(notice("bad", `${warning}.`));
+    update(byId("notices"), ...shown);
   });
 }
 
@@ -38,5 +38,5 @@ function override({
     low === high
       ? `pinned to ${number(low, 9)} iterations`
       : `bounded (at least ${number(low, 9)}, at most ${number(high, 9)} iterations)`;
-  return `The interval is ${what} until ${clock(ends)}: ${reason}${taken ? "." : "; the job has not taken that up yet."}`;
+  return `The interval is ${what} until ${clock(ends)}: ${reason}${taken ? "." : "; the job has not applied it yet."}`;
 }

@@ -1,10 +1,10 @@
-// Where the run is, and what it does about failures, in a few figures.
+// The state of the run and its handling of failures, in a few figures.
 
 import { byId, element, update } from "./dom.js";
 import { bytes, duration, number, percent } from "./format.js";
 import { modeName } from "./rules.js";
 
-const ORIGINS = { fixed: "fixed by the configuration", override: "pinned for a while", cpsr: "by least expected cost" };
+const ORIGINS = { fixed: "fixed by the configuration", override: "by an override", cpsr: "by least expected cost" };
 
 export function showNow(store) {
   store.watch(["plan", "health"], ({ plan, health }) => update(byId("now"), ...tiles(plan, health)));
@@ -20,7 +20,7 @@ function tiles(plan, health) {
     tile("After a failure", modeName(plan.recovery_mode) ?? number(null), `mode ${plan.mode ?? "not known"}`),
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
     tile("A failure every", duration(mtbf(plan)), source(plan)),
-    tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is gained"),
+    tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
     tile("Descends from", state(plan), plan.world_size === null ? "" : `${number(plan.world_size, 9)} ranks`),
   ];
 }
@@ -59,7 +59,7 @@ export function mtbf({ inputs }) {
 
 function source({ inputs }) {
   const rate = inputs.find((one) => one.name === "failures_per_second");
-  if (!rate?.source) return "not planned with";
+  if (!rate?.source) return "not in the plan";
   return rate.samples ? `${rate.source}, ${number(rate.samples, 9)} seen` : `${rate.source}, none seen`;
 }
 

@@ -19,14 +19,14 @@ export function colour(name) {
 
 export class Plot {
   // host: where it is drawn. readout: an element for the figures at the cursor. name: of the plot, for screen readers.
-  // say: takes an index into the data, or null where there is no cursor, and gives these figures. scales, series, bands
+  // readoutOf: takes an index into the data, or null where there is no cursor, and gives these figures. scales, series, bands
   // and axis (the upright one): uPlot's. under and over: called with uPlot before and after the curves are drawn. part:
   // called with the first and the last iteration that are shown, or null for the whole run, when that changes.
   constructor({
     host,
     readout,
     name,
-    say,
+    readoutOf,
     scales = {},
     series,
     bands = [],
@@ -38,7 +38,7 @@ export class Plot {
     this.host = host;
     this.tellPart = part;
     this.readout = readout;
-    this.say = say;
+    this.readoutOf = readoutOf;
     this.length = 0;
     this.part = null; // first and last iteration that are shown; null: the whole run
     this.#addButtons();
@@ -74,7 +74,7 @@ export class Plot {
         hooks: {
           drawClear: [under],
           draw: [over],
-          setCursor: [() => this.#tell()],
+          setCursor: [() => this.#showReadout()],
           setSelect: [(drawn) => this.#showSelected(drawn)],
         },
       },
@@ -94,16 +94,16 @@ export class Plot {
     this.#show(this.part);
     this.host.setAttribute("aria-valuemin", data[0][0] ?? 0);
     this.host.setAttribute("aria-valuemax", data[0].at(-1) ?? 0);
-    this.#tell();
+    this.#showReadout();
   }
 
   #size() {
     return { width: Math.max(200, this.host.clientWidth), height: Math.max(150, this.host.clientHeight) };
   }
 
-  #tell() {
+  #showReadout() {
     const index = this.plot?.cursor.idx ?? null; // uPlot calls this while it is being made
-    const text = this.length ? this.say(index) : "";
+    const text = this.length ? this.readoutOf(index) : "";
     this.readout.textContent = text;
     const place = index ?? this.length - 1;
     this.host.setAttribute("aria-valuenow", this.plot?.data[0][place] ?? 0);

@@ -1,4 +1,4 @@
-// What the planner would do if failures came more or less often: POST /plan/preview, which changes nothing.
+// The plan at another failure rate: POST /plan/preview, which changes nothing.
 
 import { byId, element, empty, table, update } from "./dom.js";
 import { duration, number, percent } from "./format.js";
@@ -22,8 +22,8 @@ class Preview {
     this.timer = 0;
     this.plan = null;
     this.slider = element("input", { type: "range", id: "mtbf", min: -DECADES, max: DECADES, step: 0.05, value: 0 });
-    this.told = element("output", { for: "mtbf" });
-    this.reset = element("button", { type: "button" }, "As the job has it");
+    this.shown = element("output", { for: "mtbf" });
+    this.reset = element("button", { type: "button" }, "The job's own rate");
     this.answer = element("div", { "aria-live": "polite" });
     this.slider.addEventListener("input", () => this.#moved());
     this.reset.addEventListener("click", () => {
@@ -37,7 +37,7 @@ class Preview {
     if (seconds === null) {
       this.plan = null;
       this.host.replaceChildren(
-        empty("Only a run that plans its interval can tell, once it has measured a checkpoint."),
+        empty("Available once a run with a planned interval has measured a checkpoint."),
       );
       return;
     }
@@ -49,7 +49,7 @@ class Preview {
       const label = element("label", { for: "mtbf" }, "Mean time between failures of the job");
       this.host.replaceChildren(
         label,
-        element("div", { class: "slider" }, this.slider, this.told),
+        element("div", { class: "slider" }, this.slider, this.shown),
         this.reset,
         this.answer,
       );
@@ -59,8 +59,8 @@ class Preview {
 
   #moved() {
     const seconds = this.own * 10 ** Number(this.slider.value);
-    const text = duration(seconds) + (Number(this.slider.value) === 0 ? ", as it is" : "");
-    this.told.textContent = text;
+    const text = duration(seconds) + (Number(this.slider.value) === 0 ? ", the job's own" : "");
+    this.shown.textContent = text;
     this.slider.setAttribute("aria-valuetext", text);
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.#ask(seconds / HOUR), PAUSE_MILLISECONDS);
@@ -79,14 +79,14 @@ class Preview {
 }
 
 function answerTable(plan, reply) {
-  const rivals = reply.explanation.rivals ?? {};
+  const baselines = reply.explanation.rivals ?? {};
   const now = Object.fromEntries(plan.rivals.map((one) => [one.name, one]));
   const rows = [
     ["This job", reply.interval_iterations, reply.cost_per_second, plan.ranks[0].interval_iterations],
-    ...SHOWN.filter((name) => name in rivals).map((name) => [
+    ...SHOWN.filter((name) => name in baselines).map((name) => [
       ruleName(name),
-      rivals[name].interval_iterations,
-      rivals[name].cost_per_second,
+      baselines[name].interval_iterations,
+      baselines[name].cost_per_second,
       now[name]?.interval_iterations,
     ]),
   ];
@@ -98,7 +98,7 @@ function answerTable(plan, reply) {
       "Iterations between checkpoints",
       [
         { title: "Rule", value: ([name]) => name },
-        { title: "Now", numeric: true, value: ([, , , held]) => number(held, 9) },
+        { title: "Now", numeric: true, value: ([, , , now]) => number(now, 9) },
         { title: "Then", numeric: true, value: ([, interval]) => number(interval, 9) },
         { title: "Expected cost then", numeric: true, value: ([, , cost]) => percent(cost) },
       ],

@@ -1,26 +1,27 @@
-// How lives of the run began after a failure: from where, with what guard, and what it cost.
+// Recoveries of the run: sources, guard, outcome and cost.
 
 import { byId, element, empty, table } from "./dom.js";
 import { clock, duration, number, ranks, signed } from "./format.js";
 
-const OUTCOMES = { kept: "kept", watching: "being watched", vetoed: "vetoed", rolled_back: "rolled back" };
+const SOURCES = { departure: "emergency dump" };
+const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
 
 export function showRecoveries(store) {
   store.watch(["recoveries"], ({ recoveries }, { recoveries: problem }) => {
     const rows = recoveries?.recoveries ?? [];
-    const none = problem ? "Not known: the journal cannot be read." : "None: the run has not failed so far.";
+    const none = problem ? "Unknown: the journal cannot be read." : "None: the run has not failed so far.";
     byId("recoveries").replaceChildren(rows.length ? recoveryTable(rows) : empty(none));
   });
 }
 
 function recoveryTable(rows) {
   return table(
-    "Newest first; the lag is in iterations, below zero is ahead of the failed run",
+    "Newest first; the lag is in iterations, below zero is ahead in the measured window",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Failed at", numeric: true, value: (one) => number(one.failure_iteration, 9) },
       { title: "Checkpoint", numeric: true, value: (one) => number(one.checkpoint_iteration, 9) },
-      { title: "Went on at", numeric: true, value: (one) => number(one.restored_iteration, 9) },
+      { title: "Continued at", numeric: true, value: (one) => number(one.restored_iteration, 9) },
       { title: "State of each rank", value: sources },
       { title: "Lag", numeric: true, value: lag },
       { title: "Guard", value: guard },
@@ -31,11 +32,11 @@ function recoveryTable(rows) {
   );
 }
 
-function sources({ method, sources: told }) {
-  if (!told.length) return method;
+function sources({ method, sources: known }) {
+  if (!known.length) return method;
   const owners = new Map(); // of each source: there may be thousands of ranks, and few sources
-  for (const { rank, source, iteration } of told) {
-    const name = `${source}, of ${number(iteration, 9)}`;
+  for (const { rank, source, iteration } of known) {
+    const name = `${SOURCES[source] ?? source}, of ${number(iteration, 9)}`;
     owners.set(name, [...(owners.get(name) ?? []), rank]);
   }
   const lines = [...owners].map(([name, own]) => element("li", {}, `${ranks(own)}: ${name}`));
@@ -70,7 +71,7 @@ function outcome({ method, outcome: end, reason }) {
     "details",
     {},
     element("summary", {}, `${method}, ${OUTCOMES[end] ?? end}`),
-    element("p", {}, reason || "No reason is told."),
+    element("p", {}, reason || "No reason is recorded."),
   );
 }
 

@@ -1,4 +1,4 @@
-// Recoveries that were tried out in the running job; the section is there once there is one.
+// Rehearsed recoveries; the section appears with the first one.
 
 import { byId, table } from "./dom.js";
 import { clock, duration, number, signed } from "./format.js";
@@ -13,7 +13,7 @@ export function showRehearsals(store) {
 
 function rehearsalTable(rows) {
   return table(
-    "Newest first; the lag is in iterations, below zero is ahead",
+    "Newest first; the lag is in iterations, below zero is ahead in the measured window",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "At", numeric: true, value: (one) => number(one.iteration, 9) },

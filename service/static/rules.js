@@ -1,4 +1,4 @@
-// Names for people: of the rules that choose an interval, as their authors write them, and of what follows a failure.
+// Names of the rules that choose an interval, as their authors write them, and of the recovery modes.
 
 const NAMES = { young: "Young", daly: "Daly", checkfreq: "CheckFreq", gemini: "Gemini", pccheck: "PCcheck" };
 

@@ -1,15 +1,15 @@
-// What the plan rests on, and what other rules would do.
+// The inputs of the plan, and the choices of other rules.
 
 import { byId, element, empty, table, update } from "./dom.js";
 import { duration, number, percent } from "./format.js";
 import { ruleName } from "./rules.js";
 
 const BOUNDS = {
-  minimum: "the shortest that the configuration allows",
-  maximum: "the longest that the configuration allows",
-  persist: "what the disk can take",
-  predictor: "how far the predictor can foretell",
-  none: "no bound",
+  minimum: "the shortest interval of the configuration",
+  maximum: "the longest interval of the configuration",
+  persist: "the bandwidth of the disk",
+  predictor: "the range of the predictor",
+  none: "none",
 };
 
 export function showWhy(store) {
@@ -19,22 +19,22 @@ export function showWhy(store) {
     const list = element("ul", {}, ...notes.map((note) => element("li", {}, note)));
     update(
       byId("why"),
-      element("p", {}, `Chosen by: ${rule ?? "not told"}. Held by: ${BOUNDS[plan.bound] ?? plan.bound ?? "not told"}.`),
+      element("p", {}, `Chosen by: ${rule ?? "not recorded"}. Bound: ${BOUNDS[plan.bound] ?? plan.bound ?? "not recorded"}.`),
       ...(notes.length ? [list] : []),
-      element("div", { class: "pair" }, inputTable(plan.inputs), rivalTable(plan.rivals)),
+      element("div", { class: "pair" }, inputTable(plan.inputs), baselineTable(plan.rivals)),
     );
   });
 }
 
 function inputTable(inputs) {
-  if (!inputs.length) return empty("The plan tells no figures that it was made from.");
+  if (!inputs.length) return empty("The plan records no inputs.");
   return table(
-    "Figures it was made from",
+    "Inputs of the plan",
     [
-      { title: "Figure", value: (one) => one.name.replaceAll("_", " ") },
+      { title: "Input", value: (one) => one.name.replaceAll("_", " ") },
       { title: "Value", numeric: true, value: amount },
       {
-        title: "From",
+        title: "Source",
         value: (one) => (one.samples ? `${one.source}, ${number(one.samples, 9)} times` : (one.source ?? number(null))),
       },
       {
@@ -53,15 +53,15 @@ function amount({ value, unit }) {
   return unit === null ? number(value) : `${number(value)} ${unit}`;
 }
 
-function rivalTable(rivals) {
-  if (!rivals.length) return empty("Nothing is known of what other rules would do: the interval was not planned.");
+function baselineTable(baselines) {
+  if (!baselines.length) return empty("No figures of other rules: the interval was not planned.");
   return table(
-    "Other rules, with the same figures and their own recovery",
+    "Other rules, with the same inputs and their own recovery",
     [
       { title: "Rule", value: (one) => ruleName(one.name) },
       { title: "Interval", numeric: true, value: (one) => number(one.interval_iterations, 9) },
       { title: "Expected cost", numeric: true, value: (one) => percent(one.cost_per_second) },
     ],
-    rivals,
+    baselines,
   );
 }

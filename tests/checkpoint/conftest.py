@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from cpsr.checkpoint import verify
+from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
 from cpsr.checkpoint.files import read_bytes
-from cpsr.checkpoint.partial import weights_of
-from cpsr.checkpoint.snapshot import Part, Snapshot
-from cpsr.checkpoint.sparse import Sparse
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 MakeShard = Callable[..., Shard]
 # A checkpoint's directory, and how often reading there is refused.
@@ -68,26 +67,25 @@ def assert_same_bits(found: Shard, expected: Shard) -> None:
         ), key
 
 
-def save(store: CheckpointStore, iteration: int, sparse: Sparse | None = None) -> None:
+def save(store: CheckpointStore, iteration: int, contents: Contents = WHOLE) -> None:
     """One complete save of a single-rank store."""
     snapshot = make_snapshot(iteration)
-    snapshot.sparse = sparse
+    snapshot.contents = contents
     store.write(snapshot)
     assert store.commit(iteration, 5.0, threading.Event()).committed
 
 
-def partial_snapshot(iteration: int, part: Part, seed: int | None = None) -> Snapshot:
-    """What a rank contributes to a partial checkpoint; `whole` gives `make_snapshot`'s."""
+def partial_snapshot(iteration: int, *, carried: bool = False, seed: int | None = None) -> Snapshot:
+    """What a rank contributes to a partial checkpoint: new weights, or those that it wrote last."""
     whole = make_snapshot(iteration, seed)
-    if part == "whole":
-        return whole
+    contents = Contents.carried_weights(frozenset(whole.shard.operators)) if carried else WEIGHTS
     place = {key: whole.scalars[key] for key in ("cumulative_learning_rate", "learning_rate", "origin")}
-    return Snapshot(iteration, weights_of(whole.shard) if part == "weights" else Shard({}), place, part=part)
+    return Snapshot(iteration, contents.copied(whole.shard), place, contents=contents)
 
 
-def save_partial(store: CheckpointStore, iteration: int, part: Part) -> None:
+def save_partial(store: CheckpointStore, iteration: int, *, carried: bool = False) -> None:
     """One complete partial save of a single-rank store."""
-    store.write(partial_snapshot(iteration, part))
+    store.write(partial_snapshot(iteration, carried=carried))
     assert store.commit(iteration, 5.0, threading.Event()).committed
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 import cpsr.checkpoint.files as files
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save, save_partial
 
 KEEP_ALL = CheckpointConfig()
@@ -63,13 +63,13 @@ def _work(run_dir: Path) -> None:
     store.prepare()
     save(store, 50)
     _note(run_dir, 50)
-    save_partial(store, 55, "carried")
+    save_partial(store, 55, carried=True)
     store.retain(CONFIG)
     store.abandon_after(40, "a test")
     _note(run_dir, 40)
-    save(store, 50, Sparse(EXPERTS, EXPERTS))
+    save(store, 50, Contents.sparse(EXPERTS, EXPERTS))
     _note(run_dir, 50)
-    save(store, 60, Sparse(EXPERTS, frozenset([min(EXPERTS)])))
+    save(store, 60, Contents.sparse(EXPERTS, frozenset([min(EXPERTS)])))
     _note(run_dir, 60)
     store.retain(CONFIG)
 

@@ -14,7 +14,7 @@ from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.predictor.protocol import History
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import RefuseReading, make_shard, make_snapshot, save
 
 NAME = "layers.2/weight é"

@@ -18,23 +18,13 @@ import pytest
 import torch
 
 from cpsr.checkpoint.buffers import HostBuffer
-from cpsr.checkpoint.memory import (
-    SHARED_MEMORY,
-    HeldState,
-    MemoryFile,
-    SharedMemory,
-    held_bytes,
-    held_states,
-    held_word,
-    load_held,
-    owned_word,
-    remove_held,
-    remove_unused,
-    verify_held,
-)
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
+from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_memory_states, remove_unused
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
 SCALARS = {"iteration": 7, "rng": torch.arange(5), "nested": [(1, 2.5), None]}
@@ -44,7 +34,7 @@ SCALARS = {"iteration": 7, "rng": torch.arange(5), "nested": [(1, 2.5), None]}
 def run_id() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
-    remove_held(name)
+    remove_memory_states(name)
 
 
 def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
@@ -53,13 +43,13 @@ def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
     return pool
 
 
-def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> HeldState:
+def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> MemoryState:
     """One sealed snapshot, as a process leaves it that dies."""
     pool = pool_of(run_id, life=life)
     assert pool.begin(make_shard(seed, iteration=iteration), iteration, SCALARS) is not None
     pool.finish()
     pool.close(remove=False)
-    (state,) = held_states(run_id)
+    (state,) = memory_states(run_id)
     return state
 
 
@@ -77,10 +67,10 @@ def test_what_a_killed_process_held_is_found_bit_for_bit(run_id: str) -> None:
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd(), check=False)
     assert ended.returncode == -signal.SIGKILL
-    (state,) = held_states(run_id)
+    (state,) = memory_states(run_id)
     assert (state.rank, state.iteration, state.life, state.kind) == (2, 7, 4, "snapshot")
     into = make_shard(0)
-    scalars = load_held(state, into)
+    scalars = load_memory_state(state, into)
     assert_same_bits(into, make_shard(3))
     assert scalars["rng"].tolist() == [0, 1, 2, 3, 4]
 
@@ -103,16 +93,16 @@ def test_a_state_that_is_being_overwritten_does_not_count(run_id: str) -> None:
     hold(run_id)
     pool = pool_of(run_id)
     for _ in range(3):  # the newest is taken last
-        assert held_states(run_id)
+        assert memory_states(run_id)
         assert pool.acquire(9) is not None
-    assert held_states(run_id) == []
+    assert memory_states(run_id) == []
 
 
 def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> None:
     pool = pool_of(run_id)
     snapshot = pool.begin(make_shard(3, iteration=7), 7, SCALARS)
     assert snapshot is not None
-    assert held_states(run_id) == []  # copied, perhaps; not sealed
+    assert memory_states(run_id) == []  # copied, perhaps; not sealed
 
 
 @pytest.mark.parametrize("cut", ["flip", "truncate"])
@@ -126,22 +116,22 @@ def test_damage_anywhere_is_seen(run_id: str, cut: str) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 0x10
         state.path.write_bytes(damaged if cut == "flip" else whole[:place])
-        found = held_states(run_id)
-        problem = verify_held(state)
+        found = memory_states(run_id)
+        problem = verify_memory_state(state)
         assert problem is not None or found == [], place
         for one in found:
             with pytest.raises(CheckpointError, match=r"damaged|shorter|any more"):
-                load_held(one, into)
+                load_memory_state(one, into)
         assert_same_bits(into, before)
     state.path.write_bytes(whole)
-    assert verify_held(state) is None
+    assert verify_memory_state(state) is None
 
 
 def test_a_state_of_another_model_is_refused_and_nothing_is_written(run_id: str) -> None:
     state = hold(run_id)
     into = make_shard(0, sizes=(5, 0, 301))
     with pytest.raises(CheckpointError, match="another model"):
-        load_held(state, into)
+        load_memory_state(state, into)
     assert_same_bits(into, make_shard(0, sizes=(5, 0, 301)))
 
 
@@ -154,12 +144,12 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
         pool.finish()
         pool._worker.submit(lambda: None).result()
         pool.release(snapshot)
-        held = [state.iteration for state in held_states(run_id)]
+        held = [state.iteration for state in memory_states(run_id)]
         assert held == list(range(max(7, iteration - 2), iteration + 1))
     pool.forget_after(9)
-    assert [state.iteration for state in held_states(run_id)] == [9]
+    assert [state.iteration for state in memory_states(run_id)] == [9]
     pool.close()
-    assert held_states(run_id) == []
+    assert memory_states(run_id) == []
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
@@ -173,10 +163,10 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
     assert pool.acquire(3) is not None
     shard = make_shard(5, iteration=20)
     pool.dump(Shard(shard.operators, template.others), 20, SCALARS)
-    (state,) = held_states(run_id)
+    (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "departure")
     into = make_shard(0)
-    load_held(state, into)
+    load_memory_state(state, into)
     assert_same_bits(into, Shard(shard.operators, template.others))
 
 
@@ -185,10 +175,10 @@ def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     pool = pool_of(run_id, life=1)
     assert pool.acquire(8) is not None
     pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13, SCALARS)
-    (held,) = [state for state in held_states(run_id) if state.iteration == 12]
+    (held,) = [state for state in memory_states(run_id) if state.iteration == 12]
     into = pool.acquire(12, {held.path.name})
     assert into is not None
-    load_held(held, into.shard)
+    load_memory_state(held, into.shard)
     assert_same_bits(into.shard, make_shard(3))
 
 
@@ -199,18 +189,18 @@ def test_nor_where_an_earlier_life_left_another_of_that_iteration(run_id: str, p
     pool = pool_of(run_id, life=1)
     again = pool.acquire(12)
     assert again is not None
-    load_held(held_states(run_id)[0], again.shard)
+    load_memory_state(memory_states(run_id)[0], again.shard)
     again.scalars = SCALARS
     sealed = pool.seal(again)
     assert sealed is not None
     sealed.result()
     pool.release(again)
     assert pool.acquire(8) is not None
-    both = held_states(run_id)
+    both = memory_states(run_id)
     assert [state.iteration for state in both] == [12, 12]
     into = pool.acquire(12, {both[place].path.name})
     assert into is not None
-    load_held(both[place], into.shard)
+    load_memory_state(both[place], into.shard)
     assert_same_bits(into.shard, make_shard(3))
 
 
@@ -224,16 +214,16 @@ def test_nor_is_what_may_be_loaded_in_its_place(run_id: str) -> None:
         assert sealed is not None
         sealed.result()
         pool.release(snapshot)
-    names = {state.path.name for state in held_states(run_id) if state.iteration != 12}
+    names = {state.path.name for state in memory_states(run_id) if state.iteration != 12}
     assert pool.acquire(14, names) is not None
-    assert sorted(state.iteration for state in held_states(run_id)) == [10, 14]
+    assert sorted(state.iteration for state in memory_states(run_id)) == [10, 14]
 
 
 def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:
     pool = pool_of(run_id)
     pool.begin(make_shard(5, iteration=20), 20, SCALARS)
     pool.dump(make_shard(5, iteration=20), 20, SCALARS)
-    (state,) = held_states(run_id)
+    (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "snapshot")
 
 
@@ -248,7 +238,7 @@ def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_for
     norm(torch.randn(8, 3))
     pool.dump(shard, 20, SCALARS)
     into = Shard(make_shard(0).operators, {name: torch.zeros_like(buffer) for name, buffer in others.items()})
-    assert load_held(held_states(run_id)[0], into)["iteration"] == 7
+    assert load_memory_state(memory_states(run_id)[0], into)["iteration"] == 7
     assert_same_bits(into, Shard(shard.operators, boundary))
 
 
@@ -268,7 +258,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_
     others["mask"].add_(1)
     pool.dump(shard, 21, SCALARS)
     into = Shard(make_shard(0).operators, {"mask": torch.zeros(100_000)})
-    load_held(held_states(run_id)[0], into)
+    load_memory_state(memory_states(run_id)[0], into)
     assert bool((into.others["mask"] == 1).all())
 
 
@@ -283,7 +273,7 @@ def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypat
     pool.begin(make_shard(3, iteration=300), 300, SCALARS)
     pool.finish()
     pool.forget_after(199)
-    assert held_states(run_id) == []
+    assert memory_states(run_id) == []
 
 
 def test_a_dump_leaves_a_running_snapshot_to_the_training_thread(run_id: str) -> None:
@@ -298,7 +288,16 @@ def test_a_dump_leaves_a_running_snapshot_to_the_training_thread(run_id: str) ->
 def test_a_file_that_cannot_be_read_is_ignored(run_id: str, tmp_path: Path) -> None:
     state = hold(run_id)
     (SHARED_MEMORY / f"cpsr-{run_id}-rank-00001-0").symlink_to(tmp_path)
-    assert held_states(run_id) == [state]
+    assert memory_states(run_id) == [state]
+
+
+def test_a_state_of_a_kind_that_this_version_does_not_know_is_ignored(run_id: str) -> None:
+    """As those with older experts that an earlier version kept: none of it may be taken for a whole snapshot."""
+    state = hold(run_id)
+    content = state.path.read_bytes()
+    assert content.count(b'"kind": "snapshot"') == 1
+    state.path.write_bytes(content.replace(b'"kind": "snapshot"', b'"kind": "mixed"   '))
+    assert memory_states(run_id) == []
 
 
 def test_two_processes_never_share_a_buffer(run_id: str) -> None:
@@ -314,13 +313,14 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         import os, signal, torch
         from tests.checkpoint.conftest import make_shard
         from cpsr.checkpoint.memory import SharedMemory
+        from cpsr.checkpoint import copying
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
-        copy = pool._copy_on_host
+        copy = copying.copy_on_host
         def stopping(*arguments):
             os.kill(os.getpid(), signal.SIGSTOP)
             return copy(*arguments)
-        pool._copy_on_host = stopping
+        copying.copy_on_host = stopping
         pool.begin(make_shard(3, iteration=7), 7, None)
         pool.finish()
         pool.close(remove=False)
@@ -333,7 +333,7 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
     assert "nlarge" not in problem, "there is room enough"
     process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=60) == 0
-    (state,) = held_states(run_id)
+    (state,) = memory_states(run_id)
     assert (state.iteration, state.life) == (7, 0)
     assert SnapshotPool(make_shard(0), memory=next_life).shared_memory_problem is None, "it has let go"
 
@@ -377,10 +377,10 @@ def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
     hold(run_id)
     other = f"{run_id}-other"
     hold(other)
-    assert remove_held(run_id) > 0
-    assert held_states(run_id) == []
-    assert len(held_states(other)) == 1
-    remove_held(other)
+    assert remove_memory_states(run_id) > 0
+    assert memory_states(run_id) == []
+    assert len(memory_states(other)) == 1
+    remove_memory_states(other)
 
 
 def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
@@ -389,8 +389,8 @@ def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
     pool.begin(Shard({}), 1, SCALARS)
     pool.finish()
     pool.close(remove=False)
-    (state,) = held_states(run_id)
-    assert load_held(state, Shard({}))["iteration"] == 7
+    (state,) = memory_states(run_id)
+    assert load_memory_state(state, Shard({}))["iteration"] == 7
     assert state.path.stat().st_size > 0
 
 
@@ -409,7 +409,7 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_held_and_said(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert snapshot is not None, "it is whole, and goes on to the disk"
         pool.release(snapshot)
-    assert [state.iteration for state in held_states(run_id)] == [1]
+    assert [state.iteration for state in memory_states(run_id)] == [1]
     assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
     pool.close()
 
@@ -426,7 +426,7 @@ def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch:
         patched.setattr("cpsr.checkpoint.snapshot.HostBuffer", refusing)
         pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1))
     assert pool.shared_memory_problem == "the second of three could not be pinned"
-    assert held_states(run_id) == [state]
+    assert memory_states(run_id) == [state]
     assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 1, "what holds nothing takes no memory"
     pool_of(run_id, life=2)  # nothing is locked
 
@@ -434,8 +434,8 @@ def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch:
 def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -> None:
     for slot in ("00000-0", "00000-small-0", "00001-0", "00001-small-0", "00001-replica-00000-0", "00000-fetched-0"):
         (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
-    assert held_bytes(run_id, (0,)) == 8192
-    assert held_bytes(run_id, (0, 1)) == 2 * 8192
+    assert bytes_in_memory(run_id, (0,)) == 8192
+    assert bytes_in_memory(run_id, (0, 1)) == 2 * 8192
     pool = pool_of(run_id)  # of rank 0: three buffers
     remove_unused(run_id, replicas=False)
     left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"*{run_id}*"))
@@ -443,7 +443,7 @@ def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -
     remove_unused(run_id)
     assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 3
     pool.close(remove=False)
-    remove_held(run_id)
+    remove_memory_states(run_id)
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
@@ -451,7 +451,7 @@ def test_one_word_tells_weights_moments_and_slices_apart_and_is_that_of_the_file
     state = hold(run_id)
     held = make_shard(3, iteration=7)
     word = owned_word(held)
-    assert held_word(state) == word
+    assert owned_word_in_memory(state) == word
     assert owned_word(Shard(held.operators, {})) == word, "buffers do not count"
     name, operator = next(iter(held.operators.items()))
     moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))

@@ -13,7 +13,7 @@ import pytest
 from cpsr.checkpoint import orphans
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.orphans import free_orphans, free_run, held_runs
+from cpsr.checkpoint.orphans import free_orphans, free_run, runs_in_memory
 from cpsr.checkpoint.owner import Owner, mark_owner, owner_of, owner_path
 
 BUFFER_BYTES = 10_000
@@ -51,7 +51,7 @@ def dead(memory: Path, run_id: str, run_dir: Path | None) -> None:
 
 
 def standings(memory: Path) -> dict[str, str]:
-    return {run.run_id: run.standing for run in held_runs(memory)}
+    return {run.run_id: run.standing for run in runs_in_memory(memory)}
 
 
 def owner_in(memory: Path, run_id: str = "0123abcd") -> Owner:
@@ -66,7 +66,7 @@ def test_a_run_whose_directory_is_there_keeps_its_memory(memory: Path, run_dir: 
     assert standings(memory) == {"0123abcd": "there"}
     assert free_orphans(memory) == []
     assert sorted(memory.iterdir()) == before
-    assert [run.bytes >= 2 * BUFFER_BYTES for run in held_runs(memory)] == [True]
+    assert [run.bytes >= 2 * BUFFER_BYTES for run in runs_in_memory(memory)] == [True]
 
 
 @pytest.mark.parametrize("how", ["removed", "emptied", "made anew", "of another run"])
@@ -192,7 +192,7 @@ def test_a_file_system_that_hangs_holds_nobody_up(
     began = time.monotonic()
     assert {run.run_id: run.standing for run in free_orphans(memory)} == {"0123abcd": "unclear", "4567": "freed"}
     assert time.monotonic() - began < 10
-    (hanging,) = held_runs(memory)
+    (hanging,) = runs_in_memory(memory)
     assert "did not answer within 0.3 s" in hanging.why
     writer = os.open(run_dir / "run.json", os.O_RDWR)  # lets those that look end
     (run_dir / "run.json").unlink()
@@ -229,7 +229,7 @@ def test_files_of_others_and_links_are_not_touched(
 def test_a_job_that_begins_meanwhile_keeps_it(memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead(memory, "0123abcd", run_dir)
     shutil.rmtree(run_dir)
-    looked = orphans.held_runs
+    looked = orphans.runs_in_memory
 
     def begun_after(directory: Path) -> list[orphans.HeldRun]:
         found = looked(directory)
@@ -237,7 +237,7 @@ def test_a_job_that_begins_meanwhile_keeps_it(memory: Path, run_dir: Path, monke
         mark_owner("0123abcd", run_dir, "node-1", directory)
         return found
 
-    monkeypatch.setattr(orphans, "held_runs", begun_after)
+    monkeypatch.setattr(orphans, "runs_in_memory", begun_after)
     assert free_orphans(memory) == []
     assert len(list(memory.iterdir())) == 3
 

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.checkpoint import snapshot as snapshot_module
-from cpsr.checkpoint.memory import SharedMemory, held_states
+from cpsr.checkpoint import copying
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.paced import GROWTH, MARGIN, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Piece, Split, bytes_in_waits
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
-from cpsr.coordinator.bubbles import Bubbles
 from cpsr.errors import SaveError
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.learning.bubbles import Bubbles
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
 PATIENCE_SECONDS = 10.0
@@ -63,7 +64,7 @@ class Closed(Opened):
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
     """Its pieces are small."""
-    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
     return SnapshotPool(make_shard(0, SIZES))
 
 
@@ -71,8 +72,8 @@ def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
     """The snapshot that tells how fast copies are; it seemed to have that much time."""
     pool.copy_in(waits)
     assert split_of(take(pool, 1)) == Split(beside=TOTAL)
-    assert pool._pace is not None
-    pool._pace._until_update.extend([until_update] * RECENT_SNAPSHOTS)
+    assert pool.copier.pace is not None
+    pool.copier.pace._until_update.extend([until_update] * RECENT_SNAPSHOTS)
     waits.asked.clear()
 
 
@@ -131,28 +132,28 @@ def test_half_of_it_where_the_waits_take_half_as_long() -> None:
 def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     pace = CopyPace(Opened(forecast_seconds=1.0))
     assert pace.plan(1000) == 0  # nothing is known of the speed
-    pace.note(Split(beside=500), 1.0, 9.0, 100)
+    pace.record(Split(beside=500), 1.0, 9.0, 100)
     assert pace.seconds(1000) == 2.0
     assert pace.plan(1000) == 500
-    pace.note(Split(in_waits=200, beside=500, at_once=300), 2.0, 9.0, 100)
+    pace.record(Split(in_waits=200, beside=500, at_once=300), 2.0, 9.0, 100)
     assert pace.plan(1000) == 200  # the forecast promised too much
-    pace.note(Split(in_waits=200, beside=800), 2.0, 9.0, 100)
+    pace.record(Split(in_waits=200, beside=800), 2.0, 9.0, 100)
     assert pace.plan(1000) == int(GROWTH * 200)
-    pace.note(Split(beside=750, late=250), 2.0, 9.0, 100)
+    pace.record(Split(beside=750, late=250), 2.0, 9.0, 100)
     assert pace.plan(1000) == 100  # one piece still looks for waits
 
 
 def test_a_snapshot_that_is_wanted_at_once_tells_nothing_of_the_waits() -> None:
     pace = CopyPace(Opened(forecast_seconds=0.5))
     for _ in range(3):
-        pace.note(Split(in_waits=500, beside=500), 1.0, 9.0, 100)
+        pace.record(Split(in_waits=500, beside=500), 1.0, 9.0, 100)
     planned = pace.plan(1000)
     assert planned == 500
-    pace.note(Split(at_once=1000), 1.0, 0.0, 100)  # saved now
+    pace.record(Split(at_once=1000), 1.0, 0.0, 100)  # saved now
     assert pace.plan(1000) == planned
-    pace.note(Split(in_waits=200, beside=500, at_once=300), 1.0, 5.0, 100)  # a short iteration, as others may be
+    pace.record(Split(in_waits=200, beside=500, at_once=300), 1.0, 5.0, 100)  # a short iteration, as others may be
     assert pace.plan(1000) == 200
-    pace.note(Split(in_waits=200, beside=800), 1.0, 0.0, 100)
+    pace.record(Split(in_waits=200, beside=800), 1.0, 0.0, 100)
     assert pace.plan(1000) == 200
 
 
@@ -160,7 +161,7 @@ def test_pieces_are_put_off_for_as_long_as_there_is_time() -> None:
     pace = CopyPace(Opened())
     assert pace.patience_seconds(0) == 0.0
     for until_update in (10.0, 10.0, 0.0):  # one was wanted at once
-        pace.note(Split(beside=1000), 1.0, until_update, 100)
+        pace.record(Split(beside=1000), 1.0, until_update, 100)
     assert pace.patience_seconds(0) == pytest.approx((1 - MARGIN) * 10.0)
     assert pace.patience_seconds(2000) == pytest.approx((1 - MARGIN) * 10.0 - 2.0)
 
@@ -204,8 +205,8 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
 def test_what_does_not_fit_goes_beside_the_work(pool: SnapshotPool) -> None:
     waits = Opened()
     first(pool, waits)
-    assert pool._pace is not None
-    waits.forecast_seconds = 0.5 * pool._pace.seconds(TOTAL)
+    assert pool.copier.pace is not None
+    waits.forecast_seconds = 0.5 * pool.copier.pace.seconds(TOTAL)
 
     def work() -> None:
         assert waits.asked.wait(PATIENCE_SECONDS)  # which it is when all the rest is copied
@@ -280,7 +281,7 @@ def test_bubbles_of_a_training_thread(pool: SnapshotPool) -> None:
 def test_several_may_ask_for_the_result_at_once() -> None:
     sources = [torch.randn(50_000) for _ in range(40)]
     pace = CopyPace(Opened())
-    pace.note(Split(beside=1000), 1e-3, FAR, 1000)
+    pace.record(Split(beside=1000), 1e-3, FAR, 1000)
     targets = [torch.zeros(50_000) for _ in sources]
     copy = PacedCopy(pace)
     pieces: list[Piece] = list(zip(targets, sources, strict=True))
@@ -322,7 +323,7 @@ def test_an_end_does_not_wait_for_a_wait(pool: SnapshotPool) -> None:
 def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dump takes a running copy over, whatever it waits for."""
     monkeypatch.setenv("CPSR_SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
     pool = SnapshotPool(make_shard(0, SIZES), memory=SharedMemory("run", 0, 1))
     assert pool.shared_memory_problem is None
     waits = Opened()
@@ -332,7 +333,7 @@ def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch
     assert waits.asked.wait(PATIENCE_SECONDS)
     pool.mark_boundary()
     pool.dump(shard, 2, {"seed": 2})
-    assert [state.iteration for state in held_states("run") if state.iteration == 2] == [2]
+    assert [state.iteration for state in memory_states("run") if state.iteration == 2] == [2]
     snapshot = pool.finish()
     assert snapshot is not None
     assert_same_bits(snapshot.shard, make_shard(2, SIZES))

@@ -26,7 +26,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes(tmp_path: Path) -> None:
 def test_what_is_left_beside_the_buffers_is_told_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "available_host_bytes", lambda: 1000)
     assert check_host_memory(100, 2) == 400
-    assert check_host_memory(100, 2, held_bytes=300) == 500
+    assert check_host_memory(100, 2, reusable_bytes=300) == 500
     assert check_host_memory(500, 2) == 0
 
 

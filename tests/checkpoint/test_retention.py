@@ -37,10 +37,10 @@ def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
 
 
 def plan(
-    iterations: list[int], full: int = 3, other_bytes: int = 0, held: int | None = None, **config: int
+    iterations: list[int], full: int = 3, other_bytes: int = 0, pinned: int | None = None, **config: int
 ) -> tuple[list[int], list[int]]:
     settings_ = CheckpointConfig.model_validate({"history_span_iterations": 100, "history_min_checkpoints": 2} | config)
-    made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes, held)
+    made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes, pinned)
     return made.thin, made.delete
 
 
@@ -54,13 +54,13 @@ def test_rules() -> None:
     assert plan([10, 20, 30, 40], full=4) == ([10, 20], [])
 
 
-def test_a_held_checkpoint_stays_whole_with_the_history_that_led_to_it() -> None:
+def test_a_pinned_checkpoint_stays_whole_with_the_history_that_led_to_it() -> None:
     steps = [10, 20, 30, 120, 130]
     assert plan(steps, full=5) == ([30], [10, 20])
-    assert plan(steps, full=5, held=20) == ([10, 30], [])
-    assert plan(steps, full=5, held=130) == plan(steps, full=5)
-    assert plan(steps, full=2, held=20) == ([], [])  # thinned before it was held: its weights stay at least
-    assert plan(steps, full=5, held=25) == ([10, 20, 30], [])  # gone already
+    assert plan(steps, full=5, pinned=20) == ([10, 30], [])
+    assert plan(steps, full=5, pinned=130) == plan(steps, full=5)
+    assert plan(steps, full=2, pinned=20) == ([], [])  # thinned before it was pinned: its weights stay at least
+    assert plan(steps, full=5, pinned=25) == ([10, 20, 30], [])  # gone already
 
 
 def test_the_cap_drops_the_oldest_history_first_and_never_the_newest_full_one() -> None:
@@ -113,7 +113,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
                 expected = [*full, iteration][-2:] if limit is None else [iteration]
             elif action == "partial" and full:
                 iteration += 10
-                save_partial(store, iteration, "weights")
+                save_partial(store, iteration)
                 store.retain(config)
                 expected = full[-2:] if limit is None else full[-1:]
             elif action == "roll back" and full:

@@ -17,7 +17,7 @@ from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import RefuseReading, assert_same_bits, make_shard, make_snapshot, save
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64])

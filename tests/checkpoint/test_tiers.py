@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.memory import Kind
+from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 
 NODES = ("one", "two", "three")
@@ -27,7 +27,7 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
                 Entry,
                 rank=st.integers(0, ranks - 1),
                 iteration=st.integers(5, 16),
-                kind=st.sampled_from(["snapshot", "mixed", "departure", "small"]),
+                kind=st.sampled_from(["snapshot", "departure", "small"]),
                 node=st.sampled_from(NODES),
                 name=st.sampled_from(["0", "1", "2"]),
                 owned=st.sampled_from(["", "these", "those"]),
@@ -65,7 +65,7 @@ def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: 
     alike = catalogue["alike"]
     assert isinstance(nodes, list)
     assert isinstance(alike, list)
-    for sources in (decision.exact, decision.departed, decision.mixed):
+    for sources in (decision.exact, decision.departed):
         assert [source.rank for source in sources] in ([], list(range(len(nodes))))
         assert len({source.iteration for source in sources}) <= 1
         for source in sources:
@@ -75,43 +75,26 @@ def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: 
                 assert read.iteration == source.iteration
                 assert catalogue["remote"] or read.node == nodes[source.rank]
     for source in decision.exact:
-        assert source.entry is None or source.entry.kind == "snapshot"
-    for source in (*decision.exact, *decision.mixed):
         # With its own scalars: another rank's would deal it another's data.
         own = source.small or source.entry
         assert own is None or own.rank == source.rank
-        assert source.entry is None or source.entry.kind in ("snapshot", "mixed")
+        assert source.entry is None or source.entry.kind == "snapshot"
         if source.small is not None:
             assert source.entry is not None
             assert source.small.kind == "small"
             assert source.small.owned == source.entry.owned != ""
     for source in decision.departed:
         assert source.small is None
-        assert source.entry is None or source.entry.kind not in ("small", "mixed")
+        assert source.entry is None or source.entry.kind != "small"
         assert source.entry is None or alike[source.entry.rank] == alike[source.rank]
     if isinstance(c, int):
         assert decision.exact_iteration is not None
         assert decision.exact_iteration >= c
     if decision.departed:
         assert isinstance(f, int)
-        assert decision.departed_iteration is not None
-        assert decision.departed_iteration >= f
-        assert decision.departed_iteration > (decision.exact_iteration or 0)
-
-
-@given(catalogues())
-@settings(max_examples=300)
-def test_a_state_with_older_experts_is_newer_than_one_without(catalogue: dict[str, object]) -> None:
-    decision = decide(**catalogue)  # type: ignore[arg-type]
-    if not decision.mixed:
-        assert decision.nearest == decision.exact
-        return
-    assert "mixed" in {source.entry.kind for source in decision.mixed if source.entry is not None}
-    assert decision.nearest_iteration is not None
-    if decision.exact:
-        from_disk = decision.exact[0].tier == "disk"
-        same_will_do = from_disk and catalogue["stale"]
-        assert decision.nearest_iteration > (decision.exact_iteration or 0) - bool(same_will_do)
+        departed_iteration = decision.departed[0].iteration
+        assert departed_iteration >= f
+        assert departed_iteration > (decision.exact_iteration or 0)
 
 
 @given(catalogues())
@@ -121,20 +104,16 @@ def test_no_newer_whole_state_is_passed_over(catalogue: dict[str, object]) -> No
     nodes, entries = catalogue["nodes"], catalogue["entries"]
     assert isinstance(nodes, list)
     assert isinstance(entries, list)
-    for newest, kinds in (
-        (decision.exact_iteration, ["snapshot"]),
-        (decision.nearest_iteration, ["snapshot", "mixed"]),
-    ):
-        for iteration in range((newest or 0) + 1, 20):
-            assert not all(
-                whole_there([one for one in entries if catalogue["remote"] or one.node == node], rank, iteration, kinds)
-                for rank, node in enumerate(nodes)
-            )
+    for iteration in range((decision.exact_iteration or 0) + 1, 20):
+        assert not all(
+            whole_there([one for one in entries if catalogue["remote"] or one.node == node], rank, iteration)
+            for rank, node in enumerate(nodes)
+        )
 
 
-def whole_there(entries: list[Entry], rank: int, iteration: int, kinds: list[str]) -> bool:
+def whole_there(entries: list[Entry], rank: int, iteration: int) -> bool:
     """Whether a rank has its snapshot; or its small state, and a snapshot with its weights and moments."""
-    snapshots = [one for one in entries if one.iteration == iteration and one.kind in kinds]
+    snapshots = [one for one in entries if one.iteration == iteration and one.kind == "snapshot"]
     # Of two that say different things of one iteration, which cannot be, it may take either.
     small = [one.owned for one in entries if (one.rank, one.iteration, one.kind) == (rank, iteration, "small")]
     wanted = {word for word in small if word}
@@ -183,7 +162,7 @@ def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_
     entries = [entry(0, 14, "departure"), entry(1, 14, "departure"), entry(2, 15, "departure")]
     decision = decide(["one"] * 4, entries, 12, 14, alike=range(4))
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
-    assert decision.departed_iteration == 14
+    assert decision.departed[0].iteration == 14
 
 
 def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_to_it() -> None:
@@ -197,33 +176,11 @@ def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_t
     assert decision.exact[1] == Source(1, "memory", 14, whole), "one file is less to bring than two"
 
 
-def test_a_state_with_older_experts_is_apart_from_exact_ones_and_after_them() -> None:
-    mixed = [entry(rank, 14, "mixed", name=str(rank)) for rank in (0, 1)]
-    whole = [entry(rank, 13, name=str(rank)) for rank in (0, 1)]
-    decision = decide(["one", "one"], mixed + whole, 12, 14, alike=[0, 1])
-    assert (decision.exact_iteration, decision.nearest_iteration, decision.departed) == (13, 14, ())
-    assert [source.entry for source in decision.mixed] == mixed
-    newer = [entry(rank, 15, name=str(rank)) for rank in (0, 1)]
-    assert decide(["one", "one"], mixed + newer, 12, 15, alike=[0, 1]).mixed == ()
-    one_each = [mixed[0], entry(1, 14)]
-    decision = decide(["one", "one"], one_each, 12, 14, alike=[0, 1])
-    assert (decision.exact_iteration, decision.nearest_iteration) == (12, 14)
-
-
 def test_a_rank_without_memory_sends_all_to_the_disk() -> None:
-    decision = decide(["one", "one"], [entry(0, 14, "mixed")], 12, 14, alike=[0, 1])
-    assert decision == Decision((Source(0, "disk", 12), Source(1, "disk", 12)))
+    assert decide(["one", "one"], [entry(0, 14)], 12, None, alike=[0, 1]).exact_iteration == 12
 
 
-def test_younger_experts_in_memory_go_before_a_checkpoint_of_the_same_iteration_with_older_ones() -> None:
-    mixed = [entry(0, 12, "mixed")]
-    assert decide(["one"], mixed, 12, None, alike=[0], stale=True).nearest_iteration == 12
-    assert decide(["one"], mixed, 12, None, alike=[0], stale=True).mixed != ()
-    assert decide(["one"], mixed, 12, None, alike=[0]).mixed == ()
-
-
-def test_a_replica_with_older_experts_and_a_small_state_are_enough() -> None:
-    mine, small = entry(0, 14, "mixed", owned="these"), entry(1, 14, "small", "one", "1", "these")
-    decision = decide(["one", "two"], [mine, small], 12, 14, alike=[0, 1], remote=True)
-    assert decision.mixed == (Source(0, "memory", 14, mine), Source(1, "memory", 14, mine, small))
-    assert decision.exact_iteration == 12
+def test_a_state_in_memory_goes_before_a_checkpoint_of_the_same_iteration_with_older_experts() -> None:
+    held = [entry(0, 12)]
+    assert decide(["one"], held, 12, None, alike=[0], stale=True).exact == (Source(0, "memory", 12, held[0]),)
+    assert decide(["one"], held, 12, None, alike=[0]).exact == (Source(0, "disk", 12),)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpsr.codec import decode, encode
 from cpsr.engines import EngineAdapter
+from cpsr.engines.moe.operators import Expert
 from cpsr.experts.catching_up import CatchingUp, Missed
-from cpsr.experts.operators import Expert
+from cpsr.state.codec import decode, encode
 
 VOCABULARY, WIDTH, HIDDEN = 11, 7, 13  # odd, so that partitions straddle tensors and end in padding
 BATCH, LENGTH = 2, 3

@@ -18,11 +18,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.nn import functional
 
-from cpsr.coordinator.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_order
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
 from cpsr.engines.hooks import Hooks
 from cpsr.errors import UnsupportedEngineError
+from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_order
 from tests.engines.conformance import (
     AFTER,
     BATCH,

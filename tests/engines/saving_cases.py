@@ -10,12 +10,13 @@ import torch
 
 from cpsr.config import ExpertsConfig
 from cpsr.engines import adapt
+from cpsr.engines.moe.naming import DEEPSPEED
+from cpsr.engines.moe.operators import Expert
 from cpsr.errors import UnsupportedEngineError
-from cpsr.expert_saving import ExpertSaving, unit_name
 from cpsr.experts.completeness import missing_experts, wrong_experts
-from cpsr.experts.naming import DEEPSPEED
-from cpsr.experts.operators import Expert
-from cpsr.group import Group
+from cpsr.experts.saving import ExpertSaving
+from cpsr.experts.units import unit_name
+from cpsr.ranks.group import Group
 from tests.engines.conformance import BATCH, LENGTH, Recorder, run, seed
 from tests.engines.deepspeed_cases import DeepSpeedJob, configuration, initialize
 from tests.engines.mixture_cases import EXPERTS, LAYERS, PREFIX, TinyMoE
@@ -121,7 +122,7 @@ def capacity_until_made_up() -> None:
 
 
 def predicted_experts_need_no_capacity() -> None:
-    job, saving = saving_job(1, 0, policy="load_aware", stale="predict")
+    job, saving = saving_job(1, 0, policy="load_aware")
     run(job, 0, 1)
     saving.choose(None, whole=True)
     saving.began(1)

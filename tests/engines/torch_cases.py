@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter
-from cpsr.engines.torch_experts import MixtureOfExperts
+from cpsr.engines.moe.torch import MixtureOfExperts
 from tests.engines.conformance import (
     OVERFLOW,
     OVERFLOWING_STEPS,

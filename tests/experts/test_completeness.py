@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.completeness import Held, misfit_experts, missing_experts, wrong_experts
-from cpsr.experts.naming import DEEPSPEED, MODULE_LIST
+from cpsr.engines.moe.naming import DEEPSPEED, MODULE_LIST
+from cpsr.experts.completeness import SavedSlice, misfit_experts, missing_experts, wrong_experts
 
 SHAPE = (4, 3)
 
 
-def whole(*names: str) -> dict[str, Held]:
+def whole(*names: str) -> dict[str, SavedSlice]:
     return dict.fromkeys(names, (SHAPE, 0, 12))
 
 
@@ -28,7 +28,7 @@ def test_experts_shared_out_whole() -> None:
 
 def test_replicas_and_slices() -> None:
     name = "a.experts.0.weight"
-    parts: dict[int, dict[str, Held]] = {
+    parts: dict[int, dict[str, SavedSlice]] = {
         0: {name: (SHAPE, 0, 8)},
         1: {name: (SHAPE, 5, 7)},
         2: {name: (SHAPE, 0, 12)},
@@ -77,7 +77,7 @@ def test_experts_may_have_different_parameters_and_frozen_ones_lie_beside_them()
 
 def test_replicas_of_different_shapes() -> None:
     name = "a.experts.3.weight"
-    parts: dict[int, dict[str, Held]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
+    parts: dict[int, dict[str, SavedSlice]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
     told = misfit_experts(parts, MODULE_LIST)
     assert told is not None
     assert told.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
@@ -90,7 +90,7 @@ def test_replicas_of_different_shapes() -> None:
 @pytest.mark.parametrize(("first", "count"), [(8, 5), (12, 1), (0, 13), (-1, 5)])
 def test_slices_beyond_the_parameter(first: int, count: int) -> None:
     name = "a.experts.0.weight"
-    parts: dict[int, dict[str, Held]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, first, count)}}
+    parts: dict[int, dict[str, SavedSlice]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, first, count)}}
     told = wrong_experts(parts, {}, MODULE_LIST, [name])
     assert told is not None
     assert told.startswith(
@@ -101,12 +101,12 @@ def test_slices_beyond_the_parameter(first: int, count: int) -> None:
 
 def test_a_slice_without_elements_may_lie_anywhere() -> None:
     name = "a.experts.0.weight"
-    parts: dict[int, dict[str, Held]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, 16, 0)}}
+    parts: dict[int, dict[str, SavedSlice]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, 16, 0)}}
     assert wrong_experts(parts, {}, MODULE_LIST, [name]) is None
 
 
 def test_scalars_and_parameters_without_elements() -> None:
-    parts: dict[int, dict[str, Held]] = {
+    parts: dict[int, dict[str, SavedSlice]] = {
         0: {"a.experts.0.scale": ((), 0, 1), "a.experts.0.none": ((0, 3), 0, 0), "a.experts.1.scale": ((), 0, 0)}
     }
     assert missing_experts(parts, MODULE_LIST) == "no rank has elements 0 to 0 of 'a.experts.1.scale'"
@@ -126,7 +126,7 @@ def test_any_element_that_is_left_out_is_missed(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=4)))
     edges = list(zip([0, *cuts], [*cuts, total], strict=True))
     order = data.draw(st.permutations(edges))
-    parts: Mapping[int, Mapping[str, Held]] = {
+    parts: Mapping[int, Mapping[str, SavedSlice]] = {
         rank: {name: (SHAPE, first, end - first)} for rank, (first, end) in enumerate(order)
     }
     assert missing_experts(parts, MODULE_LIST) is None

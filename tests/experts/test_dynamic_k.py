@@ -11,7 +11,7 @@ from cpsr.experts.budget import Budget
 from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.lost_tokens import LostTokens
 from cpsr.experts.sequential import Sequential
-from tests.experts.mixtures import mixture, no_load
+from tests.engines.moe.mixtures import mixture, no_load
 
 LAYERS = mixture(8, 6)
 

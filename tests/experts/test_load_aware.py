@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
+from cpsr.engines.moe.popularity import OVERDUE_ROUNDS, Popularity
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer, ExpertParallel
 from cpsr.experts.load_aware import LoadAware
-from cpsr.experts.popularity import OVERDUE_ROUNDS, Popularity
-from tests.experts.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
+from tests.engines.moe.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
 
 
 def chosen(layers: tuple[ExpertLayer, ...], popularity: Popularity, count: int) -> list[tuple[int, int]]:

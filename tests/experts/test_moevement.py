@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsr.engines.moe.operators import Expert, Gate, NonExpert, Operator
+from cpsr.engines.moe.popularity import Popularity
 from cpsr.experts.budget import Budget
 from cpsr.experts.moevement import MoEvement, OperatorBytes
-from cpsr.experts.operators import Expert, Gate, NonExpert, Operator
-from cpsr.experts.popularity import Popularity
-from tests.experts.mixtures import load, loads, mixture
+from tests.engines.moe.mixtures import load, loads, mixture
 
 SIZE = OperatorBytes(active=12, frozen=2)
 LAYER: dict[Operator, OperatorBytes] = {

@@ -3,13 +3,13 @@
 import numpy
 import pytest
 
+from cpsr.engines.moe.measures import Routed
+from cpsr.engines.moe.operators import Expert, Operator
+from cpsr.engines.moe.popularity import OVERDUE_ROUNDS
 from cpsr.experts.budget import Budget
 from cpsr.experts.each_rank import as_on_each_rank
-from cpsr.experts.measures import Routed
 from cpsr.experts.named import measure_named, policy_named
-from cpsr.experts.operators import Expert, Operator
-from cpsr.experts.popularity import OVERDUE_ROUNDS
-from tests.experts.mixtures import load, longest_wait, mixture, no_load, selections
+from tests.engines.moe.mixtures import load, longest_wait, mixture, no_load, selections
 
 POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion", "window")
 

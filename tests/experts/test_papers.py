@@ -3,18 +3,16 @@
 import numpy
 import pytest
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
 from cpsr.experts import sparse_window
-from cpsr.experts.age_weighted import AgeWeighted
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer
 from cpsr.experts.moetion import Moetion
-from cpsr.experts.operators import Expert
 from cpsr.experts.policy import Policy
-from cpsr.experts.popularity import Popularity
 from cpsr.experts.sequential import Sequential
 from cpsr.experts.sharding import adaptive_sharding, equal_sharding, expert_bytes_by_rank
-from cpsr.experts.unsaved import UnsavedTokens
-from tests.experts.mixtures import load, mixture, no_load
+from tests.engines.moe.mixtures import load, mixture, no_load
+from tests.experts.ledger import Ledger
 
 # pec, Table 1: GPT-2 small, in which every other feed-forward layer has 8 experts, one on each GPU.
 WIDTH, BLOCKS, VOCABULARY, CONTEXT, EXPERTS = 768, 12, 50257, 1024, 8
@@ -127,11 +125,10 @@ def at_risk(policy: Policy, layers: tuple[ExpertLayer, ...], saved_per_layer: in
     """Mean unsaved tokens over 200 iterations with a snapshot after each."""
     generator = numpy.random.default_rng(0)
     popular = [generator.permutation(TOKENS_OF_64) / 100 for _ in layers]
-    ledger, risks = UnsavedTokens(layers), []
+    ledger, risks = Ledger(layers), []
     for step in range(200):
         ledger.observe([generator.multinomial(4096, share) for share in popular])
-        popularity = Popularity(ledger.tokens, ledger.tokens, ledger.ages)
-        chosen = policy.select(step, popularity, Budget(experts_per_layer=saved_per_layer))
+        chosen = policy.select(step, ledger.popularity, Budget(experts_per_layer=saved_per_layer))
         ledger.saved(operator for operator in chosen if isinstance(operator, Expert))
         risks.append(sum(layer.sum() for layer in ledger.tokens))
     return float(numpy.mean(risks))
@@ -142,18 +139,11 @@ def test_by_popularity_half_as_many_tokens_are_at_risk_as_in_turn(saved_per_laye
     """moetion, Figure 11, with the "25% to 40%" of the experts that it saves (section 4.1), and its spread of tokens.
 
     It takes that many: with an eighth of them, the popular experts leave so little for the others that three quarters
-    of what round-robin has at risk still is. Weighed by age, an eighth or less is enough.
+    of what round-robin has at risk still is.
     """
     layers = mixture(64, 64, 64)
     in_turn = at_risk(Sequential(layers), layers, saved_per_layer)
     assert at_risk(Moetion(layers), layers, saved_per_layer) <= in_turn / 2
-
-
-@pytest.mark.parametrize("saved_per_layer", [4, 8, 16])
-def test_weighed_by_age_it_takes_fewer_experts(saved_per_layer: int) -> None:
-    layers = mixture(64, 64, 64)
-    in_turn = at_risk(Sequential(layers), layers, saved_per_layer)
-    assert at_risk(AgeWeighted(Moetion(layers)), layers, saved_per_layer) <= in_turn / 2
 
 
 def test_the_papers_example_of_a_sparse_window() -> None:

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from cpsr.experts.recovering import Recovering
-from tests.experts.mixtures import mixture
+from tests.engines.moe.mixtures import mixture
 
 LAYERS = mixture(2, 1)
 

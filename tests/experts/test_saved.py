@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.operators import Expert
+from cpsr.engines.moe.operators import Expert
 from cpsr.experts.saved import SavedExperts
 from cpsr.experts.token_history import POINTS_KEPT
-from tests.experts.mixtures import mixture
+from tests.engines.moe.mixtures import mixture
 
 LAYERS = mixture(2, 1)
 FIRST, SECOND, ALONE = Expert(0, 0), Expert(0, 1), Expert(1, 0)

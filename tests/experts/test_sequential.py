@@ -5,11 +5,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsr.engines.moe.layers import ExpertLayer
+from cpsr.engines.moe.operators import Expert
 from cpsr.experts.budget import Budget
-from cpsr.experts.layers import ExpertLayer
-from cpsr.experts.operators import Expert
 from cpsr.experts.sequential import Sequential
-from tests.experts.mixtures import mixture, mixtures, no_load
+from tests.engines.moe.mixtures import mixture, mixtures, no_load
 
 
 def test_the_papers_order_with_one_expert_on_each_rank() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.operators import Expert
+from cpsr.engines.moe.operators import Expert
 from cpsr.experts.sharding import adaptive_sharding, equal_sharding, expert_bytes_by_rank
-from tests.experts.mixtures import mixture
+from tests.engines.moe.mixtures import mixture
 
 PARTS = st.lists(st.integers(0, 50), max_size=6).map(
     lambda sizes: {f"part{place}": size for place, size in enumerate(sizes)}

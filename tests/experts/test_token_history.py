@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.codec import decode, encode
 from cpsr.experts.token_history import POINTS_KEPT, TokenHistory
-from tests.experts.mixtures import mixture
+from cpsr.state.codec import decode, encode
+from tests.engines.moe.mixtures import mixture
 
 LAYERS = mixture(2, 1)
 

@@ -10,7 +10,7 @@ import torch
 
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "made"
 SCALARS: dict[str, Any] = {

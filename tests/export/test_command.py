@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cpsr.cli import app
+from cpsr.cli.main import app
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.export.command import run_export
 from tests.export.made import operator, shard, write_checkpoint, write_identity

@@ -8,15 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.contents import WEIGHTS, Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.retention import _thin
-from cpsr.checkpoint.shared import Shared
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.export.whole import open_whole
-from cpsr.state import Shard
+from cpsr.state.shard import Shard
 from tests.export.made import RUN_ID, SCALARS, operator, shard, write_checkpoint, write_identity
 
 
@@ -66,7 +65,7 @@ def test_what_one_rank_wrote_for_both_is_found(tmp_path: Path) -> None:
     stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1, fsync=False) for rank in range(2)]
     stores[0].prepare()
     for store, part, others in zip(stores, (first, second), ({"v": 1}, {"w": 0}), strict=True):
-        store.write(Snapshot(50, part, SCALARS, shared=Shared(alike, others)))
+        store.write(Snapshot(50, part, SCALARS, contents=Contents(writers=others, replicated=alike)))
     assert stores[0].commit(50, 5.0, threading.Event()).committed
     state = open_whole(tmp_path, 50, moments=True)
     assert torch.equal(state.weights("v"), torch.ones(3))
@@ -165,7 +164,7 @@ def test_a_partial_checkpoint_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, part, iteration=40)
     weights = Shard({"w": operator("w", torch.ones(4), (4,))})
     weights.operators["w"].moments.clear()
-    write_checkpoint(tmp_path, weights, iteration=50, part="weights")
+    write_checkpoint(tmp_path, weights, iteration=50, contents=WEIGHTS)
     assert open_whole(tmp_path, None, moments=False).info.iteration == 40
     with pytest.raises(CheckpointError, match="is partial"):
         open_whole(tmp_path, 50, moments=False)
@@ -220,7 +219,7 @@ def test_checkpoints_that_leave_experts_out_are_refused(tmp_path: Path) -> None:
     experts = frozenset(part.operators)
     store = CheckpointStore(tmp_path, 0, 1, RUN_ID, 1, fsync=False)
     store.prepare()
-    store.write(Snapshot(50, part, SCALARS, sparse=Sparse(experts, experts)))
+    store.write(Snapshot(50, part, SCALARS, contents=Contents.sparse(experts, experts)))
     assert store.commit(50, 5.0, threading.Event()).committed
     with pytest.raises(UnsupportedEngineError, match=r"saved with experts\.policy"):
         open_whole(tmp_path, 50, moments=False)

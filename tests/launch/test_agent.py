@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
-from cpsr.exits import Exit, cause_of, exits_of, note_exit
 from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError
-from cpsr.launch.link import REFUSED_STATUS, Opened, Report
+from cpsr.ranks.exits import Exit, cause_of, exits_of, note_exit
+from cpsr.ranks.link import REFUSED_STATUS, Opened, Report
 
 RANKS = 2
 

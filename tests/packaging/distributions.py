@@ -14,7 +14,9 @@ pythonpath = .
 testpaths = tests
 addopts = --import-mode=importlib --strict-markers -p no:cacheprovider -q
 timeout = 300
-markers = slow: minutes long
+markers =
+    slow: minutes long
+    ranks: starts processes of ranks
 """
 
 

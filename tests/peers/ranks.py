@@ -18,12 +18,13 @@ LAUNCHER = """
 import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cpsr.checkpoint.memory import held_state, held_states, held_word, load_held, verify_held
+from cpsr.checkpoint.memory_states import memory_state, memory_states
+from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
-from cpsr.group import NODE_VARIABLE, Group, this_node
+from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.peers.fetch import fetch
 from cpsr.peers.replicator import Replicator
 from tests.peers.states import RUN_ID, States, is_right
@@ -66,12 +67,13 @@ checkpoints = root / "checkpoints"
 def opened(states, groups=None, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
     return Replicator(
-        RUN_ID, states.memory, group, groups[rank], states.template, config, tell, checkpoints=checkpoints
+        states.memory, group, groups[rank], states.template, config, tell, checkpoints=checkpoints
     )
 def held(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
-    states = held_states(RUN_ID, root / (node or this_node()))
-    return [s.iteration for s in states if s.rank == owner and "replica" in s.path.name and verify_held(s) is None]
+    states = memory_states(RUN_ID, root / (node or this_node()))
+    replicas = [state for state in states if state.rank == owner and "replica" in state.path.name]
+    return [replica.iteration for replica in replicas if verify_memory_state(replica) is None]
 def until(condition, seconds=20):
     end = time.monotonic() + seconds
     while not condition():

@@ -5,10 +5,12 @@ from pathlib import Path
 import torch
 
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
-from cpsr.checkpoint.memory import HeldState, MemoryFile, SharedMemory, load_held
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.peers.small import load_together
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "0123abcd"
 
@@ -61,13 +63,13 @@ class States:
 
 
 def is_right(
-    state: HeldState, tensors: HeldState | None = None, elements: int = 50_000, *, alike: bool = False
+    state: MemoryState, tensors: MemoryState | None = None, elements: int = 50_000, *, alike: bool = False
 ) -> bool:
     """Whether a replica holds, bit for bit, what its owner had; a small one together with another rank's tensors."""
     alike = alike or tensors is not None
     expected = shard(state.rank, state.iteration, elements, alike=alike)
     found = shard(state.rank, -1, elements, alike=alike)
-    scalars = load_held(state, found) if tensors is None else load_together(state, tensors, found)
+    scalars = load_memory_state(state, found) if tensors is None else load_together(state, tensors, found)
     return bool(scalars == {"of": [state.rank, state.iteration]}) and all(
         torch.equal(values, wanted)
         for (_, values), (_, wanted) in zip(found.tensors(), expected.tensors(), strict=True)

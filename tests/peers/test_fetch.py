@@ -18,7 +18,7 @@ if rank != 2:
     lying.rename(replica)
 group.barrier()
 nodes = group.gather(this_node())
-entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in held_states(RUN_ID, memory)]
+entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in memory_states(RUN_ID, memory)]
 entries = [Entry(**one) for part in group.gather([vars(entry) for entry in entries]) for one in part]
 sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
 own = [source for source in sources if source.rank != 2]
@@ -67,7 +67,7 @@ states = States(memory, rank, alike=alike)
 replicator = opened(states, replicas=2)
 for iteration in (10, 20):
     replicator.offer(*states.seal(iteration))
-    until(lambda: all(iteration in held(owner) for owner in replicator.placement.held_by(rank)))
+    until(lambda: all(iteration in held(owner) for owner in replicator.placement.owners_kept_by(rank)))
     group.barrier()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -75,14 +75,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 RESTART = """
 nodes = group.gather(this_node())
 entries = [
-    vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name, s.owned or held_word(s)))
-    for s in held_states(RUN_ID, memory)
+    vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name, s.owned or owned_word_in_memory(s)))
+    for s in memory_states(RUN_ID, memory)
 ]
 entries = [Entry(**one) for part in group.gather(entries) for one in part]
 sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
 fetched = fetch(RUN_ID, group, nodes, sources, PeersConfig(), memory)
 own = sources[rank].entries
-*tensors, state = [fetched.get(entry) or held_state(memory / entry.name) for entry in own]
+*tensors, state = [fetched.get(entry) or memory_state(memory / entry.name) for entry in own]
 right = is_right(state, *tensors, alike=alike)
 found["state"] = [state.rank, state.iteration, right, [s.rank for s in tensors], [entry in fetched for entry in own]]
 leave()

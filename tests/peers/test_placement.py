@@ -70,7 +70,7 @@ def check(members: Sequence[Member], replicas: int, placement: Placement) -> Non
         group_nodes = {member.node for member in members if member.group == members[owner].group}
         assert sum(alike) == min(count, len(group_nodes) - 1)
         assert alike == sorted(alike, reverse=True)  # its own group's come first
-        assert all(owner in placement.held_by(rank) for rank in holders)
+        assert all(owner in placement.owners_kept_by(rank) for rank in holders)
         for lost in combinations(sorted(nodes), count):
             assert {members[rank].node for rank in (owner, *holders)} - set(lost)
     assert list(placement.load_bytes) == load_of(members, placement.holders)

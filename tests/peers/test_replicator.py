@@ -8,14 +8,14 @@ from tests.peers.ranks import run
 FOUR = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, chunk_bytes=8192)
-holders, owners = replicator.placement.holders[rank], replicator.placement.held_by(rank)
+holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 found["holders"], found["owners"] = holders, owners
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
     until(lambda: all(iteration in held(owner) for owner in owners))
     group.barrier()
 found["held"] = {owner: held(owner) for owner in owners}
-replicas = [s for s in held_states(RUN_ID, memory) if s.rank in owners]
+replicas = [s for s in memory_states(RUN_ID, memory) if s.rank in owners]
 found["right"] = [is_right(s) for s in replicas]
 found["modes"] = sorted({oct(s.path.stat().st_mode & 0o777) for s in replicas})
 group.barrier()
@@ -44,7 +44,7 @@ KILLED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, chunk_bytes=8192)
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:  # in the middle of what it sends
     replicator._outgoing[0]._bytes_per_second = replicator._outgoing[1]._bytes_per_second = 400_000
@@ -59,7 +59,7 @@ replicator.offer(*states.seal(30))
 until(lambda: 30 in held(other))
 meet([0, 1])
 found["held"] = {owner: held(owner) for owner in (other, 2)}
-found["right"] = [is_right(s) for s in held_states(RUN_ID, memory)]
+found["right"] = [is_right(s) for s in memory_states(RUN_ID, memory)]
 replicator.close(remove=False, together=False)
 found["left"] = len(list(memory.glob("*replica*")))
 leave(hard=True)
@@ -82,7 +82,7 @@ STOPPED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, chunk_bytes=8192, timeout_seconds=1.0)
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -188,7 +188,7 @@ replicator.offer(*states.seal(10))
 replicator.forget_after(5)
 replicator.close(remove=True)
 group.barrier()
-found["states"] = len(held_states(RUN_ID, memory))
+found["states"] = len(memory_states(RUN_ID, memory))
 leave()
 """
 
@@ -217,7 +217,7 @@ found["left"] = len(list(memory.glob("*replica*")))
 found["kept"] = other_run.exists()
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 1:
     raise RuntimeError("training failed")
@@ -240,16 +240,16 @@ def test_groups_are_kept_together_and_an_error_of_training_stays_what_it_is(tmp_
 ALIKE = """
 states = States(memory, rank, alike=rank < 3)
 replicator = opened(states, [[0, 1, 2]] * 3 + [[3]], replicas=2, chunk_bytes=8192)
-holders, owners = replicator.placement.holders[rank], replicator.placement.held_by(rank)
+holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
     until(lambda: all(iteration in held(owner) for owner in owners))
     group.barrier()
-own = {s.iteration: s for s in held_states(RUN_ID, memory) if s.rank == rank and s.kind == "snapshot"}
+own = {s.iteration: s for s in memory_states(RUN_ID, memory) if s.rank == rank and s.kind == "snapshot"}
 found["holders"] = holders
 found["held"] = [
     [s.rank, s.iteration, s.kind, is_right(s, own[s.iteration] if s.kind == "small" else None)]
-    for s in held_states(RUN_ID, memory)
+    for s in memory_states(RUN_ID, memory)
     if s.rank in owners
 ]
 found["largest"] = max((path.stat().st_size for path in memory.glob("*replica*")), default=0)
@@ -277,9 +277,9 @@ states = States(memory, rank, alike=True)
 replicator = opened(states, [[0, 1], [0, 1], [2, 3], [2, 3]], replicas=2, chunk_bytes=8192)
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
-found["kinds"] = {s.rank: s.kind for s in held_states(RUN_ID, memory) if f"replica-{rank:05d}" in s.path.name}
+found["kinds"] = {s.rank: s.kind for s in memory_states(RUN_ID, memory) if f"replica-{rank:05d}" in s.path.name}
 replicator.close(remove=True)
 leave()
 """
@@ -307,7 +307,7 @@ def commit(snapshot):
         assert store.commit(snapshot.iteration, 5.0, threading.Event()).committed
     group.barrier()
 def kinds():
-    return sorted([s.iteration, s.kind] for s in held_states(RUN_ID, memory) if s.rank == 1 - rank)
+    return sorted([s.iteration, s.kind] for s in memory_states(RUN_ID, memory) if s.rank == 1 - rank)
 path, snapshot = states.seal(10)
 replicator.offer(path, snapshot)
 until(lambda: kinds() == [[10, "small"]])
@@ -348,7 +348,7 @@ until(lambda: 20 in held(1 - rank))
 group.barrier()  # or the other's 20 may be gone, or never sent, before it was seen here
 replicator.forget_after(15)
 until(lambda: 20 not in held(1 - rank))
-found["small"] = [s.iteration for s in held_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]
+found["small"] = [s.iteration for s in memory_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]
 group.barrier()
 replicator.close(remove=True)
 leave()
@@ -368,7 +368,7 @@ if rank == 1:  # the machine has memory for one replica's slots and a half
 replicator = opened(states, replicas=2)
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.held_by(rank)))
+until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 replicator.close(remove=True)
 leave()

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.memory import held_states, load_held
+from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_states import memory_states
 from cpsr.errors import CheckpointError
 from cpsr.peers.small import SmallStates, fingerprint, load_together, small_bytes
 from tests.peers.states import RUN_ID, States, shard
@@ -20,17 +21,17 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
         _, snapshot = mine.seal(iteration)
         path = small.seal(snapshot)
         other.seal(iteration)
-    held = next(state for state in held_states(RUN_ID, tmp_path) if state.path == path)
-    tensors = next(state for state in held_states(RUN_ID, tmp_path) if (state.rank, state.iteration) == (1, 30))
+    held = next(state for state in memory_states(RUN_ID, tmp_path) if state.path == path)
+    tensors = next(state for state in memory_states(RUN_ID, tmp_path) if (state.rank, state.iteration) == (1, 30))
     into = shard(0, -1, ELEMENTS, alike=True)
     assert load_together(held, tensors, into) == {"of": [0, 30]}
     for (key, found), (_, expected) in zip(into.tensors(), shard(0, 30, ELEMENTS, alike=True).tensors(), strict=True):
         assert torch.equal(found, expected), key
-    kept = [state for state in held_states(RUN_ID, tmp_path) if str(state.kind) == "small"]
+    kept = [state for state in memory_states(RUN_ID, tmp_path) if str(state.kind) == "small"]
     assert [state.iteration for state in kept] == [20, 30]
     assert held in kept
     with pytest.raises(CheckpointError, match="param/weight as nothing"):  # it is no state to go on from alone
-        load_held(held, into)
+        load_memory_state(held, into)
     small.close(remove=True)
     assert not list(tmp_path.glob("*small*"))
 

@@ -6,7 +6,7 @@ from tests.peers.ranks import run
 
 TALK = """
 import threading
-from cpsr.checkpoint.memory import held_state
+from cpsr.checkpoint.memory_states import memory_state
 from cpsr.peers.transport import Channel, Kind, Message, erase, problem_of, receive_state, sealed, send_state
 states = States(memory, rank, elements=5000, slots=1)
 pair = dist.new_group([0, 1], backend="gloo")
@@ -37,13 +37,13 @@ else:
     found["complete"] = receive_state(channel, channel.receive_unless(stop), target)
     found["problem"] = problem_of(target, 0, 10)
     found["another"] = problem_of(target, 0, 20).replace(str(root), "")
-    found["right"] = is_right(held_state(target), elements=5000)
+    found["right"] = is_right(memory_state(target), elements=5000)
     found["dropped"] = [channel.receive().kind.name for _ in range(3)]
     found["refused"] = [refused(channel.receive) for _ in range(4)]
     link = memory / "link"
     link.symlink_to(target)
     found["link"] = refused(lambda: receive_state(channel, channel.receive(), link))
-    found["after the link"] = is_right(held_state(target), elements=5000)
+    found["after the link"] = is_right(memory_state(target), elements=5000)
 leave()
 """
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.sparse import Sparse
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.peers.twins import Twins
 from tests.peers.states import RUN_ID, shard
@@ -39,7 +39,7 @@ def test_experts_in_files_of_their_own_count(tmp_path: Path, alike: bool) -> Non
     for rank, store in enumerate(stores):
         held = shard(rank, 10, ELEMENTS, alike=alike)
         experts = frozenset(held.operators)
-        store.write(Snapshot(10, held, {"origin": "trained"}, sparse=Sparse(experts, experts)))
+        store.write(Snapshot(10, held, {"origin": "trained"}, contents=Contents.sparse(experts, experts)))
     assert stores[0].commit(10, 5.0, threading.Event()).committed
     words = Twins(tmp_path / "checkpoints").words(0, 1)
     assert words is not None

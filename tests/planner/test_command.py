@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cpsr.cli import app
+from cpsr.cli.main import app
 
 JOB: dict[str, Any] = {
     "iteration_seconds": 0.6,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.planner.baselines import baselines
 from cpsr.planner.bounds import Bounds, Limits, bounds_of
 from cpsr.planner.inputs import PlannerInputs, RecoveryCost
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.plan import Plan, fixed_plan, make_plan, policy_names
 from cpsr.planner.recovery_curve import PaperCurve
-from cpsr.planner.rivals import rivals
 from tests.planner.jobs import ANY, JOB, PHASE, USUAL, Scaled, any_job, brute_force, job, lag, limits
 
 WIDE = Limits(1, 3000)
@@ -63,7 +63,7 @@ def test_nothing_is_cheaper_by_more_than_two_per_cent(
     assert cost <= 1.02 * least(inputs, WIDE)
     bounds = bounds_of(inputs, WIDE, "recompute")
     assert bounds is not None
-    for rule in rivals().values():
+    for rule in baselines().values():
         interval = bounds.clamp(rule.choose(inputs).interval_iterations)[0]
         assert cost <= 1.02 * cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
 
@@ -101,6 +101,15 @@ def test_the_mode_that_is_demanded_holds_where_it_can() -> None:
     assert any("not possible" in note for note in impossible.explanation["notes"])
 
 
+def test_a_mode_whose_cost_cannot_be_computed_is_not_chosen() -> None:
+    """At a failure every 10 ms no life of a predicted recovery has a durable checkpoint."""
+    plan = make_plan([replace(job(recovery=lag(-20.0, 0.5)), failures_per_second=100.0)], WIDE)
+    assert plan.mode == "recompute"
+    assert any("'predict' cannot be computed" in note for note in plan.explanation["notes"])
+    usual = make_plan([job(recovery=lag(-20.0, 0.5))], WIDE)
+    assert not any("cannot be computed" in note for note in usual.explanation["notes"])
+
+
 def test_recoveries_that_come_out_ahead_are_planned_for() -> None:
     plan = make_plan([job(recovery=lag(-200.0, 0.5))], WIDE)
     assert plan.mode == "predict"
@@ -133,9 +142,9 @@ def test_the_predictor_is_a_bound() -> None:
     assert (plan.interval_iterations, plan.mode, plan.explanation["bound"]) == (200, "predict", "predictor")
 
 
-@pytest.mark.parametrize("policy", policy_names(rivals(50)))
+@pytest.mark.parametrize("policy", policy_names(baselines(50)))
 def test_every_policy_keeps_the_bounds(policy: str) -> None:
-    plan = make_plan([job(recovery=lag(0.0, 0.5))], Limits(60, 80), policy=policy, rules=rivals(50))
+    plan = make_plan([job(recovery=lag(0.0, 0.5))], Limits(60, 80), policy=policy, rules=baselines(50))
     assert 60 <= plan.interval_iterations <= 80
     assert plan.origin == policy
 
@@ -156,11 +165,11 @@ def test_the_explanation_has_what_a_reader_needs() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(any_job(), limits(), st.sampled_from(policy_names(rivals(50))), st.sampled_from(["auto", "predict", "exact"]))
+@given(any_job(), limits(), st.sampled_from(policy_names(baselines(50))), st.sampled_from(["auto", "predict", "exact"]))
 def test_any_input_gives_a_plan_inside_the_bounds(
     inputs: PlannerInputs, allowed: Limits, policy: str, mode: str
 ) -> None:
-    plan = make_plan([inputs], allowed, policy, mode, rules=rivals(50))  # type: ignore[arg-type]
+    plan = make_plan([inputs], allowed, policy, mode, rules=baselines(50))  # type: ignore[arg-type]
     assert plan.mode is not None
     bounds = bounds_of(inputs, allowed, plan.mode)
     assert isinstance(bounds, Bounds)

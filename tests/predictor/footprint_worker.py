@@ -2,26 +2,54 @@
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from cpsr.benchmarks.predictor_cost.memory import MemoryPeak
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.codec import encode
 from cpsr.predictor.displacement import measure
 from cpsr.predictor.examples import MAX_EXAMPLES
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.vitp_training import Head
-from cpsr.state import OperatorState, ParamSlice, Shard
+from cpsr.state.codec import encode
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.predictor.mapped import own_memory_bytes
 
 INTERVAL = 20
 LEARNING_RATE = 1e-3
 SMALL_ELEMENTS = 64
+SAMPLE_SECONDS = 0.005
+
+
+class MemoryPeak:
+    """Samples the process's own memory around the work; `above_before_bytes` is how far it rose."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._before = self._peak = 0
+
+    def __enter__(self) -> Self:
+        self._before = self._peak = own_memory_bytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._peak = max(self._peak, own_memory_bytes())
+
+    @property
+    def above_before_bytes(self) -> int:
+        return self._peak - self._before
+
+    def _run(self) -> None:
+        while not self._over.wait(SAMPLE_SECONDS):
+            self._peak = max(self._peak, own_memory_bytes())
 
 
 def write_history(directory: Path, small_operators: int, large_elements: int, checkpoints: int) -> None:
@@ -62,7 +90,7 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
             history.close()
             state = predictor.state_dict()
         _predict(predictor, directory, newest)
-    return memory.above_before.anonymous_bytes, footprint.peak_bytes, state["vitp"]["head"]["steps"]
+    return memory.above_before_bytes, footprint.peak_bytes, state["vitp"]["head"]["steps"]
 
 
 def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int]:
@@ -76,7 +104,7 @@ def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, ch
         _predict(predictor, directory, checkpoints * INTERVAL)
         saved = encode(predictor.state_dict(), "learned")
     assert saved
-    return memory.above_before.anonymous_bytes, footprint.peak_bytes
+    return memory.above_before_bytes, footprint.peak_bytes
 
 
 def _learned_before(state: dict[str, Any], operators: int) -> dict[str, Any]:

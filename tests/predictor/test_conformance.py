@@ -1,4 +1,4 @@
-"""What every predictor by name must keep to, whatever its method."""
+"""What every predictor of the product must keep to, whatever its method."""
 
 import itertools
 import math
@@ -10,9 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.predictor import baselines
-from cpsr.predictor.baselines import ORACLE, RECOMPUTE
-from cpsr.predictor.elementwise import ElementwisePredictor
+from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.vitp_training import Head
@@ -34,23 +32,9 @@ def turning(**options: Any) -> VITPPredictor:
     return predictor
 
 
-def stirred(**options: Any) -> ElementwisePredictor:
-    """Elementwise VITP with a network of random weights: its mid band is far from zero."""
-    predictor = ElementwisePredictor(**options)
-    state = predictor.state_dict()
-    parameters = state["elementwise"]["parameters"]
-    parameters += 0.1 * torch.randn(len(parameters), generator=torch.Generator().manual_seed(0))
-    predictor.load_state_dict(state)
-    return predictor
+METHODS: dict[str, Callable[..., StatePredictor]] = {"line": LinePredictor, "vitp": turning}
 
-
-BASELINES = {**baselines.BASELINES, "vitp": turning, "vitp-elementwise": stirred}
-# Predicts values: its rows are those of the baseline that it adds to, and its pieces are whole blocks of tokens.
-BY_VALUE = "vitp-elementwise"
-# Checkpoints that a method needs to see a direction, and to average the noise out of it.
-NEEDED = dict.fromkeys(BASELINES, 3) | {"stale": 1, "secant": 2}
-
-every_method = pytest.mark.parametrize("method", BASELINES)
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def walk(count: int, seed: int = 0, sizes: tuple[int, ...] = (37, 5)) -> list[dict[str, torch.Tensor]]:
@@ -86,29 +70,28 @@ def predict(predictor: StatePredictor, history: History, target: Target = TARGET
 
 @every_method
 def test_its_name_is_its_key_and_its_own(method: str) -> None:
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     assert predictor.name == method
-    assert method not in (RECOMPUTE, ORACLE)
     predictor.record({"lag_iterations": 1.0})
-    successor = BASELINES[method]()
+    successor = METHODS[method]()
     successor.load_state_dict(predictor.state_dict())
     assert successor.state_dict()["outcomes"] == [{"lag_iterations": 1.0}]
-    for other in BASELINES.keys() - {method}:
+    for other in METHODS.keys() - {method}:
         with pytest.raises(ValueError, match="learned state of predictor"):
-            BASELINES[other]().load_state_dict(predictor.state_dict())
+            METHODS[other]().load_state_dict(predictor.state_dict())
 
 
 @every_method
 def test_an_ordinary_failure_is_feasible_and_says_what_it_is(make_history: MakeHistory, method: str) -> None:
     history = make_history(ITERATIONS, walk(9))
-    forecast = BASELINES[method]().forecast(history, TARGET)
+    forecast = METHODS[method]().forecast(history, TARGET)
     assert forecast.feasible
     assert forecast.method == method
     assert forecast.expected_lag_iterations <= 30.0
     assert forecast.settings["base_iteration"] == 1000
     assert forecast.settings["used_iterations"][-1] == 1000
     assert "30 iterations ahead" in forecast.reason
-    out = predicted(BASELINES[method](), history, forecast)
+    out = predicted(METHODS[method](), history, forecast)
     assert all(bool(torch.isfinite(values).all()) for values in out.values())
 
 
@@ -117,9 +100,9 @@ def test_horizon_zero_is_the_newest_checkpoint(make_history: MakeHistory, method
     weights = walk(9)
     for count in (1, 2, 9):
         history = make_history(ITERATIONS[-count:], weights[-count:])
-        forecast = BASELINES[method]().forecast(history, Target(1000, 1000.0, 1.0))
+        forecast = METHODS[method]().forecast(history, Target(1000, 1000.0, 1.0))
         assert forecast.expected_lag_iterations == 0.0
-        out = predicted(BASELINES[method](), history, forecast)
+        out = predicted(METHODS[method](), history, forecast)
         assert all(torch.equal(out[name], weights[-1][name]) for name in out)
 
 
@@ -128,7 +111,7 @@ def test_a_learning_rate_of_zero_since_the_checkpoint_leaves_it_as_it_is(
     make_history: MakeHistory, method: str
 ) -> None:
     weights = walk(9)
-    out = predict(BASELINES[method](), make_history(ITERATIONS, weights), Target(1030, 1000.0, 1.0))
+    out = predict(METHODS[method](), make_history(ITERATIONS, weights), Target(1030, 1000.0, 1.0))
     assert all(torch.equal(out[name], weights[-1][name]) for name in out)
 
 
@@ -137,14 +120,14 @@ def test_constants_predict_themselves(make_history: MakeHistory, method: str) ->
     constant = torch.tensor([0.1, -3.7e20, 0.0, 1e-30, 65504.0])
     moving = walk(9)
     weights = [{"still": constant.clone(), **step} for step in moving]
-    out = predict(BASELINES[method](), make_history(ITERATIONS, weights))
+    out = predict(METHODS[method](), make_history(ITERATIONS, weights))
     assert torch.equal(out["still"], constant)
 
 
 @every_method
 def test_weights_whose_sum_overflows_are_not_taken_for_damage(make_history: MakeHistory, method: str) -> None:
     large = torch.full((8,), 3e38)
-    predictor, history = BASELINES[method](), make_history(ITERATIONS, [{"large": large, **step} for step in walk(9)])
+    predictor, history = METHODS[method](), make_history(ITERATIONS, [{"large": large, **step} for step in walk(9)])
     forecast = predictor.forecast(history, TARGET)
     assert forecast.settings["left_out_not_finite"] == []
     assert torch.equal(predicted(predictor, history, forecast)["large"], large)
@@ -172,7 +155,7 @@ def test_random_histories_are_refused_or_predicted_finitely(
     generator = torch.Generator().manual_seed(seed)
     weights = [{"w": scale * torch.randn(11, generator=generator)} for _ in entries]
     history = type(make_history([1], [{}]))(entries, weights)
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     forecast = predictor.forecast(history, target)
     if not forecast.feasible:
         assert forecast.coefficients == {}
@@ -184,9 +167,6 @@ def test_random_histories_are_refused_or_predicted_finitely(
     assert len(row) == len(entries)
     assert math.fsum(row) == pytest.approx(1.0, abs=1e-9)
     out = predicted(predictor, history, forecast)["w"]
-    if method == BY_VALUE:
-        assert bool(torch.isfinite(out).all())
-        return
     exact = sum(c * step["w"].double() for c, step in zip(row, weights, strict=True))
     assert isinstance(exact, torch.Tensor)
     size = scale * 4.0 * sum(abs(c) for c in row)  # 4 standard deviations bound 11 normal values well enough
@@ -196,14 +176,14 @@ def test_random_histories_are_refused_or_predicted_finitely(
 @every_method
 def test_the_result_does_not_depend_on_the_chunk_size(make_history: MakeHistory, method: str) -> None:
     history = make_history(ITERATIONS, walk(9))
-    whole = predict(BASELINES[method](), history)
+    whole = predict(METHODS[method](), history)
     for chunk_elements in (1, 7, 37, 38):
         history.largest_piece = 0
-        predictor = BASELINES[method](chunk_elements=chunk_elements)
+        predictor = METHODS[method](chunk_elements=chunk_elements)
         forecast = predictor.forecast(history, TARGET)
         history.largest_piece = 0
         out = predicted(predictor, history, forecast)
-        assert history.largest_piece == (37 if method == BY_VALUE else min(chunk_elements, 37))
+        assert history.largest_piece == min(chunk_elements, 37)
         assert all(torch.equal(out[name], whole[name]) for name in whole)
 
 
@@ -212,7 +192,7 @@ def test_pieces_are_fresh_memory(make_history: MakeHistory, method: str) -> None
     weights = walk(9)
     history = make_history(ITERATIONS, weights)
     before = [{name: values.clone() for name, values in step.items()} for step in weights]
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     for _, _, values in predictor.predict(history, predictor.forecast(history, TARGET)):
         values.fill_(math.nan)
     assert all(torch.equal(step[name], kept[name]) for step, kept in zip(weights, before, strict=True) for name in step)
@@ -224,7 +204,7 @@ def test_infeasible_says_why_and_is_not_predicted(
     make_history: MakeHistory, method: str, count: int, failure: int
 ) -> None:
     history = make_history(ITERATIONS[:count], walk(count))
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     forecast = predictor.forecast(history, Target(failure, float(failure), 1.0))
     assert not forecast.feasible
     assert forecast.coefficients == {}
@@ -239,13 +219,9 @@ def test_infeasible_says_why_and_is_not_predicted(
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_or_two_checkpoints_are_too_few_and_it_says_so(make_history: MakeHistory, method: str, count: int) -> None:
     history = make_history(ITERATIONS[-count:], walk(count))
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     forecast = predictor.forecast(history, TARGET)
-    assert forecast.feasible == (count >= NEEDED[method])
-    if forecast.feasible:
-        out = predicted(predictor, history, forecast)
-        assert all(bool(torch.isfinite(values).all()) for values in out.values())
-        return
+    assert not forecast.feasible
     assert ("there is one" if count == 1 else "there are 2") in forecast.reason
     assert forecast.coefficients == {}
     assert forecast.expected_lag_iterations == 30.0  # no better than to recompute it all
@@ -258,17 +234,16 @@ def test_one_or_two_checkpoints_are_too_few_and_it_says_so(make_history: MakeHis
 @pytest.mark.parametrize("bad", [0, 4, 7, 8])
 def test_a_damaged_checkpoint_counts_as_absent(make_history: MakeHistory, method: str, poison: float, bad: int) -> None:
     weights = walk(9)
-    # Near enough for each method: four checkpoints in 100 iterations, and a secant that reaches 8 (or 18 from 990).
     iterations, target = [800, 825, 850, 875, 900, 925, 950, 990, 1000], Target(1008, 1008.0, 1.0)
     others = [place for place in range(9) if place != bad]
     expected = predict(
-        BASELINES[method](), make_history([iterations[k] for k in others], [weights[k] for k in others]), target
+        METHODS[method](), make_history([iterations[k] for k in others], [weights[k] for k in others]), target
     )
     broken = [{name: values.clone() for name, values in step.items()} for step in weights]
     broken[bad]["w1"][2] = poison
     history = make_history(iterations, broken)
-    forecast = BASELINES[method]().forecast(history, target)
-    out = predicted(BASELINES[method](), history, forecast)
+    forecast = METHODS[method]().forecast(history, target)
+    out = predicted(METHODS[method](), history, forecast)
     assert all(torch.equal(out[name], expected[name]) for name in out)
     assert forecast.settings["left_out_not_finite"] in ([], [iterations[bad]])
     if bad == 8:
@@ -281,7 +256,7 @@ def test_nothing_but_damaged_checkpoints_is_infeasible(make_history: MakeHistory
     weights = walk(9)
     for step in weights:
         step["w0"][0] = math.nan
-    forecast = BASELINES[method]().forecast(make_history(ITERATIONS, weights), TARGET)
+    forecast = METHODS[method]().forecast(make_history(ITERATIONS, weights), TARGET)
     assert not forecast.feasible
     assert "left out, not finite" in forecast.reason
 
@@ -292,7 +267,7 @@ def test_repeated_or_unsorted_checkpoints_are_an_error(
     make_history: MakeHistory, method: str, iterations: list[int]
 ) -> None:
     with pytest.raises(ValueError, match="not ascending"):
-        BASELINES[method]().forecast(make_history(iterations, walk(4)), Target(410, 410.0, 1.0))
+        METHODS[method]().forecast(make_history(iterations, walk(4)), Target(410, 410.0, 1.0))
 
 
 @every_method
@@ -310,7 +285,7 @@ def test_impossible_times_are_an_error(
     make_history: MakeHistory, method: str, times: list[float], target: Target, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        BASELINES[method]().forecast(make_history([100, 200, 300, 400], walk(4), times=times), target)
+        METHODS[method]().forecast(make_history([100, 200, 300, 400], walk(4), times=times), target)
 
 
 @every_method
@@ -320,7 +295,7 @@ def test_a_pause_of_the_learning_rate_in_the_window_is_no_obstacle(make_history:
     times = [float(i) for i in ITERATIONS]
     times[7] = times[6]
     history = make_history(ITERATIONS, weights, times=times)
-    out = predict(BASELINES[method](), history, Target(1010, 1010.0, 1.0))
+    out = predict(METHODS[method](), history, Target(1010, 1010.0, 1.0))
     assert all(bool(torch.isfinite(values).all()) for values in out.values())
 
 
@@ -328,11 +303,11 @@ def test_a_pause_of_the_learning_rate_in_the_window_is_no_obstacle(make_history:
 def test_an_operator_taken_earlier_is_predicted_from_when_it_was_taken(make_history: MakeHistory, method: str) -> None:
     weights = walk(9, sizes=(11,))
     earlier = [iteration - 20 for iteration in ITERATIONS]
-    expected = predict(BASELINES[method](), make_history(earlier, weights))["w0"]
+    expected = predict(METHODS[method](), make_history(earlier, weights))["w0"]
     both = [{"fresh": torch.ones(2), "expert": step["w0"], "once": torch.full((3,), float(k))}
             for k, step in enumerate(weights)]  # fmt: skip
     history = make_history(ITERATIONS, both, taken={"expert": earlier, "once": [580] * 9})
-    out = predict(BASELINES[method](), history)
+    out = predict(METHODS[method](), history)
     torch.testing.assert_close(out["expert"], expected)
     assert torch.equal(out["once"], torch.full((3,), 8.0))  # one snapshot of its own: kept, from the newest entry
 
@@ -344,8 +319,8 @@ def test_snapshots_that_entries_repeat_count_once(make_history: MakeHistory, met
     iterations = [i for iteration in ITERATIONS for i in (iteration, iteration + 25)]
     taken = {"w0": [iteration for iteration in ITERATIONS for _ in range(2)]}
     target = Target(1030, 1030.0, 1.0)
-    out = predict(BASELINES[method](), make_history(iterations, doubled, taken=taken), target)
-    expected = predict(BASELINES[method](), make_history(ITERATIONS, weights), target)
+    out = predict(METHODS[method](), make_history(iterations, doubled, taken=taken), target)
+    expected = predict(METHODS[method](), make_history(ITERATIONS, weights), target)
     torch.testing.assert_close(out["w0"], expected["w0"])
 
 
@@ -356,11 +331,11 @@ def test_half_precision_histories_are_read_as_float32(
 ) -> None:
     half = [{name: values.to(dtype) for name, values in step.items()} for step in walk(9)]
     same = [{name: values.float() for name, values in step.items()} for step in half]
-    out = predict(BASELINES[method](), make_history(ITERATIONS, half, widen=True))
-    expected = predict(BASELINES[method](), make_history(ITERATIONS, same))
+    out = predict(METHODS[method](), make_history(ITERATIONS, half, widen=True))
+    expected = predict(METHODS[method](), make_history(ITERATIONS, same))
     assert all(torch.equal(out[name], expected[name]) for name in out)
     with pytest.raises(ValueError, match=r"expected \(37,\) float32"):
-        BASELINES[method]().forecast(make_history(ITERATIONS, half), TARGET)
+        METHODS[method]().forecast(make_history(ITERATIONS, half), TARGET)
 
 
 @every_method
@@ -368,7 +343,7 @@ def test_a_tensor_that_changed_its_shape_is_an_error(make_history: MakeHistory, 
     weights = walk(9)
     weights[8]["w0"] = torch.ones(1)
     with pytest.raises(ValueError, match=r"'w0' at iteration 1000: .* change its shape"):
-        BASELINES[method]().forecast(make_history(ITERATIONS, weights), TARGET)
+        METHODS[method]().forecast(make_history(ITERATIONS, weights), TARGET)
 
 
 def learned(predictor: StatePredictor, history: History) -> None:
@@ -392,7 +367,7 @@ def flat(data: Any) -> list[Any]:
 
 @every_method
 def test_learning_alters_no_weights_and_draws_no_random_numbers(make_history: MakeHistory, method: str) -> None:
-    weights, predictor = walk(9), BASELINES[method]()
+    weights, predictor = walk(9), METHODS[method]()
     before = [{name: values.clone() for name, values in step.items()} for step in weights]
     torch.manual_seed(3)
     expected = torch.get_rng_state()
@@ -407,7 +382,7 @@ def test_a_checkpoint_that_was_abandoned_while_it_was_learned_is_as_if_unseen(
     make_history: MakeHistory, method: str
 ) -> None:
     histories = grown(make_history, walk(9))
-    interrupted, other = BASELINES[method](), BASELINES[method]()
+    interrupted, other = METHODS[method](), METHODS[method]()
     for history in histories[:-1]:
         learned(interrupted, history)
         learned(other, history)
@@ -432,15 +407,15 @@ def test_a_checkpoint_that_was_abandoned_while_it_was_learned_is_as_if_unseen(
         ("inf", 4),
         ("pause", 8),
         ("constant", 8),  # all of them
-        pytest.param("nan", 4, marks=pytest.mark.slow),
-        pytest.param("inf", 8, marks=pytest.mark.slow),
-        pytest.param("pause", 4, marks=pytest.mark.slow),
+        ("nan", 4),
+        ("inf", 8),
+        ("pause", 4),
     ],
 )
 def test_learning_from_bad_checkpoints_leaves_prediction_sound(
     make_history: MakeHistory, method: str, kind: str, bad: int
 ) -> None:
-    weights, predictor = walk(9), BASELINES[method]()
+    weights, predictor = walk(9), METHODS[method]()
     if kind == "constant":
         weights = [{**step, "w1": weights[0]["w1"]} for step in weights]
     elif kind == "pause":
@@ -452,12 +427,10 @@ def test_learning_from_bad_checkpoints_leaves_prediction_sound(
     assert all(math.isfinite(number) for number in numbers(predictor.state_dict()))
     history = make_history(ITERATIONS, weights)
     forecast = predictor.forecast(history, Target(1010, 1010.0, 1.0))
-    out_of_reach = method == "secant" and bad == 8 and kind in ("nan", "inf")  # 60 iterations by a step of 50
-    assert forecast.feasible != out_of_reach, forecast.reason
+    assert forecast.feasible, forecast.reason
     assert forecast.settings["left_out_not_finite"] in ([], [ITERATIONS[bad]])
-    if forecast.feasible:
-        out = predicted(predictor, history, forecast)
-        assert all(bool(torch.isfinite(values).all()) for values in out.values())
+    out = predicted(predictor, history, forecast)
+    assert all(bool(torch.isfinite(values).all()) for values in out.values())
 
 
 def numbers(data: Any) -> list[float]:
@@ -476,14 +449,14 @@ def test_learning_from_a_history_of_none_one_or_two_checkpoints_is_no_error(
     make_history: MakeHistory, method: str
 ) -> None:
     for count in (0, 1, 2):
-        predictor = BASELINES[method]()
+        predictor = METHODS[method]()
         learned(predictor, make_history(ITERATIONS[:count], walk(count)))
         assert not predictor.forecast(make_history([], []), TARGET).feasible
 
 
 @every_method
 def test_learning_goes_on_where_a_tensor_has_changed_its_size(make_history: MakeHistory, method: str) -> None:
-    predictor = BASELINES[method]()
+    predictor = METHODS[method]()
     for history in grown(make_history, walk(4)):
         learned(predictor, history)
     resized = walk(9, sizes=(41, 5))  # the history's operators are those of one shape: it began anew
@@ -502,7 +475,7 @@ def mapped(tmp_path_factory: pytest.TempPathFactory) -> MappedHistory:
 
 @every_method
 def test_memory_does_not_grow_with_the_model(mapped: MappedHistory, method: str) -> None:
-    predictor = BASELINES[method](chunk_elements=1 << 17)
+    predictor = METHODS[method](chunk_elements=1 << 17)
     before = mapped.peak_bytes = own_memory_bytes()
     for _, _, _ in predictor.predict(mapped, predictor.forecast(mapped, TARGET)):
         mapped.peak_bytes = max(mapped.peak_bytes, own_memory_bytes())

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr import codec
 from cpsr.predictor import examples as module
 from cpsr.predictor.examples import LATER_ITERATIONS, MAX_EXAMPLES, OPERATORS_PER_CHECKPOINT, Examples, Windows
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion, merged
 from cpsr.predictor.vitp_network import MIN_SNAPSHOTS
+from cpsr.state import codec
 
 
 def returned(work: Generator[None, None, Any]) -> Any:

@@ -1,6 +1,8 @@
 """The arithmetic of the predictor's memory, and that what is measured stays within it."""
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.own_process import in_own_process
 from cpsr.predictor.displacement import measure
 from cpsr.predictor.footprint import MIN_ELEMENTS, Footprint, fitted
 from cpsr.predictor.protocol import Target
@@ -18,6 +19,14 @@ from tests.predictor.conftest import MakeHistory
 from tests.predictor.footprint_worker import SMALL_ELEMENTS, peak_bytes, peak_bytes_of_the_line, write_history
 
 LIMIT = 200_000_000
+
+
+def in_own_process(work: Callable[..., tuple[int, ...]], *arguments: object) -> tuple[int, ...]:
+    """What `work` returns in a new process, whose memory nothing else has touched."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
 CHUNK = 1 << 20
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr import codec
 from cpsr.predictor.gram import gram
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OPERATORS_AT_ONCE, MotionStatistics, merged
+from cpsr.state import codec
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = [100, 150, 210, 220, 300, 350, 410]

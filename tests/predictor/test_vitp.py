@@ -11,12 +11,15 @@ import numpy
 import pytest
 import torch
 
-from cpsr import codec
+from cpsr.predictor import ranks as predictor_ranks
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT
+from cpsr.state import codec
 from tests.predictor.mapped import MappedHistory, own_memory_bytes
+
+UNTRAINED = predictor_ranks.Ranks(trains=False)
 
 MakeHistory = Callable[..., Any]
 Steps = list[dict[str, torch.Tensor]]
@@ -263,7 +266,9 @@ def test_a_checkpoint_that_another_rank_must_leave_out_is_bridged_though_it_was_
     steps = noisy(circle, 16)
     history = until(make_history, steps, 16)
     elsewhere = [[7], []]
-    forecast = loaded(taught, agree=lambda damaged: elsewhere.pop(0)).forecast(history, ahead(history))
+    forecast = loaded(taught, ranks=predictor_ranks.Ranks(lambda damaged: elsewhere.pop(0))).forecast(
+        history, ahead(history)
+    )
     assert forecast.settings["left_out_not_finite"] == [700]
     assert forecast.settings["line_operators"] == 0
     without = [place for place in range(SPAN) if place != 7]
@@ -277,7 +282,7 @@ def test_a_checkpoint_that_another_rank_must_leave_out_is_bridged_though_it_was_
 def test_what_was_not_learned_yet_is_read_now(make_history: MakeHistory, taught: dict[str, Any]) -> None:
     steps = noisy(circle, 17)
     history = until(make_history, steps, 17)
-    ready, late = loaded(taught, trains=False), loaded(taught, trains=False)
+    ready, late = loaded(taught, ranks=UNTRAINED), loaded(taught, ranks=UNTRAINED)
     for _ in ready.learn(history):
         pass
     expected = ready.forecast(history, ahead(history))
@@ -330,7 +335,7 @@ def test_a_checkpoint_is_learned_once(make_history: MakeHistory, taught: dict[st
 
 
 def test_a_rank_that_does_not_train_keeps_statistics_alone(make_history: MakeHistory) -> None:
-    predictor = teach(VITPPredictor(**LINE, trains=False), make_history, noisy(circle, 9))
+    predictor = teach(VITPPredictor(**LINE, ranks=UNTRAINED), make_history, noisy(circle, 9))
     state = predictor.state_dict()["vitp"]
     assert (state["head"], state["examples"]["windows"], state["accuracy"]) == (None, [], [])
     assert len(state["statistics"]["operators"]) == len(OPERATORS)
@@ -422,7 +427,8 @@ class Ranks:
                     summed[name] = summed[name] + matrix if name in summed else matrix
             return summed
 
-        return {"reduce": reduce, "broadcast": lambda value: self.exchange(rank, value)[0], "trains": rank == 0}
+        own = predictor_ranks.Ranks(list, reduce, lambda value: self.exchange(rank, value)[0], trains=rank == 0)
+        return {"ranks": own}
 
     @staticmethod
     def together(work: Sequence[Callable[[], Forecast]]) -> list[Forecast]:
@@ -463,7 +469,7 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
     forecasts = Ranks.together([partial(predictors[rank].forecast, histories[rank], target) for rank in range(2)])
     assert ranks.calls == [2, 2]  # the weights of the network and the matrices, once each
     # The unsplit run with rank 0's network.
-    whole = teach(VITPPredictor(**LINE, direction="vitp", trains=False), make_history, steps)
+    whole = teach(VITPPredictor(**LINE, direction="vitp", ranks=UNTRAINED), make_history, steps)
     state = whole.state_dict()
     state["vitp"]["head"] = predictors[0].state_dict()["vitp"]["head"]
     whole.load_state_dict(state)
@@ -500,7 +506,7 @@ def test_slices_of_one_operator_taken_at_other_iterations_are_not_summed(make_hi
     own, others = Ranks.together(
         [partial(predictors[0].forecast, full, target), partial(predictors[1].forecast, older, target)]
     )
-    alone = VITPPredictor(**LINE, direction="vitp", trains=False)
+    alone = VITPPredictor(**LINE, direction="vitp", ranks=UNTRAINED)
     alone.load_state_dict(predictors[0].state_dict())
     expected = alone.forecast(older, target)
     shared = OPERATORS[3]

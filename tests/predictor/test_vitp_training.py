@@ -7,13 +7,13 @@ import numpy
 import pytest
 import torch
 
-from cpsr import codec
 from cpsr.predictor import examples as module
 from cpsr.predictor.examples import Examples, Windows
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import OperatorMotion
 from cpsr.predictor.vitp_network import PARAMETERS
 from cpsr.predictor.vitp_training import Head
+from cpsr.state import codec
 
 
 def returned(work: Iterator[None]) -> Any:

@@ -15,8 +15,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-import cpsr.coordinator.pace
-import cpsr.learner
+import cpsr.learning.learner
+import cpsr.learning.pace
 import cpsr.predictor.examples
 from cpsr import CPSRRecovery
 from tests.recovery import worker
@@ -63,7 +63,7 @@ class Slow(nn.Module):
 
 def main(options: Options, rank: int, ranks: int) -> None:
     cpsr.predictor.examples.LATER_ITERATIONS = LATER_ITERATIONS
-    cpsr.coordinator.pace.STARVED_SECONDS = STARVED_SECONDS
+    cpsr.learning.pace.STARVED_SECONDS = STARVED_SECONDS
     worker.initialize_ranks(options.result, rank, ranks)
     worker.seed()
     engine = initialize(stages(), configuration(0, "fp32", MICRO_BATCHES))
@@ -75,8 +75,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
             recovery = stack.enter_context(CPSRRecovery(engine, options.config))
             batches = recovery.resume(data, repeat=True)
             if options.broken:
-                cpsr.learner.SLICE_LIMIT_SECONDS = LIMIT_SECONDS
-                setattr(recovery._predictor, "learn", BROKEN[options.broken])  # noqa: B010 - mypy refuses to assign
+                cpsr.learning.learner.SLICE_LIMIT_SECONDS = LIMIT_SECONDS
+                setattr(recovery.life.loop.learning.predictor, "learn", BROKEN[options.broken])  # noqa: B010 - mypy refuses to assign
         pairs = ((inputs, targets) for inputs, targets, _ in batches)
         for iteration in range(options.iterations):
             if rank == ranks - 1 and iteration == options.dies_at:
@@ -84,10 +84,10 @@ def main(options: Options, rank: int, ranks: int) -> None:
             found["losses"].append(engine.train_batch(pairs).item().hex())
         found["weights"] = [parameter.double().sum().item().hex() for parameter in engine.module.parameters()]
         if not options.alone:
-            learned = recovery._predictor.state_dict()["vitp"]
+            learned = recovery.life.loop.learning.predictor.state_dict()["vitp"]
             found["learned"], found["trained"] = learned["statistics"]["seen"], learned["head"] is not None
     if not options.alone:
-        found["account"] = asdict(recovery._bubbles.account())
+        found["account"] = asdict(recovery.life.loop.learning.bubbles.account())
     found["threads"] = [thread.name for thread in threading.enumerate()]
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
     if options.dies_at is not None:

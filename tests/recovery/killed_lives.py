@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import cpsr.checkpoint.store as store_module
+import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery
 from cpsr.checkpoint import files
-from cpsr.checkpoint.memory import held_states
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.run_directory import run_id
 from cpsr.journal import JournalReader
-from cpsr.rundir import run_id
 from tests.recovery.test_faults import INTERVAL, Loop, config
 
 HELD_SECONDS = 60.0
@@ -42,7 +42,7 @@ def killed_when_written(run_dir: Path, at: int, workers: Path) -> None:
     def writing(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.parent.name == f"step-{at:010d}":
             end = time.monotonic() + HELD_SECONDS
-            while at not in [state.iteration for state in held_states(run_id(run_dir))] and time.monotonic() < end:
+            while at not in [state.iteration for state in memory_states(run_id(run_dir))] and time.monotonic() < end:
                 time.sleep(0.005)
             pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
             workers.write_text(json.dumps(pids))
@@ -51,7 +51,7 @@ def killed_when_written(run_dir: Path, at: int, workers: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, *arguments, **options)
 
-    setattr(store_module, "write_tensors", writing)  # noqa: B010 - mypy refuses to assign to a function
+    setattr(part_module, "write_tensors", writing)  # noqa: B010 - mypy refuses to assign to a function
 
 
 def orphans_of(workers: Path) -> list[int]:

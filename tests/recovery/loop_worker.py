@@ -370,8 +370,8 @@ def train(
             loop.step()
             loop.optimizer.zero_grad()
             loop.after_step()
-            if recovery._saver.is_due(recovery.iteration + 1):  # steps this short would outrun the disk
-                recovery._writer.drain(10.0)
+            if recovery.life.saver.is_due(recovery.iteration + 1):  # steps this short would outrun the disk
+                recovery.life.saver.drain(10.0)
             if recovery.iteration >= options.iterations:
                 return
 

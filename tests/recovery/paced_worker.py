@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from cpsr.checkpoint import snapshot
+from cpsr.checkpoint import copying
 from cpsr.checkpoint.paced import CopyPace, Split
-from cpsr.coordinator.bubbles import Bubbles
+from cpsr.learning.bubbles import Bubbles
 from tests.recovery import worker
 from tests.recovery.worker import Options
 
@@ -21,14 +21,14 @@ LONG_SECONDS = 1e3
 
 def main(options: Options, rank: int, ranks: int) -> None:
     splits: list[Any] = []
-    note = CopyPace.note
+    record = CopyPace.record
 
-    def noted(pace: CopyPace, split: Split, *more: Any) -> None:
+    def recorded(pace: CopyPace, split: Split, *more: Any) -> None:
         splits.append(asdict(split))
-        note(pace, split, *more)
+        record(pace, split, *more)
 
-    setattr(CopyPace, "note", noted)  # noqa: B010 - mypy refuses to assign to a method
-    snapshot.PIECE_BYTES = PIECE_BYTES
+    setattr(CopyPace, "record", recorded)  # noqa: B010 - mypy refuses to assign to a method
+    copying.PIECE_BYTES = PIECE_BYTES
     if options.fault.startswith("no waits"):  # although they are forecast
         setattr(Bubbles, "iteration_forecast_seconds", lambda _: LONG_SECONDS)  # noqa: B010
         setattr(Bubbles, "remaining_seconds", lambda _: 0.0)  # noqa: B010

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from cpsr.benchmarks.faults.rank_processes import become_rank, start_ranks
+from tests.rank_processes import become_rank, start_ranks
 from tests.recovery import terminated_worker
 from tests.recovery.terminated_worker import Options, there_path
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import cpsr.checkpoint.store as store_module
+import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery, TorchAdapter
 
 ITEMS, BATCH, FEATURES, WIDTH = 64, 4, 6, 16
@@ -139,7 +139,7 @@ class Job:
         self.model.train()
 
     def slow_saves(self) -> None:
-        module: Any = store_module
+        module: Any = part_module
         write = module.write_tensors
 
         def slowly(*args: Any, **kwargs: Any) -> Any:

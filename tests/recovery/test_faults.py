@@ -76,8 +76,8 @@ def train(recovery: CPSRRecovery, loop: Loop, until: int, crash: bool = False, s
         if recovery.iteration == sigterm_at:
             os.kill(os.getpid(), signal.SIGTERM)
         if recovery.iteration % INTERVAL == 0:
-            recovery._saver.finish()
-            recovery._writer.drain(10)  # tiny steps would outrun the disk
+            recovery.life.saver.finish()
+            recovery.life.saver.drain(10)  # tiny steps would outrun the disk
         if crash and recovery.iteration >= until:
             raise CrashError
         loop.step(loop.model(x, y))
@@ -295,7 +295,7 @@ def test_passes_are_counted_over_restarts(tmp_path: Path) -> None:
                     passes.append(epoch)
                     for x, y in recovery.resume(loader()):
                         loop.step(loop.model(x, y))
-                        recovery._writer.drain(10)
+                        recovery.life.saver.drain(10)
                         if recovery.iteration == crash_at:
                             raise CrashError
         except CrashError:
@@ -360,7 +360,7 @@ def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -
             with CPSRRecovery(loop.adapter, config(tmp_path), loss_fn=loss_fn, mode=mode) as recovery:
                 for batch in recovery.resume(loader(), repeat=True):
                     loop.step(loss_fn(batch))
-                    recovery._writer.drain(10)
+                    recovery.life.saver.drain(10)
                     if recovery.iteration >= until:
                         break
                 if crash:
@@ -445,7 +445,7 @@ def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) ->
                     average.update(recovery.iteration)
                     schedule.step()
                     torch.rand(3)
-                    recovery._writer.drain(10)
+                    recovery.life.saver.drain(10)
                     if recovery.iteration == until and not (poison and recovery.restored.predicted):
                         raise CrashError
         except CrashError:
@@ -471,7 +471,7 @@ def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_time: bool
 ) -> None:
     if not in_time:
-        monkeypatch.setattr("cpsr.recovery.LEAVE_SECONDS", 0.0)
+        monkeypatch.setattr("cpsr.life.leaving.LEAVE_SECONDS", 0.0)
     at = INTERVAL  # where a checkpoint is due, too
 
     def one_life() -> tuple[int, int, list[float]]:
@@ -535,7 +535,7 @@ def test_a_checkpoint_between_two_steps_on_one_batch_is_of_the_end_of_the_first(
                         torch.rand(3)
                         ended = state(loop)
                 if ended:
-                    recovery._writer.drain(10)
+                    recovery.life.saver.drain(10)
                     raise CrashError(ended)
         raise AssertionError("the loop ended")
 
@@ -586,10 +586,10 @@ def test_state_that_nobody_registered_again_is_carried_along(tmp_path: Path, cap
         average.update(0)
         train(recovery, loop, 4)
     life(tmp_path, 8)
-    assert "holds state of ['average'], not registered in this job" in caplog.text
+    assert "has state of ['average'], not registered in this job" in caplog.text
     again = Average()
     with CPSRRecovery(Loop().adapter, config(tmp_path)) as recovery:
         recovery.register("average", again)
         recovery.register("another", Average())
     assert again.state["seen"] == [0]
-    assert "'another' is registered, but the checkpoint holds no state of that name" in caplog.text
+    assert "'another' is registered, but the checkpoint has no state of that name" in caplog.text

@@ -1,6 +1,5 @@
 """Ranks with intervals of their own: partial checkpoints between the whole ones, and what a failure makes of them."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from cpsr.checkpoint.manifest import file_name
 from cpsr.checkpoint.store import verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.journal import JournalReader
-from tests.recovery.conftest import Uninterrupted
+from tests.recovery.conftest import Killed, Uninterrupted
 from tests.recovery.job import ITERATIONS, Job
 
 # Whole at 4, 12, 20; between them rank 0 alone, at 8, 16, 24.
@@ -23,7 +22,7 @@ GAIN = 0.5
 SETTINGS: dict[str, Any] = {
     "planner": {"intervals": "per_rank"},
     "predictor": {"window_iterations": 100, "gain": GAIN, "base": "checkpoint", "direction": "line"},
-    "guard": {"displacement_limit": 1e9, "loss_tolerance_nats": 1e9},
+    "restart": {"displacement_limit": 1e9, "loss_tolerance_nats": 1e9},
 }
 
 
@@ -36,41 +35,32 @@ def ages(run_dir: Path, rank: int) -> dict[int, int]:
     return found
 
 
-@pytest.fixture(scope="session")
-def killed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job that was killed after its last partial checkpoint."""
-    job = Job(tmp_path_factory.mktemp("killed"))
-    ended = job.launch(fault=f"step:1:{FAILURE}", committed=PARTIAL, settings=SETTINGS, rank_intervals=INTERVALS)
-    assert -9 in ended.statuses, ended.output
-    return job.run_dir
-
-
 @pytest.fixture
-def killed(job: Job, killed_once: Path) -> Job:
-    """A job of the test's own that was killed so."""
-    shutil.copytree(killed_once, job.run_dir)
+def failed(job: Job, killed: Killed) -> Job:
+    """Killed after its last partial checkpoint."""
+    killed(fault=f"step:1:{FAILURE}", committed=PARTIAL, settings=SETTINGS, rank_intervals=INTERVALS)
     return job
 
 
-def test_partial_checkpoints_lie_between_the_whole_ones(killed_once: Path) -> None:
-    checkpoints = scan(killed_once / "checkpoints").checkpoints
+def test_partial_checkpoints_lie_between_the_whole_ones(failed: Job) -> None:
+    checkpoints = scan(failed.run_dir / "checkpoints").checkpoints
     assert {info.iteration: info.partial for info in checkpoints} == {
         iteration: iteration % 8 == 0 for iteration in range(4, PARTIAL + 1, 4)
     }
     assert [info.iteration for info in checkpoints if info.full] == [12, WHOLE], "two whole ones are kept"
-    assert ages(killed_once, 0) == {iteration: iteration for iteration in range(4, PARTIAL + 1, 4)}
-    assert ages(killed_once, 1) == {4: 4, 8: 4, 12: 12, 16: 12, 20: 20, 24: 20}
+    assert ages(failed.run_dir, 0) == {iteration: iteration for iteration in range(4, PARTIAL + 1, 4)}
+    assert ages(failed.run_dir, 1) == {4: 4, 8: 4, 12: 12, 16: 12, 20: 20, 24: 20}
     newest = checkpoints[-1].directory / file_name(1, "params")
     assert newest.samefile(checkpoints[-2].directory / file_name(1, "params")), "carried weights take no space"
-    assert verify_run(killed_once) == []
-    with JournalReader(killed_once / "journal.db") as journal:
+    assert verify_run(failed.run_dir) == []
+    with JournalReader(failed.run_dir / "journal.db") as journal:
         assert [row.iteration for row in journal.checkpoints()] == [4, 12, WHOLE]
         told = [event.iteration for event in journal.events() if event.kind == "partial checkpoint"]
     assert told == [8, 16, PARTIAL]
 
 
-def test_each_rank_is_predicted_from_its_own_weights(killed: Job, uninterrupted: Uninterrupted) -> None:
-    job = killed
+def test_each_rank_is_predicted_from_its_own_weights(failed: Job, uninterrupted: Uninterrupted) -> None:
+    job = failed
     expected = [by_line(job, rank) for rank in range(2)]
     back = job.launch(mode="predict", settings=SETTINGS, began=True, rank_intervals=INTERVALS)
     assert back.statuses == [0, 0], back.output[0][-3000:]
@@ -84,7 +74,7 @@ def test_each_rank_is_predicted_from_its_own_weights(killed: Job, uninterrupted:
         assert back.result(rank)["started"]["iteration"] == FAILURE
         assert back.result(rank)["batches"] == uninterrupted().result(rank)["batches"][FAILURE:]
         assert back.result(rank)["learning_rate"] == uninterrupted().result(rank)["learning_rate"]
-        began = load_file(job.directory / f"life-1.{rank}.safetensors")
+        began = load_file(job.directory / f"life-{job.lives}.{rank}.safetensors")
         times, series = expected[rank]
         target = times[PARTIAL] + recovery.settings["horizon_time"]
         assert series.keys() == began.keys()
@@ -117,9 +107,9 @@ def by_line(job: Job, rank: int) -> tuple[dict[int, float], dict[str, tuple[list
 
 @pytest.mark.parametrize("mode", ["exact", "rolled back"])
 def test_exact_goes_back_to_the_newest_whole_one_bit_for_bit(
-    killed: Job, uninterrupted: Uninterrupted, mode: str
+    failed: Job, uninterrupted: Uninterrupted, mode: str
 ) -> None:
-    job = killed
+    job = failed
     if mode == "exact":
         back = job.launch(settings=SETTINGS, rank_intervals=INTERVALS)
         assert back.result()["started"]["iteration"] == WHOLE

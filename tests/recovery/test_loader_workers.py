@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.memory import remove_held
-from cpsr.rundir import run_id
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import run_id
 from tests.recovery.test_faults import INTERVAL
 
 
@@ -17,7 +17,7 @@ def lives(directory: Path, count: int) -> list[dict[str, Any]]:
     run_dir = directory / "run"
     command = [sys.executable, "-m", "tests.recovery.killed_lives", str(run_dir), str(count)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
-    remove_held(run_id(run_dir))
+    remove_memory_states(run_id(run_dir))
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [json.loads(line) for line in (directory / "told").read_text().splitlines()]
 

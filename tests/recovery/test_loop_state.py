@@ -165,7 +165,7 @@ def test_in_other_modes_it_is_said_once_and_the_advice_can_be_followed(tmp_path:
     assert "micro_batches_per_iteration=2)" in said.output[0]
     better = case("scaler", "adapter", accumulate=2, told_accumulate=2).launch(job, mode="auto")
     assert better.statuses == [0], better.output[0]
-    assert "was not told of a grad_scaler" in better.output[0]
+    assert "the saved run had no grad_scaler" in better.output[0]
     assert "was not given" not in better.output[0]
     assert "micro_batches_per_iteration=" not in better.output[0]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint.remote.place import open_place
 from cpsr.errors import RecoveryError, RunMismatchError
 from cpsr.journal import JournalReader
-from cpsr.target.place import open_place
+from tests.checkpoint.remote.conftest import FaultySystem, committed_at, faulty
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
 from tests.recovery.test_faults import life, reference, same
-from tests.target.conftest import FaultySystem, committed_at, faulty
 
 __all__ = ["faulty", "reference"]  # fixtures of these modules
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 from collections.abc import Iterator
@@ -11,10 +12,14 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.memory import SHARED_MEMORY, held_states, remove_held
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.owner import owner_of
+from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.journal.reader import JournalReader
-from cpsr.rundir import IDENTITY
+from cpsr.service.plan import plan_of
+from tests.committed import wait_until_committed
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
 from tests.recovery.test_faults import CrashError, Loop, config, loader, train
@@ -27,7 +32,7 @@ IN_MEMORY = {"checkpoint": {"shared_memory": True}}
 def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
-    remove_held(run_id(job))
+    remove_memory_states(run_id(job))
 
 
 def run_id(job: Job) -> str:
@@ -70,7 +75,7 @@ def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
 def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:
     killed = job.launch("predict", fault="step:1:23", committed=20, settings=IN_MEMORY)
     assert killed.statuses[1] == KILLED
-    (left,) = [state for state in held_states(run_id(job)) if state.kind == "departure"]
+    (left,) = [state for state in memory_states(run_id(job)) if state.kind == "departure"]
     assert (left.rank, left.iteration) == (0, 23)
     back = job.launch("predict", settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]
@@ -95,6 +100,12 @@ def test_where_all_ranks_hold_the_same_a_survivor_serves_all(job: Job, uninterru
         # Each batch once; only the dropout is another, since a killed rank's random state is lost.
         assert mine["batches"] == reference["batches"][23:]
         assert mine["counters"] == reference["counters"]
+    plan = plan_of(job.run_dir)
+    assert plan is not None
+    assert plan.last_recovery is not None
+    assert not plan.last_recovery.labelled
+    assert plan.newest_checkpoint is not None
+    assert (plan.newest_checkpoint.origin, plan.descends_from_predicted) == ("trained", False)
 
 
 def test_exact_recovery_takes_nothing_that_lacks_the_small_state(job: Job, uninterrupted: Uninterrupted) -> None:
@@ -108,7 +119,7 @@ def test_exact_recovery_takes_nothing_that_lacks_the_small_state(job: Job, unint
 
 def test_a_state_of_an_earlier_life_leads_nowhere(job: Job) -> None:
     job.launch("auto", fault="step:all:14", committed=12, settings=IN_MEMORY)
-    taken = {state.path: state.path.read_bytes() for state in held_states(run_id(job))}
+    taken = {state.path: state.path.read_bytes() for state in memory_states(run_id(job))}
     job.launch("auto", iterations=16, settings={"checkpoint": {"shared_memory": False, "final": False}})
     for path, content in taken.items():
         path.write_bytes(content)
@@ -125,12 +136,10 @@ def test_what_broke_the_group_does_not_come_back_for_ever(tmp_path: Path) -> Non
         with CPSRRecovery(loop.adapter, config(tmp_path, mode="auto", checkpoint=IN_MEMORY["checkpoint"])) as recovery:
             restored = recovery.restored
             for x, y in recovery.resume(loader(), repeat=True):
-                loop.step(loop.model(x, y))
-                recovery._saver.settle(10.0)
-                if recovery.iteration == 11:
-                    with torch.no_grad():
-                        next(loop.model.parameters()).fill_(float("nan"))
-                    recovery._at_boundary(11)
+                loop.step(loop.model(x, y) * (math.nan if recovery.iteration == 10 else 1.0))
+                if recovery.iteration == 10:
+                    wait_until_committed(tmp_path, 9)
+                if not all(bool(torch.isfinite(weights).all()) for weights in loop.model.parameters()):
                     raise FloatingPointError("NaN")
                 if recovery.iteration >= 13:
                     break
@@ -141,7 +150,7 @@ def test_what_broke_the_group_does_not_come_back_for_ever(tmp_path: Path) -> Non
     with pytest.raises(FloatingPointError):
         life()  # refuses what was left, and comes to the same place again
     assert sources_of(tmp_path) == ["disk"]
-    remove_held(run_id_of(tmp_path))
+    remove_memory_states(run_id_of(tmp_path))
 
 
 def test_a_state_is_taken_as_it_was_left_twice_at_most(tmp_path: Path) -> None:
@@ -155,16 +164,16 @@ def test_a_state_is_taken_as_it_was_left_twice_at_most(tmp_path: Path) -> None:
         first, second, third = ((row.method, row.restored_iteration) for row in reader.recoveries())
     assert (first, second) == (("departure", 8), ("departure", 9))
     assert third[0] != "departure", "nothing was committed since: what was left may be what fails"
-    remove_held(run_id_of(tmp_path))
+    remove_memory_states(run_id_of(tmp_path))
 
 
 def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> None:
-    def life(until: int, mode: str) -> CPSRRecovery:
+    def life(until: int, mode: str, *, crash: bool = True) -> CPSRRecovery:
         loop = Loop()
-        settings = {"mode": mode, "checkpoint": IN_MEMORY["checkpoint"], "guard": {"watch_iterations": 2}}
+        settings = {"mode": mode, "checkpoint": IN_MEMORY["checkpoint"], "life": {"watch_iterations": 2}}
         recovery = CPSRRecovery(loop.adapter, config(tmp_path, **settings))
         with contextlib.suppress(CrashError), recovery:
-            train(recovery, loop, until, crash=True)
+            train(recovery, loop, until, crash=crash)
         return recovery
 
     life(23, "exact")
@@ -172,10 +181,14 @@ def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> 
         path.unlink()  # as where the machine was lost
     predicted = life(25, "predict")
     assert predicted.restored.predicted
-    left = life(27, "auto")
+    left = life(26, "auto")
     assert left.restored.method == "departure"
-    assert left._state.capture().origin == "predicted"
-    remove_held(run_id_of(tmp_path))
+    plan = plan_of(tmp_path)
+    assert plan is not None
+    assert plan.descends_from_predicted
+    life(27, "auto", crash=False)
+    assert scan(tmp_path / "checkpoints").checkpoints[-1].label == "predicted"
+    remove_memory_states(run_id_of(tmp_path))
 
 
 def crashed(run_dir: Path, **settings: object) -> str:
@@ -210,8 +223,8 @@ def test_a_job_that_starts_frees_what_a_run_that_is_gone_has_left_and_nothing_el
         (tmp_path / "identity").rename(tmp_path / "lives" / IDENTITY)
         assert files_of(lives) == left
     assert (files_of(gone), files_of(kept), files_of(other)) == ([], left, [])
-    remove_held(kept)
-    remove_held(lives)
+    remove_memory_states(kept)
+    remove_memory_states(lives)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -222,4 +235,4 @@ def test_what_earlier_lives_of_other_shapes_have_left_goes_when_a_life_begins(tm
         (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
     assert crashed(tmp_path, shared_memory=shared) == run_id
     assert files_of(run_id) == (["-owner", *(f"-rank-00000-{slot}" for slot in range(3))] if shared else [])
-    remove_held(run_id)
+    remove_memory_states(run_id)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.catalogue import scan
-from cpsr.cli import app
+from cpsr.cli.main import app
 from cpsr.errors import RunMismatchError
 from cpsr.journal import JournalReader
 from tests.recovery.job import Job

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from cpsr.journal import JournalReader
-from tests.recovery.conftest import Uninterrupted
+from tests.recovery.conftest import Killed, Uninterrupted
 from tests.recovery.job import ITERATIONS, OF_THE_START, Job
 from tests.recovery.test_memory import IN_MEMORY, sources
 
@@ -13,9 +13,8 @@ CHECKPOINT, FAILURE, MICRO_BATCHES = 20, 23, 2
 PIPELINE: dict[str, Any] = {"zero": 0, "micro_batches": MICRO_BATCHES}
 
 
-def killed_at_stage_1(job: Job, stages: int) -> None:
-    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, ranks=stages, stages=stages, **PIPELINE)
-    assert ended.statuses[1] == -9, ended.output
+def killed_at_stage_1(killed: Killed, stages: int) -> None:
+    killed(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, ranks=stages, stages=stages, **PIPELINE)
 
 
 def guard_of(job: Job) -> dict[str, Any]:
@@ -26,8 +25,8 @@ def guard_of(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, stages: int) -> None:
-    killed_at_stage_1(job, stages)
+def test_exact_is_bitwise(job: Job, killed: Killed, uninterrupted: Uninterrupted, stages: int) -> None:
+    killed_at_stage_1(killed, stages)
     back = job.launch(ranks=stages, stages=stages, **PIPELINE)
     assert back.statuses == [0] * stages, back.output[0][-3000:]
     reference = uninterrupted(ranks=stages, stages=stages, **PIPELINE)
@@ -51,8 +50,8 @@ VETO = {
 @pytest.mark.parametrize(
     ("stages", "probes"), [(2, "with loss_fn"), (3, "with loss_fn"), (2, "without loss_fn"), (2, "")]
 )
-def test_prediction(job: Job, uninterrupted: Uninterrupted, stages: int, probes: str) -> None:
-    killed_at_stage_1(job, stages)
+def test_prediction(job: Job, killed: Killed, uninterrupted: Uninterrupted, stages: int, probes: str) -> None:
+    killed_at_stage_1(killed, stages)
     back = job.launch(mode="predict", ranks=stages, stages=stages, probes=probes, **PIPELINE)
     assert back.statuses == [0] * stages, back.output[0][-3000:]
     reference = uninterrupted(ranks=stages, stages=stages, **PIPELINE)
@@ -67,9 +66,9 @@ def test_prediction(job: Job, uninterrupted: Uninterrupted, stages: int, probes:
     assert ("loss_checkpoint" in loss) == (probes == "with loss_fn")
 
 
-def test_a_vetoed_prediction_is_undone_on_every_stage(job: Job, uninterrupted: Uninterrupted) -> None:
-    killed_at_stage_1(job, 2)
-    strict = {"guard": {"loss_tolerance_nats": 1e-9}}
+def test_a_vetoed_prediction_is_undone_on_every_stage(job: Job, killed: Killed, uninterrupted: Uninterrupted) -> None:
+    killed_at_stage_1(killed, 2)
+    strict = {"restart": {"loss_tolerance_nats": 1e-9}}
     back = job.launch(mode="predict", ranks=2, stages=2, probes="reversed", settings=strict, **PIPELINE)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert guard_of(job)["loss"]["accepted"] is False

@@ -6,12 +6,13 @@ import pytest
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.journal import JournalReader, RecoveryRow
-from tests.recovery.conftest import Uninterrupted
+from tests.recovery.conftest import Killed, Uninterrupted
 from tests.recovery.job import INTERVAL, ITERATIONS, Job
 
 FAILURE, CHECKPOINT = 23, 20
+KILL: dict[str, Any] = {"fault": f"step:1:{FAILURE}", "committed": CHECKPOINT}
 # A step far past anything sensible, which only the limits under test can stop.
-WILD = {"predictor": {"window_iterations": 100, "gain": 5.0}, "guard": {"displacement_limit": 1e9}}
+WILD = {"predictor": {"window_iterations": 100, "gain": 5.0}, "restart": {"displacement_limit": 1e9}}
 
 
 def recovery_of(job: Job) -> RecoveryRow:
@@ -21,15 +22,9 @@ def recovery_of(job: Job) -> RecoveryRow:
     return recovery
 
 
-def killed(job: Job) -> None:
-    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT)
-    assert -9 in ended.statuses, ended.output
-
-
 @pytest.mark.parametrize("zero", [1, 3])
-def test_restarts_at_the_failure(job: Job, uninterrupted: Uninterrupted, zero: int) -> None:
-    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, zero=zero)
-    assert -9 in ended.statuses, ended.output
+def test_restarts_at_the_failure(job: Job, killed: Killed, uninterrupted: Uninterrupted, zero: int) -> None:
+    killed(**KILL, zero=zero)
     back = job.launch(mode="predict", zero=zero)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(2):
@@ -69,9 +64,9 @@ def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrup
     assert back.result()["state"] == uninterrupted().result()["state"]
 
 
-def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job) -> None:
-    killed(job)
-    settings: dict[str, Any] = {**WILD, "guard": {**WILD["guard"], "loss_tolerance_nats": 1e-9}}
+def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job, killed: Killed) -> None:
+    killed(**KILL, zero=1)
+    settings: dict[str, Any] = {**WILD, "restart": {**WILD["restart"], "loss_tolerance_nats": 1e-9}}
     back = job.launch(mode="predict", settings=settings)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     recovery = recovery_of(job)
@@ -83,10 +78,12 @@ def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job) -> None:
     assert back.result()["started"]["iteration"] == FAILURE
 
 
-def test_a_prediction_that_is_worse_at_any_length_is_vetoed(job: Job, uninterrupted: Uninterrupted) -> None:
-    killed(job)
+def test_a_prediction_that_is_worse_at_any_length_is_vetoed(
+    job: Job, killed: Killed, uninterrupted: Uninterrupted
+) -> None:
+    killed(**KILL, zero=1)
     wilder: dict[str, Any] = {**WILD["predictor"], "gain": 1000.0}
-    settings: dict[str, Any] = {"predictor": wilder, "guard": {**WILD["guard"], "loss_tolerance_nats": 1e-9}}
+    settings: dict[str, Any] = {"predictor": wilder, "restart": {**WILD["restart"], "loss_tolerance_nats": 1e-9}}
     back = job.launch(mode="predict", settings=settings)
     recovery = recovery_of(job)
     assert recovery.guard["loss"]["accepted"] is False, recovery.guard
@@ -98,9 +95,9 @@ def test_a_prediction_that_is_worse_at_any_length_is_vetoed(job: Job, uninterrup
         assert back.result(rank)["state"] == uninterrupted().result(rank)["state"]
 
 
-def test_a_long_step_is_shortened(job: Job) -> None:
-    killed(job)
-    settings: dict[str, Any] = {**WILD, "guard": {"displacement_limit": 1e-3}}
+def test_a_long_step_is_shortened(job: Job, killed: Killed) -> None:
+    killed(**KILL, zero=1)
+    settings: dict[str, Any] = {**WILD, "restart": {"displacement_limit": 1e-3}}
     back = job.launch(mode="predict", settings=settings)
     assert back.statuses == [0, 0]
     guard = recovery_of(job).guard
@@ -108,9 +105,9 @@ def test_a_long_step_is_shortened(job: Job) -> None:
     assert 0 < guard["smallest_scale"] < 0.1
 
 
-def test_a_diverging_state_is_rolled_back(job: Job, uninterrupted: Uninterrupted) -> None:
+def test_a_diverging_state_is_rolled_back(job: Job, killed: Killed, uninterrupted: Uninterrupted) -> None:
     """In the same life, to the checkpoint, dealing its batches again: in the end nothing has happened."""
-    killed(job)
+    killed(**KILL, zero=1)
     back = job.launch(mode="predict", poison=True)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     recovery = recovery_of(job)
@@ -126,10 +123,11 @@ def test_a_diverging_state_is_rolled_back(job: Job, uninterrupted: Uninterrupted
         assert mine["rng"] == exact["rng"]
 
 
-def test_a_diverging_state_without_a_way_back_is_reported(job: Job, uninterrupted: Uninterrupted) -> None:
+def test_a_diverging_state_without_a_way_back_is_reported(
+    job: Job, killed: Killed, uninterrupted: Uninterrupted
+) -> None:
     """A one-shot data iterator: training goes on, and a restart does what this life could not."""
-    ended = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, one_shot=True)
-    assert -9 in ended.statuses, ended.output
+    killed(**KILL, one_shot=True)
     diverged = job.launch(mode="predict", fault="step:1:28", poison=True, one_shot=True)
     assert diverged.statuses[1] == -9, diverged.output
     recovery = recovery_of(job)
@@ -147,9 +145,9 @@ def test_a_diverging_state_without_a_way_back_is_reported(job: Job, uninterrupte
         assert mine["state"] == reference["state"]
 
 
-def test_killed_again_during_the_watch(job: Job, uninterrupted: Uninterrupted) -> None:
+def test_killed_again_during_the_watch(job: Job, killed: Killed, uninterrupted: Uninterrupted) -> None:
     """Before the next checkpoint: predicted once more from the same one, to where the second life came."""
-    killed(job)
+    killed(**KILL, zero=1)
     again = FAILURE + 2
     ended = job.launch(mode="predict", fault=f"step:1:{again}")
     assert ended.statuses[1] == -9, ended.output

@@ -89,19 +89,17 @@ def test_a_mixture_shares_what_its_ranks_hold_alike(tmp_path: Path, expert_paral
     """With experts of their own, ranks share the rest; with all experts on each, those as well."""
     options: dict[str, Any] = {"zero": 0, "expert_parallel": expert_parallel, "iterations": END}
     alone = came_back(Job(tmp_path / "each"), {**MIXTURE, **ALONE}, **options)
-    for memory in ("all", "overlapped", "saved"):
-        sections = {"experts": {**MIXTURE["experts"], "memory": memory}, **SHARED}
-        together = came_back(Job(tmp_path / memory), sections, **options)
-        written: Counter[str] = Counter()
-        for mine, other in zip(together, alone, strict=True):
-            assert (mine["method"], mine["state"]) == ("stale", other["state"])
-            operators = mine["record"].operators
-            assert operators.keys() == other["record"].operators.keys()
-            for name, one in operators.items():
-                assert one.is_same_state(other["record"].operators[name])
-            written.update(name for name, one in operators.items() if one.saved_by is None)
-        assert set(written.values()) == {1}
-        assert written.keys() == {name for one in alone for name in one["record"].operators}
+    together = came_back(Job(tmp_path / "shared"), {**MIXTURE, **SHARED}, **options)
+    written: Counter[str] = Counter()
+    for mine, other in zip(together, alone, strict=True):
+        assert (mine["method"], mine["state"]) == ("stale", other["state"])
+        operators = mine["record"].operators
+        assert operators.keys() == other["record"].operators.keys()
+        for name, one in operators.items():
+            assert one.is_same_state(other["record"].operators[name])
+        written.update(name for name, one in operators.items() if one.saved_by is None)
+    assert set(written.values()) == {1}
+    assert written.keys() == {name for one in alone for name in one["record"].operators}
 
 
 def told_of(job: Job) -> list[str]:
@@ -112,7 +110,6 @@ def told_of(job: Job) -> list[str]:
 DRIFTING: dict[str, dict[str, Any]] = {
     "dense": {"settings": SHARED},
     "mixture": {"settings": {**MIXTURE, **SHARED}, "expert_parallel": 1},
-    "saved": {"settings": {"experts": {**MIXTURE["experts"], "memory": "saved"}, **SHARED}, "expert_parallel": 1},
 }
 
 

@@ -12,8 +12,9 @@ from cpsr.journal import JournalReader
 from tests.recovery.job import RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 23
-LEARNING = {"window_iterations": 100, "direction": "vitp", "learning_budget_fraction": 1.0}
-SHARED: dict[str, Any] = {"zero": 0, "settings": {"predictor": LEARNING}, "worker": "tests.recovery.sharing_worker"}
+VITP = {"window_iterations": 100, "direction": "vitp"}
+LEARNING: dict[str, Any] = {"predictor": VITP, "learning": {"budget_fraction": 1.0}}
+SHARED: dict[str, Any] = {"zero": 0, "settings": LEARNING, "worker": "tests.recovery.sharing_worker"}
 
 
 def learned(job: Job, ranks: int = RANKS) -> list[set[str]]:

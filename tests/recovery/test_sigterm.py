@@ -13,7 +13,7 @@ from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import OF_THE_START, RANKS, Job
 
 AT = 13
-EVERY = {"stop_check_iterations": 5}
+EVERY = {"ranks": {"stop_check_iterations": 5}}
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 

@@ -1,7 +1,5 @@
 """Sparse checkpoints of DeepSpeed MoE models in a job that is killed: what comes back of experts left out."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.held import SHARED_MEMORY, describe, held_states
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
+from cpsr.engines.moe.torch import MixtureOfExperts
 from cpsr.engines.torch import TorchAdapter
-from cpsr.engines.torch_experts import MixtureOfExperts
 from cpsr.journal import JournalReader
-from cpsr.restore import Restored
-from cpsr.rundir import IDENTITY
+from cpsr.restart.restore import Restored
 from tests.recovery.engines import EXPERTS
 from tests.recovery.job import INTERVAL, RANKS, Ended, Job
 
@@ -34,7 +30,7 @@ SHARED: dict[str, Any] = {"expert_parallel": 2, "zero": 0, "iterations": END}
 # Two checkpoints of history, from which nothing can be predicted: the run goes on from the newest.
 SHORT = {"history_span_iterations": 0, "history_min_checkpoints": 2}
 # Where one iteration is lost, the line may be expected to cost less: without memory for it nothing is predicted.
-UNPREDICTED = {"predictor": {"memory_limit_bytes": 1}}
+UNPREDICTED = {"learning": {"memory_limit_bytes": 1}}
 
 
 def settings(**experts: Any) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
             assert torch.equal(found[name], dense[rank][name, age].view_as(found[name])), (name, age)
     with JournalReader(failed.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
-        assert (recovery.method, recovery.outcome, recovery.predicted) == ("stale", "kept", True)
+        assert (recovery.method, recovery.outcome, recovery.labelled) == ("stale", "kept", True)
         lost = recovery.guard["lost_tokens"]
         assert lost["layers"][0]["stale_experts"] == EXPERTS - 1
         assert lost["layers"][0]["oldest_iteration"] == min(AGES.values())
@@ -155,77 +151,11 @@ def test_mode_exact_says_where_no_such_checkpoint_is_left(failed: Job) -> None:
     assert len(list((failed.run_dir / "checkpoints").glob("damaged-*"))) == 0
 
 
-@pytest.mark.parametrize("memory", ["all", "saved"])
-def test_host_memory_holds_what_the_disk_does_not(job: Job, memory: str, tmp_path: Path) -> None:
-    sections = {**settings(memory=memory, stale="stale"), "checkpoint": {"shared_memory": True, **SHORT}}
-    held = CHECKPOINT if memory == "all" else None
-    killed_at(job, CHECKPOINT + 1, sections, held=held)
+def test_host_memory_holds_what_the_disk_does_not(job: Job) -> None:
+    sections = {**settings(), "checkpoint": {"shared_memory": True, **SHORT}}
+    killed_at(job, CHECKPOINT + 1, sections, held=CHECKPOINT)
     started = restarted(job, {**sections, **UNPREDICTED}).result()["started"]
-    assert started["iteration"] == CHECKPOINT
-    assert started["method"] == ("exact" if memory == "all" else "stale"), started
-
-
-def test_host_memory_holds_younger_experts_than_the_disk(
-    job: Job, dense: list[dict[tuple[str, int], torch.Tensor]]
-) -> None:
-    """Of four experts the disk takes one in a checkpoint, and each rank's link one of its own two."""
-    sections = {**settings(memory="overlapped"), "checkpoint": {"shared_memory": True, **SHORT}}
-    killed_at(job, CHECKPOINT + 1, sections, held=CHECKPOINT, link_experts=1)
-    ages = [mixed_ages(job, rank, SHARED_MEMORY) for rank in range(RANKS)]
-    for rank in range(RANKS):
-        on_disk = taken_at(job, rank)
-        assert {name for name, age in ages[rank].items() if age < on_disk[name]} == set()
-    assert sum(sum(own.values()) for own in ages) > sum(sum(taken_at(job, rank).values()) for rank in range(RANKS))
-    started = restarted(job, {**sections, **UNPREDICTED}).result()["started"]
-    assert (started["iteration"], started["method"]) == (CHECKPOINT, "stale")
-    assert f"from the state of iteration {CHECKPOINT} in memory; 1 iterations are recomputed" in started["reason"]
-    for rank, own in enumerate(ages):
-        found_here = began(job, rank)
-        assert len({own[name] for name in found_here if name.startswith(EXPERT)}) > 1
-        for name, age in own.items():
-            assert torch.equal(found_here[name], dense[rank][name, age].view_as(found_here[name])), (name, age)
-
-
-def job_id(job: Job) -> str:
-    return str(json.loads((job.run_dir / IDENTITY).read_text())["run_id"])
-
-
-def mixed_ages(job: Job, rank: int, memory: Path) -> dict[str, int]:
-    """When each operator was taken, of a rank's snapshot in that memory."""
-    held = held_states(job_id(job), memory)
-    (state,) = [one for one in held if (one.rank, one.iteration, one.kind) == (rank, CHECKPOINT, "mixed")]
-    found = describe(state.path)
-    assert found is not None
-    return {name: age for name, (_, _, age) in found[1]["operators"].items()}
-
-
-# Where both ranks have all experts, only the rest of a rank's state travels.
-@pytest.mark.parametrize(("shared_by", "travels"), [(2, "mixed"), (1, "small")])
-def test_older_experts_come_back_from_another_machine(job: Job, tmp_path: Path, shared_by: int, travels: str) -> None:
-    sections = {**settings(memory="overlapped"), "checkpoint": {"shared_memory": True, **SHORT}}
-    options: dict[str, Any] = {"link_experts": 2 // shared_by, "expert_parallel": shared_by, "zero": 0}
-    fault, here = f"step:0:{CHECKPOINT + 1}", tmp_path / "memory" / "a"
-    job.launch("auto", fault, held=CHECKPOINT, settings=sections, nodes=["a", "b"], iterations=END, **options)
-    replicas = [one for one in held_states(job_id(job), here) if "replica" in one.path.name]
-    assert {(one.rank, one.kind) for one in replicas if one.iteration == CHECKPOINT} == {(1, travels)}
-    ages = [mixed_ages(job, rank if shared_by == 2 else 0, here) for rank in range(RANKS)]
-    shutil.rmtree(tmp_path / "memory" / "b")
-    back = job.launch(
-        "auto", settings={**sections, **UNPREDICTED}, nodes=["a", "c"], iterations=END, began=True, **options
-    )
-    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    for rank in range(RANKS):
-        started = back.result(rank)["started"]
-        assert (started["iteration"], started["method"]) == (CHECKPOINT, "stale"), started
-        assert "from the state of iteration" in started["reason"]
-    if shared_by == 1:
-        first, second = began(job, 0), began(job, 1)
-        assert all(torch.equal(values, second[name]) for name, values in first.items())
-    with JournalReader(job.run_dir / "journal.db") as journal:
-        recovery = journal.recoveries()[-1]
-        assert [one.source for one in recovery.sources] == ["memory"] * RANKS
-        oldest = recovery.guard["lost_tokens"]["layers"][0]["oldest_iteration"]
-        assert oldest == min(min(own.values()) for own in ages)
+    assert (started["iteration"], started["method"]) == (CHECKPOINT, "exact"), started
 
 
 class PlainMixture(torch.nn.Module):
@@ -260,7 +190,7 @@ def plain_life(
         if recovery.iteration == fail_after:
             return restored, start
         for batch in recovery.resume(batches):
-            assert recovery._saver.settle(10.0)
+            assert recovery.life.saver.settle(10.0)
             if recovery.iteration == fail_after:
                 raise RuntimeError("the end of this life")
             loss = model(batch)
@@ -293,28 +223,6 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert bool(stale) or policy in ("moetion", "window")  # which save all where the disk takes it
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
-
-
-def test_experts_are_predicted_up_to_the_checkpoint(tmp_path: Path) -> None:
-    """And nothing else moves: the rest is the checkpoint's, bit for bit."""
-    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
-    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "guard": {"loss_tolerance_nats": 100.0}}
-    config["experts"] = {"policy": "sequential", "stale": "predict"}
-    with pytest.raises(RuntimeError, match="the end of this life"):
-        plain_life(config, 60)
-    history = DiskHistory(tmp_path / "checkpoints", 0)
-    newest = len(history.entries) - 1
-    restored, start = plain_life(config, 60)
-    assert (restored.method, restored.restored_iteration) == ("experts", 60)
-    for name in history.operators:
-        same = torch.equal(start[name].reshape(-1), history.read(name, newest, 0, history.numel(name)))
-        assert same == (history.taken_at(name, newest) == 60), name
-    history.close()
-    with JournalReader(tmp_path / "journal.db") as journal:
-        recovery = journal.recoveries()[-1]
-        assert recovery.method == "experts"
-        assert recovery.guard["lost_tokens"]["predicted"]
-        assert recovery.guard["lost_tokens"]["layers"][0]["stale_experts"] == 2
 
 
 def test_older_experts_catch_up(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """A rank of a job that is stopped, neither dead nor alive to its peers."""
 
-from cpsr.departure import LEFT_EXIT_STATUS
 from cpsr.journal import JournalReader
+from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
 
-HEARD = {"liveness": {"heartbeat_timeout_seconds": 2.0}, "checkpoint": {"shared_memory": True}}
+HEARD = {"ranks": {"heartbeat_timeout_seconds": 2.0}, "checkpoint": {"shared_memory": True}}
 AT = 14
 
 
@@ -15,7 +15,7 @@ def test_the_others_leave_and_the_job_goes_on(job: Job, uninterrupted: Uninterru
     assert left.statuses == [LEFT_EXIT_STATUS, -9], left.output
     with JournalReader(job.run_dir / "journal.db") as journal:
         told = {event.kind: event for event in journal.events()}
-    assert "rank 1 was not heard for 2 s" in told["left"].message
+    assert "rank 1 sent no heartbeat for 2 s" in told["left"].message
     assert "all_reduce" in told["left"].message  # where the training thread stood
     assert told["dumped"].iteration == AT
 

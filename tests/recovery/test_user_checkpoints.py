@@ -34,7 +34,7 @@ def test_a_kill_after_a_load_stays_on_the_new_branch(
         messages = [event.message for event in journal.events() if event.kind == "external load" and event.rank == 0]
     assert len(messages) == 1
     assert f"went to iteration {saved_at}: that state is committed" in messages[0]
-    assert f"the data goes on after batch {loaded_at}, where the loader stands" in messages[0]
+    assert f"the data continues after batch {loaded_at}, the loader's position" in messages[0]
 
 
 def test_a_prediction_uses_nothing_from_before_the_load(job: Job) -> None:

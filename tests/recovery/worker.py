@@ -20,16 +20,16 @@ import numpy
 import torch
 from safetensors.torch import save_file
 
+import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.memory import held_states
-from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
-from cpsr.codec import encode
 from cpsr.planner.plan import Plan
-from cpsr.rundir import IDENTITY
-from tests.coordinator.faults import FAULTS
+from cpsr.state.codec import encode
 from tests.recovery.engines import (
     BATCH,
     SEED,
@@ -41,6 +41,7 @@ from tests.recovery.engines import (
     loader,
     pipeline,
 )
+from tests.rehearsal.faults import FAULTS
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
 
@@ -99,7 +100,6 @@ class Options:
     rank_intervals: tuple[int, ...] | None = None
     apart: int | None = None
     began: bool = False
-    link_experts: int | None = None
     loading: dict[str, Any] = field(default_factory=dict)
 
 
@@ -116,10 +116,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
         restored = recovery.restored
         if options.rank_intervals is not None:
             propose_only(recovery, options.rank_intervals)
-        if options.link_experts is not None:
-            take_over_link(recovery, options.link_experts)
         if options.began:
-            weights = {name: one.parameter.values for name, one in recovery._adapter.shard().operators.items()}
+            weights = {name: one.parameter.values for name, one in recovery.life.job.adapter.shard().operators.items()}
             save_file(weights, options.result.with_suffix(f".{rank}.safetensors"))
         started = {"iteration": recovery.iteration, "method": restored.method, "reason": restored.reason}
         state_at_start = state_digest(recovery)
@@ -132,17 +130,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
 
 def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> None:
     """Have the planner propose these intervals, by the way that all proposals go, and nothing of what it measures."""
-    setattr(recovery._planner, "_propose", lambda *_, **__: None)  # noqa: B010 - mypy refuses to assign to a method
+    setattr(recovery.life.planner, "_propose", lambda *_, **__: None)  # noqa: B010 - mypy refuses to assign to a method
     if rank_intervals:
-        recovery._planner._proposal = Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)
-
-
-def take_over_link(recovery: CPSRRecovery, experts: int) -> None:
-    """Have copies to host memory measured as if so many experts fitted into an iteration."""
-    saving = recovery._experts
-    assert saving is not None
-    measure, fitting = saving.note_copied, saving._non_expert_bytes + experts * saving._layers[0].expert_bytes
-    setattr(saving, "note_copied", lambda *_: measure(fitting, 1.0, 1.0))  # noqa: B010 - see propose_only
+        recovery.life.planner._proposal = Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)
 
 
 def initialize_ranks(result: Path, rank: int, ranks: int) -> None:
@@ -251,20 +241,20 @@ def train_pipeline(
 
 def keep_pace(recovery: CPSRRecovery) -> None:
     """Before a checkpoint is due, let the last be written: steps this short would outrun the disk, and skip it."""
-    if recovery._saver.is_due(recovery.iteration + 1):
-        recovery._writer.drain(SAVE_SECONDS)
+    if recovery.life.saver.is_due(recovery.iteration + 1):
+        recovery.life.saver.drain(SAVE_SECONDS)
 
 
 def move_weights(recovery: CPSRRecovery) -> None:
     """As a fault in memory does, or a gradient that was not averaged."""
-    recovery._saver.finish()
-    operators = recovery._adapter.shard().operators
+    recovery.life.saver.finish()
+    operators = recovery.life.job.adapter.shard().operators
     next(iter(operators.values())).parameter.values[0] += 0.01
 
 
 def state_digest(recovery: CPSRRecovery) -> str:
     digest = hashlib.sha256()
-    for _, tensor in sorted(recovery._adapter.shard().tensors()):
+    for _, tensor in sorted(recovery.life.job.adapter.shard().tensors()):
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -275,7 +265,7 @@ def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
         "state": state_digest(recovery),
         "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
         "other_rng": [random.random(), numpy.random.random()],
-        "counters": encode(recovery._adapter.scalars())[0],
+        "counters": encode(recovery.life.job.adapter.scalars())[0],
         "gradient_norm": str(engine.get_global_grad_norm()),
         "learning_rate": engine.get_lr(),
     }
@@ -289,7 +279,7 @@ class Faults:
     `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second signal comes while the
     rank is leaving. The iteration is the one that is complete.
 
-    In a rehearsal: `rehearsal-` and a name in `tests.coordinator.faults`, with the number of the call in place of the
+    In a rehearsal: `rehearsal-` and a name in `tests.rehearsal.faults`, with the number of the call in place of the
     iteration.
     """
 
@@ -326,18 +316,18 @@ class Faults:
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
-        held = {state.rank for state in held_states(run_id) if state.iteration == iteration}
+        held = {state.rank for state in memory_states(run_id) if state.iteration == iteration}
         return len(held) == torch.distributed.get_world_size()
 
     def _arm(self) -> None:
         at, step = self._at, f"step-{self._at:010d}"
         if self._phase == "snapshot":
-            before(
-                SnapshotPool, "_copy_on_host", lambda _, buffer, snapshot, shard: snapshot.iteration == at, self._die
-            )
+            # `put` hands the views to its snapshot, the only one of the arguments that knows the iteration.
+            due = lambda copier, buffer, shard, contents, put: put.args[0].iteration == at  # noqa: E731
+            before(StateCopier, "_copy_on_host", due, self._die)
         elif self._phase == "persist":
             due = lambda path, *rest, **more: path.parent.name == step and "moments" in path.name  # noqa: E731
-            before(store_module, "write_tensors", due, self._die)
+            before(part_module, "write_tensors", due, self._die)
         elif self._phase == "commit":
             before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
         elif self._phase == "load":

@@ -57,8 +57,8 @@ def plan_row(plan: Plan = YOUNG, **changes: Any) -> PlanRow:
 
 
 def record_steps(journal: Journal, seconds: float = 1.5, last: int = 7) -> None:
-    journal.record_steps(
-        [StepRow(life=0, iteration=i, loss=2.0, learning_rate=1e-3, seconds=seconds) for i in range(1, last + 1)]
+    journal.record(
+        *[StepRow(life=0, iteration=i, loss=2.0, learning_rate=1e-3, seconds=seconds) for i in range(1, last + 1)]
     )
 
 
@@ -113,15 +113,15 @@ def bubble_row(**changes: Any) -> BubbleRow:
 
 # One row of each table that has a time, recorded then.
 ROWS: dict[str, Callable[[Journal, float], None]] = {
-    "/checkpoints": lambda journal, at: journal.record_checkpoint(
+    "/checkpoints": lambda journal, at: journal.record(
         CheckpointRow(life=0, iteration=50, status="committed", bytes=100, created_unix_seconds=at)
     ),
-    "/failures": lambda journal, at: journal.record_failure(
+    "/failures": lambda journal, at: journal.record(
         FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=at)
     ),
-    "/recoveries": lambda journal, at: journal.record_recovery(recovery_row(created_unix_seconds=at)),
-    "/rehearsals": lambda journal, at: journal.record_rehearsal(rehearsal_row(created_unix_seconds=at)),
-    "/phases": lambda journal, at: journal.record_phase(
+    "/recoveries": lambda journal, at: journal.record(recovery_row(created_unix_seconds=at)),
+    "/rehearsals": lambda journal, at: journal.record(rehearsal_row(created_unix_seconds=at)),
+    "/phases": lambda journal, at: journal.record(
         PhaseRow(
             life=0,
             phase=int(at),
@@ -133,19 +133,19 @@ ROWS: dict[str, Callable[[Journal, float], None]] = {
             created_unix_seconds=at,
         )
     ),
-    "/fits": lambda journal, at: journal.record_fit(
+    "/fits": lambda journal, at: journal.record(
         FitRow(life=0, iteration=100, kind="loss", result={"alpha2": math.inf}, created_unix_seconds=at)
     ),
-    "/backtests": lambda journal, at: journal.record_backtests(
-        [BacktestRow(life=0, iteration=50, checkpoints=int(at), result={"line_cosine": 0.5}, created_unix_seconds=at)]
+    "/backtests": lambda journal, at: journal.record(
+        *[BacktestRow(life=0, iteration=50, checkpoints=int(at), result={"line_cosine": 0.5}, created_unix_seconds=at)]
     ),
-    "/bubbles": lambda journal, at: journal.record_bubbles(bubble_row(created_unix_seconds=at)),
-    "/plan/history": lambda journal, at: journal.record_plan(plan_row(created_unix_seconds=at)),
+    "/bubbles": lambda journal, at: journal.record(bubble_row(created_unix_seconds=at)),
+    "/plan/history": lambda journal, at: journal.record(plan_row(created_unix_seconds=at)),
 }
 
 
 def record_event(journal: Journal, message: str) -> None:
-    journal.record_event(EventRow(life=0, rank=0, kind="test", message=message))
+    journal.record(EventRow(life=0, rank=0, kind="test", message=message))
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, str]:
@@ -165,6 +165,6 @@ def new_run(directory: Path) -> Path:
     """A run of which nothing but a plan is recorded."""
     journal = Journal.open(directory / "journal.db")
     journal.start_life("auto")
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     journal.close()
     return directory

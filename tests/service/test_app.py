@@ -104,7 +104,7 @@ def test_a_defect_is_answered_in_the_same_form(
 
 def test_reading_changes_nothing_in_the_run_directory(tmp_path: Path, client: TestClient) -> None:
     journal = Journal.open(tmp_path / "journal.db")
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     journal.close()
     before = (tmp_path / "journal.db").read_bytes()
     for operation in OPERATIONS:

@@ -29,7 +29,7 @@ def refused(client: TestClient, method: str, path: str, **request: Any) -> None:
 
 @pytest.fixture
 def planned(writing: TestClient, journal: Journal) -> TestClient:
-    journal.record_plan(plan_row(measured_plan()))
+    journal.record(plan_row(measured_plan()))
     flushed(journal)
     return writing
 

@@ -11,7 +11,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from cpsr.checkpoint.manifest import COMMIT, THINNED, step_name
-from cpsr.checkpoint.memory import SHARED_MEMORY, remove_held
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.journal import CheckpointRow, EventRow, Journal
 from tests.checkpoint.test_memory import hold
 from tests.service.journals import flushed
@@ -22,17 +23,17 @@ def run_id(tmp_path: Path) -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     (tmp_path / "run.json").write_text(json.dumps({"run_id": name, "world_size": 2, "mode": "auto"}))
     yield name
-    remove_held(name)
+    remove_memory_states(name)
 
 
 def commit(journal: Journal, iteration: int, at: float, life: int = 0) -> None:
-    journal.record_checkpoint(
+    journal.record(
         CheckpointRow(life=life, iteration=iteration, status="committed", bytes=5000, created_unix_seconds=at)
     )
 
 
 def say(journal: Journal, kind: str, iteration: int, at: float) -> None:
-    journal.record_event(EventRow(life=0, rank=0, kind=kind, message="", iteration=iteration, created_unix_seconds=at))
+    journal.record(EventRow(life=0, rank=0, kind=kind, message="", iteration=iteration, created_unix_seconds=at))
 
 
 def copies(client: TestClient) -> dict[int, list[dict[str, Any]]]:
@@ -48,7 +49,7 @@ def test_what_the_run_directory_holds_has_its_size(tmp_path: Path, journal: Jour
         step.mkdir(parents=True)
         for name in names:
             (step / name).write_bytes(b"x" * 100)
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=30, status="skipped"))
+    journal.record(CheckpointRow(life=0, iteration=30, status="skipped"))
     flushed(journal)
     found = copies(client)
     (thinned,), (whole,) = found[20], client.get("/checkpoints").json()["checkpoints"][2]["copies"]

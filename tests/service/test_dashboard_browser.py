@@ -139,24 +139,24 @@ def curve() -> dict[str, Any]:
 
 def record_run(journal: Journal) -> None:
     """A run that has failed once, with everything that the page shows."""
-    journal.record_steps(losses(1, LAST))
-    journal.record_plan(plan_row(from_iteration=0, origin="fixed", explanation={}, interval_iterations=40))
-    journal.record_plan(plan_row(measured_plan(), from_iteration=30))
+    journal.record(*losses(1, LAST))
+    journal.record(plan_row(from_iteration=0, origin="fixed", explanation={}, interval_iterations=40))
+    journal.record(plan_row(measured_plan(), from_iteration=30))
     for iteration in (30, 60, 90):
-        journal.record_checkpoint(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
-    journal.record_failure(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
+        journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
+    journal.record(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
+    journal.record(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
     guard = {
         "loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3},
         "lag": {"lag_iterations": -7.0, "standard_error_iterations": 2.5},
     }
     sources = [RecoverySource(rank=rank, source="predicted", iteration=92) for rank in (0, 1, 2, 4)]
     sources.append(RecoverySource(rank=3, source="departure", iteration=92))
-    journal.record_recovery(recovery_row(method="vitp", guard=guard, sources=tuple(sources), reason="one sentence"))
-    journal.record_phase(
+    journal.record(recovery_row(method="vitp", guard=guard, sources=tuple(sources), reason="one sentence"))
+    journal.record(
         PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=70, xi=1.0, last_xi=1.1, ended_by="change")
     )
-    journal.record_fit(FitRow(life=0, iteration=100, kind="loss", result=curve()))
+    journal.record(FitRow(life=0, iteration=100, kind="loss", result=curve()))
     flushed(journal)
 
 
@@ -192,7 +192,7 @@ def test_a_recovery_tells_of_every_shard_the_lag_and_the_guard(page: Any, journa
         opened(page, service)
         table = section(page, "Recoveries").get_by_role("table")
         expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
-        expect(table).to_contain_text("rank 3: departure, of 92")
+        expect(table).to_contain_text("rank 3: emergency dump, of 92")
         expect(table).to_contain_text("\u22127 \u00b1 2.5")
         expect(table).to_contain_text("accepted: \u22120.013 of 0.3 nats")
         expect(table.get_by_text("one sentence")).to_be_hidden()
@@ -234,9 +234,9 @@ def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, 
         opened(page, service)
         expect(section(page, "Newest checkpoints")).to_contain_text("4 of 4")
         page.evaluate("marked = document.querySelector('#why td')")
-        journal.record_steps(losses(LAST + 1, LAST + 15))
-        journal.record_checkpoint(CheckpointRow(life=0, iteration=130, status="committed", bytes=1))
-        journal.record_rehearsal(rehearsal_row(outcome="measured", lag_iterations=5.0))
+        journal.record(*losses(LAST + 1, LAST + 15))
+        journal.record(CheckpointRow(life=0, iteration=130, status="committed", bytes=1))
+        journal.record(rehearsal_row(outcome="measured", lag_iterations=5.0))
         record_event(journal, "something")
         flushed(journal)
         expect(section(page, "Now")).to_contain_text("135")
@@ -290,7 +290,7 @@ def test_a_part_of_a_plot_is_shown_by_dragging_and_stays_while_the_run_goes_on(
         first, last = shown(page)
         assert first == pytest.approx(1 + 0.4 * 149, abs=2)
         assert last == pytest.approx(1 + 0.6 * 149, abs=2)
-        journal.record_steps(losses(LAST + 1, LAST + 15))
+        journal.record(*losses(LAST + 1, LAST + 15))
         flushed(journal)
         expect(section(page, "Now")).to_contain_text("135")
         assert shown(page) == (first, last)
@@ -328,7 +328,7 @@ def test_a_plot_is_zoomed_by_keys_about_the_cursor(page: Any, journal: Journal, 
 
 
 def test_a_part_of_a_long_run_is_shown_in_more_detail(page: Any, journal: Journal, tmp_path: Path) -> None:
-    journal.record_steps(losses(1, 3000))
+    journal.record(*losses(1, 3000))
     flushed(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -373,10 +373,10 @@ def test_the_use_of_waits_is_told_of_each_rank(page: Any, journal: Journal, tmp_
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
-        panel = section(page, "Waits of the training, and their use")
+        panel = section(page, "Waits of training, and their use")
         expect(panel).to_contain_text("No waits are recorded")
         for rank, life in ((0, 0), (1, 0), (1, 1), (3, 1), (3, 1)):
-            journal.record_bubbles(bubble_row(rank=rank, life=life))
+            journal.record(bubble_row(rank=rank, life=life))
         flushed(journal)
         expect(panel).to_contain_text(
             "Training waited 40% of the time; the predictor worked in 25% of that, and snapshots were copied in 12.5%"
@@ -397,7 +397,7 @@ def test_a_checkpoint_tells_where_it_is(page: Any, journal: Journal, tmp_path: P
     step = tmp_path / "checkpoints" / step_name(90)
     step.mkdir(parents=True)
     (step / COMMIT).write_bytes(b"x" * 2000)
-    journal.record_event(EventRow(life=0, rank=0, kind="target copied", message="", iteration=60))
+    journal.record(EventRow(life=0, rank=0, kind="target copied", message="", iteration=60))
     flushed(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -410,7 +410,7 @@ def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_p
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
-        expect(section(page, "What if failures came at another rate?").get_by_role("row")).to_have_count(4)
+        expect(section(page, "What if failures had another rate?").get_by_role("row")).to_have_count(4)
         reached = []
         for _ in range(12):
             page.keyboard.press("Tab")
@@ -423,7 +423,7 @@ def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_p
         names = [name for name, _ in reached]
         zoom = ["\u2212", "+"]
         order = ["Skip to the figures", "loss-plot", *zoom, "The plot as tables", "interval-plot", *zoom]
-        order += ["mtbf", "As the job has it"]
+        order += ["mtbf", "The job's own rate"]
         assert [name for name in names if name in order] == order
         assert {style for name, style in reached if name in order} == {"solid"}
 
@@ -432,18 +432,18 @@ def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) ->
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
-        panel = section(page, "What if failures came at another rate?")
+        panel = section(page, "What if failures had another rate?")
         slider = panel.get_by_role("slider", name="Mean time between failures of the job")
         own = panel.get_by_role("row").filter(has_text="This job").get_by_role("cell")
         held = str(measured_plan().interval_iterations)
         expect(own.nth(2)).to_have_text(held)
-        assert slider.get_attribute("aria-valuetext") == "12 h, as it is"
+        assert slider.get_attribute("aria-valuetext") == "12 h, the job's own"
         slider.focus()
         page.keyboard.press("Home")
         expect(panel.get_by_role("status")).to_have_text("43.2 s")
         expect(own.nth(2)).not_to_have_text(held)
         expect(own.nth(1)).to_have_text(held)
-        panel.get_by_role("button", name="As the job has it").click()
+        panel.get_by_role("button", name="The job's own rate").click()
         expect(own.nth(2)).to_have_text(held)
 
 
@@ -455,7 +455,7 @@ def test_a_lost_connection_is_said_and_taken_up_again(page: Any, journal: Journa
         service.stop()
         expect(page.locator("#connection")).to_contain_text("No connection since")
         expect(section(page, "Now")).to_contain_text("120")
-        journal.record_steps(losses(LAST + 1, LAST + 2))
+        journal.record(*losses(LAST + 1, LAST + 2))
         flushed(journal)
         service.start()
         expect(page.locator("#connection")).to_have_text("Live")
@@ -521,7 +521,7 @@ def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> No
 
 def test_what_is_amiss_is_said_first(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
+    journal.record(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
     flushed(journal)
     now = time.time()
     override_plan(
@@ -537,9 +537,9 @@ def test_what_is_amiss_is_said_first(page: Any, journal: Journal, tmp_path: Path
     with served(tmp_path) as service:
         opened(page, service)
         notices = page.locator("#notices")
-        expect(notices).to_contain_text("Not well: the checkpoint at iteration 119 failed: the disk is full.")
+        expect(notices).to_contain_text("Not healthy: the checkpoint at iteration 119 failed: the disk is full.")
         expect(notices).to_contain_text("The interval is pinned to 25 iterations until")
-        expect(notices).to_contain_text("<i>spot prices</i>; the job has not taken that up yet.")
+        expect(notices).to_contain_text("<i>spot prices</i>; the job has not applied it yet.")
 
 
 def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_of_several_runs_one_is_chosen(page: Any, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         journal = Journal.open(tmp_path / name / "journal.db")
         journal.start_life("auto")
-        journal.record_steps(losses(1, last))
+        journal.record(*losses(1, last))
         journal.close()
     with served(tmp_path) as service:
         opened(page, service)

@@ -14,10 +14,10 @@ import pytest
 import uvicorn
 from starlette.requests import Request
 
-from cpsr.client import Client
 from cpsr.errors import ServiceError
 from cpsr.journal import Journal
 from cpsr.service.app import create_app
+from cpsr.service.client import Client
 from cpsr.service.events import Streams, follow_events
 from cpsr.service.follow import FOLLOWED
 from cpsr.service.gate import Limits

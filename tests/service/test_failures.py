@@ -9,7 +9,7 @@ from tests.service.journals import error_of, flushed
 
 
 def test_a_reported_failure_is_listed_beside_those_that_the_job_saw(writing: TestClient, journal: Journal) -> None:
-    journal.record_failure(
+    journal.record(
         FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=100.0)
     )
     flushed(journal)

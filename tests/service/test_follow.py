@@ -32,7 +32,7 @@ def everything(run_dir: Path) -> News:
 def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal: Journal) -> None:
     for place, record in enumerate(ROWS.values()):
         record(journal, float(len(ROWS) - place))
-    journal.record_event(EventRow(life=0, rank=1, kind="x", message="y", created_unix_seconds=0.5))
+    journal.record(EventRow(life=0, rank=1, kind="x", message="y", created_unix_seconds=0.5))
     record_steps(journal)
     flushed(journal)
     news = everything(tmp_path)
@@ -63,10 +63,8 @@ def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: 
     count = 2 * ROWS_AT_ONCE + 7
     for number in range(count):
         backwards = float(count - number)
-        journal.record_event(EventRow(life=0, rank=0, kind="x", message=str(number), created_unix_seconds=backwards))
-        journal.record_checkpoint(
-            CheckpointRow(life=0, iteration=number, status="skipped", created_unix_seconds=number)
-        )
+        journal.record(EventRow(life=0, rank=0, kind="x", message=str(number), created_unix_seconds=backwards))
+        journal.record(CheckpointRow(life=0, iteration=number, status="skipped", created_unix_seconds=number))
     flushed(journal)
     place, told = start_of(end_of(tmp_path)), []
     for _ in range(3):
@@ -79,10 +77,10 @@ def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: 
 
 
 def test_how_a_rehearsal_ended_is_told_to_who_has_seen_it_begin(tmp_path: Path, journal: Journal) -> None:
-    journal.record_rehearsal(rehearsal_row(id="d", outcome="running"))
+    journal.record(rehearsal_row(id="d", outcome="running"))
     flushed(journal)
     rows = everything(tmp_path).rows
-    journal.record_rehearsal(rehearsal_row(id="d", outcome="refused"))
+    journal.record(rehearsal_row(id="d", outcome="refused"))
     flushed(journal)
     ended = recorded_after(tmp_path, rows[-1].place)
     assert [row.content["outcome"] for row in ended.rows] == ["refused"]
@@ -170,7 +168,7 @@ def test_a_restart_that_has_lost_nothing_is_no_reset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_an_older_journal_is_followed(tmp_path: Path, version: int) -> None:
-    from tests.test_journal import older_file
+    from tests.journal.test_journal import older_file
 
     older_file(tmp_path / "journal.db", version)
     news = everything(tmp_path)

@@ -25,13 +25,13 @@ def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:
 
 
 def test_health_names_a_failed_checkpoint_until_the_next_is_good(client: TestClient, journal: Journal) -> None:
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="failed", reason="No space left on device"))
+    journal.record(CheckpointRow(life=0, iteration=50, status="failed", reason="No space left on device"))
     flushed(journal)
     response = client.get("/healthz")
     assert response.status_code == 503
     assert "No space left" in response.json()["reason"]
     assert client.get("/readyz").status_code == 200, "a run that is not well can be asked about"
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=100, status="committed", bytes=1))
+    journal.record(CheckpointRow(life=0, iteration=100, status="committed", bytes=1))
     flushed(journal)
     assert client.get("/healthz").status_code == 200
 

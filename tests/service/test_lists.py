@@ -57,7 +57,7 @@ def test_without_a_journal_each_says_so(client: TestClient) -> None:
 
 def test_fits_of_one_kind(client: TestClient, journal: Journal) -> None:
     for kind in ("loss", "failure_rate", "loss"):
-        journal.record_fit(FitRow(life=0, iteration=1, kind=kind, result={}))
+        journal.record(FitRow(life=0, iteration=1, kind=kind, result={}))
     flushed(journal)
     body = client.get("/fits", params={"kind": "loss"}).json()
     assert ([fit["kind"] for fit in body["fits"]], body["total"]) == (["loss", "loss"], 2)
@@ -66,8 +66,8 @@ def test_fits_of_one_kind(client: TestClient, journal: Journal) -> None:
 
 def test_checkpoints_say_what_is_left_of_them(tmp_path: Path, client: TestClient, journal: Journal) -> None:
     for iteration in (10, 20, 30, 40):
-        journal.record_checkpoint(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=1))
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="skipped", reason="slow disk"))
+        journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=1))
+    journal.record(CheckpointRow(life=0, iteration=50, status="skipped", reason="slow disk"))
     flushed(journal)
     for iteration, names in ((20, (COMMIT, THINNED)), (30, (COMMIT,)), (40, ())):
         step = tmp_path / "checkpoints" / step_name(iteration)

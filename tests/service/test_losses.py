@@ -25,14 +25,14 @@ def asked(client: TestClient, **parameters: int) -> dict[str, Any]:
 
 
 def test_a_short_run_is_told_whole(client: TestClient, journal: Journal) -> None:
-    journal.record_steps(steps(0, 1, 7))
+    journal.record(*steps(0, 1, 7))
     flushed(journal)
     assert asked(client) == {"iterations": list(range(1, 8)), "losses": [1 / i for i in range(1, 8)], "total": 7}
 
 
 @pytest.mark.parametrize("limit", [2, 3, 10, 499, 500])
 def test_a_long_one_is_thinned_evenly(client: TestClient, journal: Journal, limit: int) -> None:
-    journal.record_steps(steps(0, 1, 500))
+    journal.record(*steps(0, 1, 500))
     flushed(journal)
     iterations = asked(client, limit=limit)["iterations"]
     assert (len(iterations), iterations[0], iterations[-1]) == (limit, 1, 500)
@@ -42,7 +42,7 @@ def test_a_long_one_is_thinned_evenly(client: TestClient, journal: Journal, limi
 
 @pytest.mark.parametrize("limit", [10, 1000])
 def test_what_was_given_up_is_left_out(client: TestClient, journal: Journal, limit: int) -> None:
-    journal.record_steps(steps(0, 1, 100) + steps(1, 61, 80))
+    journal.record(*(steps(0, 1, 100) + steps(1, 61, 80)))
     flushed(journal)
     found = asked(client, limit=limit)
     assert found["iterations"] == sorted(set(found["iterations"]))
@@ -52,8 +52,8 @@ def test_what_was_given_up_is_left_out(client: TestClient, journal: Journal, lim
 
 def test_a_loss_that_is_none_is_null(client: TestClient, journal: Journal) -> None:
     losses = [1.5, math.nan, math.inf, None]
-    journal.record_steps(
-        [StepRow(life=0, iteration=i, loss=loss, learning_rate=1e-3, seconds=0.1) for i, loss in enumerate(losses, 1)]
+    journal.record(
+        *[StepRow(life=0, iteration=i, loss=loss, learning_rate=1e-3, seconds=0.1) for i, loss in enumerate(losses, 1)]
     )
     flushed(journal)
     assert asked(client)["losses"] == [1.5, None, None, None]
@@ -74,7 +74,7 @@ def test_the_limit_is_bounded(client: TestClient, limit: str) -> None:
 
 
 def test_a_part_of_a_long_run_is_told_in_more_detail(client: TestClient, journal: Journal) -> None:
-    journal.record_steps(steps(0, 1, 500))
+    journal.record(*steps(0, 1, 500))
     flushed(journal)
     assert asked(client, first_iteration=100, last_iteration=104)["iterations"] == [100, 101, 102, 103, 104]
     assert asked(client, first_iteration=498)["iterations"] == [498, 499, 500]
@@ -88,7 +88,7 @@ def test_a_part_of_a_long_run_is_told_in_more_detail(client: TestClient, journal
 
 
 def test_a_part_is_of_the_present_course(client: TestClient, journal: Journal) -> None:
-    journal.record_steps(steps(0, 1, 100) + steps(1, 61, 80))
+    journal.record(*(steps(0, 1, 100) + steps(1, 61, 80)))
     flushed(journal)
     found = asked(client, first_iteration=58, last_iteration=90)
     assert found["iterations"] == list(range(58, 81))
@@ -96,7 +96,7 @@ def test_a_part_is_of_the_present_course(client: TestClient, journal: Journal) -
 
 
 def test_a_part_of_steps_that_were_thinned_out(client: TestClient, journal: Journal) -> None:
-    journal.record_steps([row for row in steps(0, 1, 400) if row.iteration % 4 == 0])
+    journal.record(*[row for row in steps(0, 1, 400) if row.iteration % 4 == 0])
     flushed(journal)
     found = asked(client, first_iteration=97, last_iteration=130, limit=30)["iterations"]
     assert found == list(range(100, 129, 4))

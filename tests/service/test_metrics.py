@@ -30,10 +30,10 @@ def samples(client: TestClient) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 
 def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row(measured_plan()))
+    journal.record(plan_row(measured_plan()))
     record_steps(journal)
     for iteration, status in ((50, "committed"), (100, "committed"), (150, "skipped")):
-        journal.record_checkpoint(
+        journal.record(
             CheckpointRow(
                 life=0,
                 iteration=iteration,
@@ -43,11 +43,11 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
                 created_unix_seconds=iteration,
             )
         )
-    journal.record_failure(FailureRow(life=0, iteration=1, checkpoint_iteration=None, description="x"))
-    journal.record_recovery(recovery_row())
-    journal.record_rehearsal(rehearsal_row())
+    journal.record(FailureRow(life=0, iteration=1, checkpoint_iteration=None, description="x"))
+    journal.record(recovery_row())
+    journal.record(rehearsal_row())
     for rank in (0, 1, 1):
-        journal.record_bubbles(bubble_row(rank=rank))
+        journal.record(bubble_row(rank=rank))
     flushed(journal)
     report_failure(tmp_path, ReportedFailure(description="y", failed_unix_seconds=1.0))
     found, run = samples(client), tmp_path.name

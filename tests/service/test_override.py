@@ -10,7 +10,7 @@ from tests.service.journals import error_of, flushed, plan_row
 
 
 def test_an_override_is_written_told_and_withdrawn(tmp_path: Path, writing: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     flushed(journal)
     asked = {"interval_iterations": 25, "reason": "repairs", "expires_in_seconds": 600}
     reply = writing.put("/plan/override", json=asked)
@@ -22,7 +22,7 @@ def test_an_override_is_written_told_and_withdrawn(tmp_path: Path, writing: Test
     told = writing.get("/plan").json()["override"]
     assert told == reply.json()
     assert told["taken_up"] is False
-    journal.record_plan(plan_row(origin="override", explanation={"override": {"id": told["id"]}}))
+    journal.record(plan_row(origin="override", explanation={"override": {"id": told["id"]}}))
     flushed(journal)
     assert writing.get("/plan").json()["override"]["taken_up"] is True
     assert writing.delete("/plan/override").json()["id"] == told["id"]
@@ -33,7 +33,7 @@ def test_an_override_is_written_told_and_withdrawn(tmp_path: Path, writing: Test
 def test_the_newest_override_counts_until_it_expires(
     writing: TestClient, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     flushed(journal)
     writing.put("/plan/override", json={"interval_iterations": 25, "reason": "a"})
     writing.put("/plan/override", json={"interval_max_iterations": 90, "reason": "b", "expires_in_seconds": 60})
@@ -76,7 +76,7 @@ def test_only_who_may_write_can_override(tmp_path: Path, client: TestClient, jou
 def test_overrides_that_cannot_be_read_do_not_hide_the_plan(
     tmp_path: Path, writing: TestClient, journal: Journal
 ) -> None:
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     flushed(journal)
     (tmp_path / "commands.db").write_bytes(b"x" * 4096)
     body = writing.get("/plan").json()

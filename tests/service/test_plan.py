@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from cpsr.journal import CheckpointRow, Journal, PhaseRow
+from cpsr.journal import CheckpointRow, Journal, PhaseRow, RecoveryRow, RecoverySource
 from cpsr.planner.plan import make_plan
 from tests.service.journals import (
     LIMITS,
@@ -24,12 +24,12 @@ from tests.service.journals import (
 
 def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journal) -> None:
     (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 2}')
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     record_steps(journal)
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", bytes=1234))
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=100, status="skipped", reason="slow disk"))
-    journal.record_recovery(recovery_row())
-    journal.record_rehearsal(rehearsal_row())
+    journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=1234))
+    journal.record(CheckpointRow(life=0, iteration=100, status="skipped", reason="slow disk"))
+    journal.record(recovery_row())
+    journal.record(rehearsal_row())
     flushed(journal)
     body = client.get("/plan").json()
     assert (body["last_rehearsal"]["outcome"], body["last_rehearsal"]["lag_iterations"]) == ("refused", None)
@@ -54,7 +54,7 @@ def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journ
 
 
 def test_inputs_have_their_unit_their_source_and_their_age_now(client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row(measured_plan(), from_iteration=3))
+    journal.record(plan_row(measured_plan(), from_iteration=3))
     record_steps(journal)  # the plan is four iterations old
     flushed(journal)
     inputs = {one["name"]: one for one in client.get("/plan").json()["inputs"]}
@@ -74,7 +74,7 @@ def test_what_was_never_measured_is_a_prior(client: TestClient, journal: Journal
     """Also where an older version wrote it as measured."""
     plan = measured_plan()
     origins = {"failures_per_second": {"kind": "measured", "samples": 0, "age_iterations": 3}}
-    journal.record_plan(plan_row(plan, explanation={**plan.explanation, "origins": origins}))
+    journal.record(plan_row(plan, explanation={**plan.explanation, "origins": origins}))
     flushed(journal)
     inputs = {one["name"]: one for one in client.get("/plan").json()["inputs"]}
     rate = inputs["failures_per_second"]
@@ -86,17 +86,17 @@ def test_ranks_with_intervals_of_their_own(tmp_path: Path, client: TestClient, j
     ranks = [measured_inputs(), measured_inputs(stall_seconds=5.0)]
     plan = make_plan(ranks, LIMITS, intervals="per_rank", recovery_mode="predict")
     assert len(set(plan.rank_interval_iterations)) == 2
-    journal.record_plan(plan_row(plan))
+    journal.record(plan_row(plan))
     flushed(journal)
     told = client.get("/plan").json()["ranks"]
     assert [rank["interval_iterations"] for rank in told] == list(plan.rank_interval_iterations)
 
 
 def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     flushed(journal)
     assert client.get("/plan").json()["phase"] == {"phase": 0, "first_iteration": 0}
-    journal.record_phase(
+    journal.record(
         PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=120, xi=1.0, last_xi=2.0, ended_by="change")
     )
     flushed(journal)
@@ -104,11 +104,11 @@ def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal
 
 
 def test_history_says_until_when_each_plan_held(client: TestClient, journal: Journal) -> None:
-    journal.record_phase(
+    journal.record(
         PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=40, xi=1.0, last_xi=2.0, ended_by="change")
     )
     for place, start in enumerate((0, 40, 90)):
-        journal.record_plan(plan_row(from_iteration=start, created_unix_seconds=100.0 + place))
+        journal.record(plan_row(from_iteration=start, created_unix_seconds=100.0 + place))
     flushed(journal)
     body = client.get("/plan/history").json()
     assert [(one["from_iteration"], one["until_iteration"]) for one in body["plans"]] == [(90, None), (40, 90), (0, 40)]
@@ -133,17 +133,62 @@ def test_history_says_until_when_each_plan_held(client: TestClient, journal: Jou
         ({"method": "exact", "restored_iteration": 50}, "predicted", True),
         ({"method": "exact", "restored_iteration": 40}, "predicted", None),
         ({"method": "scratch", "restored_iteration": 0, "checkpoint_iteration": None}, "predicted", False),
+        ({"method": "stale", "restored_iteration": 50}, "trained", True),
+        ({"method": "stale", "restored_iteration": 50, "outcome": "vetoed"}, "trained", True),
+        ({"method": "of a later version"}, "trained", True),
         (None, "predicted", False),
     ],
 )
 def test_descent_from_a_predicted_state(
     client: TestClient, journal: Journal, last: dict[str, Any] | None, origin: Any, descends: bool | None
 ) -> None:
-    journal.record_plan(plan_row())
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", origin=origin))
+    journal.record(plan_row())
+    journal.record(CheckpointRow(life=0, iteration=50, status="committed", origin=origin))
     if last is not None:
-        journal.record_recovery(recovery_row(id="earlier", method="exact", restored_iteration=10))
-        journal.record_recovery(recovery_row(**last))
+        journal.record(recovery_row(id="earlier", method="exact", restored_iteration=10))
+        journal.record(recovery_row(**{"life": 1, **last}))
+    flushed(journal)
+    assert client.get("/plan").json()["descends_from_predicted"] is descends
+
+
+IN_MEMORY = (RecoverySource(rank=0, source="memory", iteration=92),)
+DUMPED = (RecoverySource(rank=0, source="departure", iteration=92),)
+PREDICTED_BEFORE = recovery_row(id="earlier", life=1, restored_iteration=60)
+EXACT_BEFORE = recovery_row(id="earlier", life=1, restored_iteration=50, method="exact")
+ROLLED_BACK_BEFORE = recovery_row(id="earlier", life=1, restored_iteration=60, outcome="rolled_back")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "checkpoints", "last", "descends"),
+    [
+        (None, [], {"method": "departure", "sources": DUMPED}, False),
+        (EXACT_BEFORE, [], {"method": "departure", "sources": DUMPED}, False),
+        (PREDICTED_BEFORE, [], {"method": "departure", "sources": DUMPED}, True),
+        (ROLLED_BACK_BEFORE, [], {"method": "departure", "sources": DUMPED}, False),
+        (PREDICTED_BEFORE, [(1, 70, "predicted")], {"method": "departure", "sources": DUMPED}, True),
+        (EXACT_BEFORE, [(1, 70, "predicted")], {"method": "departure", "sources": DUMPED}, True),
+        (PREDICTED_BEFORE, [], {"method": "exact", "sources": IN_MEMORY}, True),
+        (EXACT_BEFORE, [], {"method": "exact", "sources": IN_MEMORY}, False),
+        (PREDICTED_BEFORE, [], {"method": "exact", "restored_iteration": 50}, False),
+        # What has been committed since says it itself.
+        (None, [(2, 100, "predicted")], {"method": "departure", "sources": DUMPED}, True),
+        (PREDICTED_BEFORE, [(2, 100, "trained")], {"method": "departure", "sources": DUMPED}, False),
+    ],
+)
+def test_what_was_left_in_memory_descends_from_what_the_life_before_had(
+    client: TestClient,
+    journal: Journal,
+    earlier: RecoveryRow | None,
+    checkpoints: list[tuple[int, int, Any]],
+    last: dict[str, Any],
+    descends: bool,
+) -> None:
+    journal.record(plan_row())
+    for life, iteration, origin in [(0, 50, "trained"), *checkpoints]:
+        journal.record(CheckpointRow(life=life, iteration=iteration, status="committed", origin=origin))
+    if earlier is not None:
+        journal.record(earlier)
+    journal.record(recovery_row(**{"life": 2, **last}))
     flushed(journal)
     assert client.get("/plan").json()["descends_from_predicted"] is descends
 
@@ -164,7 +209,7 @@ def test_plan_without_a_usable_run_json(
 ) -> None:
     if content is not None:
         (tmp_path / "run.json").write_text(content)
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     flushed(journal)
     response = client.get("/plan")
     body = response.json()
@@ -186,7 +231,7 @@ def newer(path: Path) -> None:
 
 def truncated(path: Path) -> None:
     journal = Journal.open(path)
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     record_steps(journal)
     journal.close()
     os.truncate(path, 6000)
@@ -194,7 +239,7 @@ def truncated(path: Path) -> None:
 
 def damaged(path: Path, assignment: str) -> None:
     journal = Journal.open(path)
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     journal.close()
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA ignore_check_constraints = ON")
@@ -235,7 +280,7 @@ def test_unreadable_journal_is_503(tmp_path: Path, client: TestClient, spoil: An
 
 def test_locked_journal_is_503_and_comes_back(tmp_path: Path, client: TestClient) -> None:
     journal = Journal.open(tmp_path / "journal.db")
-    journal.record_plan(plan_row())
+    journal.record(plan_row())
     journal.close()
     connection = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=DELETE")
@@ -249,7 +294,7 @@ def test_locked_journal_is_503_and_comes_back(tmp_path: Path, client: TestClient
 
 def test_a_number_that_is_none_is_null_or_told_by_its_name(client: TestClient, journal: Journal) -> None:
     nan = replace(measured_plan(), explanation={"inputs": {"stall_seconds": float("nan")}, "bound": "none"})
-    journal.record_plan(plan_row(nan))
+    journal.record(plan_row(nan))
     record_steps(journal, seconds=float("nan"))
     flushed(journal)
     body = client.get("/plan").json()

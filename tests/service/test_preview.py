@@ -10,8 +10,8 @@ from tests.service.journals import LIMITS, error_of, flushed, measured_inputs, m
 
 
 def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row(measured_plan()))
-    journal.record_checkpoint(CheckpointRow(life=0, iteration=50, status="committed", bytes=1000))
+    journal.record(plan_row(measured_plan()))
+    journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=1000))
     flushed(journal)
     same = client.post("/plan/preview", json={}).json()
     assert same["interval_iterations"] == same["held_interval_iterations"] == measured_plan().interval_iterations
@@ -30,7 +30,7 @@ def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal) ->
 
 
 def test_bytes_without_a_checkpoint_are_refused(client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row(measured_plan()))
+    journal.record(plan_row(measured_plan()))
     flushed(journal)
     refusal = error_of(client.post("/plan/preview", json={"persist_bytes_per_second": 10}), 409)
     assert refusal["code"] == "size_unknown"
@@ -40,14 +40,14 @@ def test_bytes_without_a_checkpoint_are_refused(client: TestClient, journal: Jou
 @pytest.mark.parametrize("plans", [[], [fixed_plan(50)]], ids=["none", "fixed"])
 def test_what_was_never_measured_cannot_be_previewed(client: TestClient, journal: Journal, plans: list[Any]) -> None:
     for plan in plans:
-        journal.record_plan(plan_row(plan))
+        journal.record(plan_row(plan))
     flushed(journal)
     assert error_of(client.post("/plan/preview", json={}), 409)["code"] == "nothing_measured"
 
 
 def test_a_restarted_run_is_previewed_from_the_plan_before(client: TestClient, journal: Journal) -> None:
-    journal.record_plan(plan_row(measured_plan(), from_iteration=10))
-    journal.record_plan(plan_row(explanation={"rule": "as planned before the restart"}, interval_iterations=77))
+    journal.record(plan_row(measured_plan(), from_iteration=10))
+    journal.record(plan_row(explanation={"rule": "as planned before the restart"}, interval_iterations=77))
     flushed(journal)
     body = client.post("/plan/preview", json={}).json()
     assert (body["from_iteration"], body["held_interval_iterations"]) == (10, 77)

@@ -16,9 +16,9 @@ import uvicorn
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cpsr.client import Client
 from cpsr.errors import ConfigError
 from cpsr.service.access import TOKEN_VARIABLE, Access
+from cpsr.service.client import Client
 from cpsr.service.server import _Connection, bind, may_come
 from tests.service.journals import error_of, new_run
 
@@ -68,11 +68,11 @@ from pathlib import Path
 from cpsr.journal import Journal, PlanRow, StepRow
 journal = Journal.open(Path(sys.argv[1]) / "journal.db")
 life = journal.start_life("auto")
-journal.record_plan(PlanRow(life=life, from_iteration=0, interval_iterations=50, origin="fixed"))
+journal.record(PlanRow(life=life, from_iteration=0, interval_iterations=50, origin="fixed"))
 iteration = 0
 while True:
     iteration += 1
-    journal.record_steps([StepRow(life=life, iteration=iteration, loss=1.0, learning_rate=1e-3, seconds=0.002)])
+    journal.record(*[StepRow(life=life, iteration=iteration, loss=1.0, learning_rate=1e-3, seconds=0.002)])
     time.sleep(0.002)
 """
 

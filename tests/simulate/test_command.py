@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cpsr.cli import app
+from cpsr.cli.main import app
 from cpsr.errors import ConfigError
 from cpsr.simulate import spec as spec_module
 from cpsr.simulate.command import run_simulation

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.planner.baselines import Daly, Young
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Array, PlannerInputs
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.plan import make_plan
-from cpsr.planner.rivals import Daly, Young
 from cpsr.simulate.arrivals import Weibull, poisson
 from cpsr.simulate.closed_forms import exact_ettr, formula_ettr
 from cpsr.simulate.outcome import Outcome

@@ -1,0 +1,249 @@
+"""The `cpsr bench` commands; everything heavy is imported inside its own command."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cpsr.errors import ConfigError
+
+__all__ = ["bench"]
+
+bench = typer.Typer(help="Measure what checkpoints and failures cost.", no_args_is_help=True)
+
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
+
+
+@bench.command()
+def stall(
+    json_path: JsonPath = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Checkpoints per method and size.")] = 30,
+    workdir: Workdir = None,
+) -> None:
+    """What a checkpoint costs the training thread and what survives damage, beside other packages' checkpoints."""
+    from cpsr.benchmarks.stall.run import main as run_stall
+
+    run_stall(json_path=json_path, pairs=pairs, workdir=workdir)
+
+
+@bench.command()
+def plan(
+    json_path: JsonPath = None,
+    real: Annotated[bool, typer.Option("--real", help="What failing jobs cost, beside their plans, instead.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --real: trainings, of about 10 minutes each.")] = 3,
+    mtbf_iterations: Annotated[int, typer.Option(min=20, help="With --real: between failures, on average.")] = 88,
+    failures: Annotated[int, typer.Option(min=1, help="With --real: in each job; the aim is for 10.")] = 10,
+    cache: Annotated[Path | None, typer.Option(help="With --real: keeps the jobs; runs/bench-plan-real.")] = None,
+) -> None:
+    """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs foretell their cost."""
+    if real:
+        from cpsr.benchmarks.plan.injection import Injection
+        from cpsr.benchmarks.plan.real import CACHE
+        from cpsr.benchmarks.plan.real import main as run_real
+
+        injection = Injection(failures=failures, mtbf_iterations=mtbf_iterations)
+        run_real(json_path, seeds, CACHE if cache is None else cache, injection)
+        return
+    from cpsr.benchmarks.plan.run import main as run_plan_benchmark
+
+    run_plan_benchmark(json_path)
+
+
+@bench.command()
+def overhead(
+    json_path: JsonPath = None,
+    full: Annotated[bool, typer.Option("--full", help="More of everything: about half an hour.")] = False,
+    parts: Annotated[
+        str, typer.Option(help="wrapper, bubbles (of a pipeline), memory (over a run): some of them, comma-separated.")
+    ] = "wrapper,bubbles,memory",
+    workdir: Workdir = None,
+) -> None:
+    """Extra time of training steps, the predictor's work against a pipeline's bubbles, and its memory."""
+    from cpsr.benchmarks.overhead.parts import DEFAULT, FULL
+    from cpsr.benchmarks.overhead.run import main as run_overhead
+
+    run_overhead(json_path, FULL if full else DEFAULT, _comma_separated(parts), workdir)
+
+
+@bench.command()
+def fit(
+    run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
+    phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,
+    json_path: JsonPath = None,
+) -> None:
+    """How well the loss curves of finished runs are fitted and forecast online."""
+    from cpsr.benchmarks.loss_fit.run import main as run_fit
+
+    run_fit(run_dir, phase_iterations, json_path)
+
+
+@bench.command()
+def recovery(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A subset of about 5 minutes on two cores; the default.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The whole grid: hours; interrupt it and go on at will.")
+    ] = False,
+    points: Annotated[int | None, typer.Option(min=1, help="Failure points in each cell and seed.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Training runs of each workload.")] = None,
+    workloads: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
+    intervals: Annotated[str | None, typer.Option(help="Iterations between checkpoints, comma-separated.")] = None,
+    infeasible: Annotated[bool, typer.Option("--infeasible", help="Also intervals beyond what can work.")] = False,
+    failures: Annotated[int | None, typer.Option(min=1, help="Follow runs that fail so often, instead.")] = None,
+    warm_up: Annotated[bool, typer.Option("--warm-up", help="Failures early in the run, instead.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """What a failure costs: the lag that stays after coming back, by every method, on paired data."""
+    from cpsr.benchmarks.recovery.command import run_recovery
+    from cpsr.benchmarks.recovery.grid import selection
+
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
+    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals)
+    run_recovery(chosen, failures, warm_up, cache, json_path, workers)
+
+
+@bench.command()
+def prior(
+    failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 10,
+    settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 8,
+    directions: Annotated[int, typer.Option(min=0, help="Failures at which the two directions are compared.")] = 8,
+    data: Annotated[Path | None, typer.Option(help="Directory of the measured recoveries.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the fitted table here.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Measure recoveries with many settings on runs of their own, and fit the predictor's prior table to them."""
+    from cpsr.benchmarks.prior.run import CACHE, DATA
+    from cpsr.benchmarks.prior.run import main as run_prior
+
+    run_prior(data or DATA, cache or CACHE, failures, settings, directions, table, json_path)
+
+
+@bench.command()
+def predictor(
+    parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
+    checkpoints: Annotated[int, typer.Option(min=3, help="In the history; 4 bytes a parameter each.")] = 8,
+    methods: Annotated[str, typer.Option(help="Names, comma-separated.")] = "default",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of reading and predicting, per method.")] = 7,
+    tokens: Annotated[int, typer.Option(min=1, help="A training batch is one sequence of this length.")] = 256,
+    cache: Annotated[Path | None, typer.Option(help="Holds the history; by default runs/bench-predictor.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the history there, for the next call.")] = False,
+    json_path: JsonPath = None,
+) -> None:
+    """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
+    from cpsr.benchmarks.predictor_cost.run import CACHE
+    from cpsr.benchmarks.predictor_cost.run import main as run_predictor
+
+    run_predictor(parameters, checkpoints, methods, repeats, tokens, CACHE if cache is None else cache, keep, json_path)
+
+
+@bench.command()
+def faults(
+    every: Annotated[int, typer.Option(min=1, help="Only every so many faults of each scenario.")] = 1,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Parts, or how their names begin, comma-separated; by default all. `live` is real jobs, `sparse` all "
+            "with sparse checkpoints."
+        ),
+    ] = "",
+    sample: Annotated[bool, typer.Option("--sample", help="What every change is tested with, in minutes.")] = False,
+    seed: Annotated[int, typer.Option(help="With which scenarios of real jobs are drawn.")] = 0,
+    json_path: JsonPath = None,
+    workdir: Workdir = None,
+) -> None:
+    """Kill, refuse and damage the checkpoint store at every point, then real jobs by signals; restart after each."""
+    from cpsr.benchmarks.faults.run import main as run_faults
+    from cpsr.benchmarks.faults.selection import select
+
+    run_faults(select(only, every, seed, sample=sample), json_path, workdir)
+
+
+@bench.command()
+def service(
+    json_path: JsonPath = None,
+    steps: Annotated[int, typer.Option(min=1000, help="Rows of the journal.")] = 10_000_000,
+    checkpoints: Annotated[int, typer.Option(min=1, help="Rows of the journal.")] = 100_000,
+    clients: Annotated[int, typer.Option(min=1, max=200, help="Each asks once a second.")] = 50,
+    seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 60.0,
+    cache: Annotated[Path | None, typer.Option(help="Keeps the journal; by default runs/bench-service.")] = None,
+    workdir: Workdir = None,
+) -> None:
+    """How fast the service says what the plan is over a long run's journal beside training, and its memory."""
+    from cpsr.benchmarks.service.run import CACHE
+    from cpsr.benchmarks.service.run import main as run_service_benchmark
+
+    run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir, CACHE if cache is None else cache)
+
+
+@bench.command()
+def experts(
+    quick: Annotated[bool, typer.Option("--quick", help="About 12 minutes on two cores; the default.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="More models and policies: about two hours; interrupt it at will.")
+    ] = False,
+    parts: Annotated[
+        str, typer.Option(help="arithmetic, stall, writes, failures: some of them, comma-separated.")
+    ] = "arithmetic,stall,writes,failures",
+    workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
+    seeds: Annotated[int | None, typer.Option(min=2, help="Of each model that fails.")] = None,
+    batch_windows: Annotated[int | None, typer.Option(min=1, help="Of an iteration of each model that fails.")] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="By which models that fail are saved: sequential, load_aware, dynamic_k, moetion, window; some of "
+            "them, comma-separated. By default sequential, and moetion with --full."
+        ),
+    ] = None,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="What becomes of experts that are older than the checkpoint: stale, more_capacity, catch_up, "
+            "catch_up_whole; some of them, comma-separated, and stale in any case. By default all."
+        ),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keeps finished runs with failures; by default runs/bench-experts.")
+    ] = None,
+    workdir: Workdir = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Sparse snapshots of a mixture of experts: bytes, stall, and the lag after four failures."""
+    from cpsr.benchmarks.experts.run import CACHE
+    from cpsr.benchmarks.experts.run import main as run_experts
+    from cpsr.benchmarks.experts.size import FULL, QUICK
+
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
+    size = (FULL if full else QUICK).with_failing(
+        seeds,
+        batch_windows,
+        None if policies is None else _comma_separated(policies),
+        None if modes is None else _comma_separated(modes),
+    )
+    run_experts(json_path, size, _comma_separated(parts), workers, workdir, CACHE if cache is None else cache)
+
+
+@bench.command()
+def simulate(
+    subject: Annotated[str, typer.Argument(help="moevement, cpsr or planner.")],
+    json_path: JsonPath = None,
+) -> None:
+    """Results of papers computed again by the simulator, or the planner against brute force; nothing is trained."""
+    from cpsr.benchmarks.simulate.run import SUBJECTS
+    from cpsr.benchmarks.simulate.run import main as run_simulations
+
+    chosen = next((name for name in SUBJECTS if name == subject), None)
+    if chosen is None:
+        raise ConfigError(f"unknown subject {subject!r}; known are {', '.join(SUBJECTS)}")
+    run_simulations(chosen, json_path)
+
+
+def _comma_separated(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]

@@ -1,0 +1,189 @@
+"""Which parts of the campaign a call asks for, and how many faults of each."""
+
+from dataclasses import dataclass
+
+from cpsr.benchmarks.faults.campaign import PARTS
+from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.scenarios import FIXED, Scenario, chosen
+from cpsr.errors import ConfigError
+
+__all__ = ["AT_LEAST", "LIVE", "SAMPLE", "SAMPLED_JOBS", "Selection", "parts_asked_for", "select"]
+
+READS_EVERY = 5  # hundreds of calls read the same few files, for each of the errors
+LIVE = "live"
+SPARSE = "sparse"
+# What every change is tested with: enough of each that every kind of call is met.
+SAMPLE = {
+    "kill: save and commit": 3,
+    "kill: save of another rank": 8,
+    "kill: partial save of weights": 12,
+    "kill: partial save by link": 6,
+    "kill: retention": 16,
+    "kill: roll-back": 4,
+    "kill: setting aside": 2,
+    "kill: restart": 4,
+    "kill: sparse chain": 30,
+    "kill: sparse chain by copies": 70,
+    "kill: sparse roll-back": 14,
+    "kill: sparse restart": 10,
+    "error: ENOSPC": 8,
+    "error: ENOSPC from there on": 4,
+    "error: EIO": 9,
+    "error: EIO and retention": 30,
+    "error: EIO from there on": 16,
+    "error: EINTR": 9,
+    "error: EINTR of a read": 60,
+    "error: EROFS from there on": 5,
+    "error: EIO of a read": 40,
+    "error: half of a write lost": 3,
+    "error: a write lost": 3,
+    "error: fsync does nothing": 6,
+    "restart: EIO": 25,
+    "restart: EMFILE": 10,
+    "restart: EINTR": 30,
+    "environments": 1,
+    "damage": 25,
+    "sparse error: ENOSPC": 15,
+    "sparse error: EIO and retention": 25,
+    "sparse error: EIO from there on": 25,
+    "sparse error: EIO of a read": 60,
+    "sparse error: fsync does nothing": 8,
+    "sparse error: EPERM of a link from there on": 1,
+    "sparse error: ENOSPC without links": 20,
+    "sparse error: half of a copy lost": 2,
+    "sparse restart: EIO": 60,
+    "sparse damage": 60,
+}
+# One of each kind that differs most, at one stage, since each is compared with a quiet job of its own.
+SAMPLED_JOBS = (
+    "two in a row, exact",
+    "stopped, goes on late",
+    "asked while a step hangs",
+    "one killed, its memory damaged",
+    "killed while the other dumps",
+    "a machine lost with its memory",
+    "rolled back",
+)
+# Calls of each kind that a part meets at the least: none of them can become fewer without notice.
+AT_LEAST = {
+    "kill: save and commit": 35,
+    "kill: save of another rank": 25,
+    "kill: save of both ranks": 60,
+    "kill: save again": 35,
+    "kill: partial save of weights": 20,
+    "kill: partial save by link": 15,
+    "kill: retention": 80,
+    "kill: roll-back": 15,
+    "kill: setting aside": 6,
+    "kill: restart": 12,
+    "kill: sparse chain": 230,
+    "kill: sparse chain by copies": 280,
+    "kill: sparse save of both ranks": 90,
+    "kill: sparse roll-back": 25,
+    "kill: sparse restart": 14,
+    "error: ENOSPC": 30,
+    "error: ENOSPC from there on": 8,
+    "error: EIO": 35,
+    "error: EIO and retention": 60,
+    "error: EIO from there on": 35,
+    "error: EINTR": 25,
+    "error: EINTR of a read": 100,
+    "error: EROFS from there on": 18,
+    "error: EIO of a read": 150,
+    "error: half of a write lost": 6,
+    "error: a write lost": 6,
+    "error: fsync does nothing": 10,
+    "restart: EIO": 100,
+    "restart: EMFILE": 45,
+    "restart: EINTR": 100,
+    "sparse error: ENOSPC": 45,
+    "sparse error: EIO and retention": 75,
+    "sparse error: EIO from there on": 50,
+    "sparse error: EIO of a read": 120,
+    "sparse error: fsync does nothing": 12,
+    "sparse error: EPERM of a link from there on": 2,
+    "sparse error: ENOSPC without links": 50,
+    "sparse error: half of a copy lost": 4,
+    "sparse restart: EIO": 180,
+    "damage": 1500,
+    "sparse damage": 2500,
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a call injects.
+
+    Attributes:
+        parts: of the store's campaign, and of which only every so many faults.
+        scenarios: of live jobs.
+    """
+
+    parts: dict[str, int]
+    scenarios: tuple[Scenario, ...]
+
+    def missing(self, outcomes: list[Outcome]) -> list[str]:
+        """Scenarios that met fewer calls than they have to."""
+        tried = {
+            name: sum(outcome.scenario == name or outcome.scenario.startswith(_kinds(name)) for outcome in outcomes)
+            for name in self.parts
+        }
+        return [
+            f"{name}: {tried[name]} faults, of at least {AT_LEAST[name] // every}"
+            for name, every in self.parts.items()
+            if name in AT_LEAST and tried[name] < AT_LEAST[name] // every
+        ]
+
+
+def select(only: str = "", every: int = 1, seed: int = 0, *, sample: bool = False) -> Selection:
+    """What a call asks for.
+
+    Args:
+        only: words, comma-separated, see `parts_asked_for`.
+        every: only every so many faults of each scenario, and scenarios of live jobs.
+        seed: the scenarios of live jobs are drawn with it.
+        sample: of these parts what every change is tested with.
+
+    Raises:
+        ConfigError: a word names no part.
+    """
+    names = parts_asked_for(only)
+    stored = [name for name in names if name != LIVE]
+    if sample:
+        scenarios = [scenario for scenario in FIXED if scenario.name in SAMPLED_JOBS]
+        parts = {name: every * SAMPLE[name] for name in stored if name in SAMPLE}
+    else:
+        scenarios = list(chosen(seed))
+        parts = {name: every * _stride(name) for name in stored}
+    return Selection(parts, tuple(scenarios[::every] if LIVE in names else ()))
+
+
+def parts_asked_for(only: str) -> list[str]:
+    """Names of parts, in the order in which they run.
+
+    Args:
+        only: words, comma-separated; empty for all. A word is a part's name, or how names begin up to their colon;
+            `live` is live jobs; `sparse` stands for all parts with sparse checkpoints.
+
+    Raises:
+        ConfigError: a word names no part.
+    """
+    known = [*PARTS, LIVE]
+    words = [word.strip() for word in only.split(",")] if only else []
+    for word in words:
+        if not any(_means(word, name) for name in known):
+            raise ConfigError(f"no part of the campaign is called {word!r}; there are {', '.join([*known, SPARSE])}")
+    return [name for name in known if not words or any(_means(word, name) for word in words)]
+
+
+def _kinds(name: str) -> tuple[str, str]:
+    """How the scenarios of a part begin that has several."""
+    return f"{name}: ", f"{name.replace('damage', 'exchange')}: "
+
+
+def _means(word: str, name: str) -> bool:
+    return name == word or name.startswith(f"{word}:") or (word == SPARSE and SPARSE in name)
+
+
+def _stride(name: str) -> int:
+    return READS_EVERY if "restart: " in name or name.endswith("of a read") else 1

@@ -1,0 +1,49 @@
+"""The prior table on the terminal, and expected beside measured lags as a picture."""
+
+import numpy
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_without
+from cpsr.predictor.calibration import FEATURES, Table
+from cpsr.tables import print_table
+
+__all__ = ["draw", "show"]
+
+SHOWN_ITERATIONS = (-300, 300)
+
+
+def show(console: Console, table: Table, left: list[Left]) -> None:
+    """Print the terms of the expected lag, and how the table does on runs that it has not seen."""
+    console.print(
+        f"{table.source['recoveries']} recoveries at {table.source['failures']} failures; a single one scatters by "
+        f"{table.noise_iterations:.0f} iterations around the expectation of its run"
+    )
+    coefficients = TextTable(title="Terms of the expected lag, in iterations", title_justify="left")
+    for heading in ("term", "coefficient", "between runs"):
+        coefficients.add_column(heading, justify="left" if heading == "term" else "right")
+    for name, mean, variance in zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True):
+        coefficients.add_row(name, f"{mean:+.3f}", f"{variance**0.5:.3f}")
+    print_table(console, coefficients)
+    judged = TextTable(title="Each run, by the table without it", title_justify="left")
+    for heading in ("run", "recoveries", "rank correlation", "over the best measured", "restart from c over it"):
+        judged.add_column(heading, justify="left" if heading == "run" else "right")
+    for one in left:
+        row = f"{one.correlation:+.2f}", f"{one.regret_iterations:.0f}", f"{one.stale_regret_iterations:.0f}"
+        judged.add_row(one.run, str(one.recoveries), *row)
+    print_table(console, judged)
+
+
+def draw(recoveries: Recoveries) -> Figure:
+    """Expected against measured lag; each run by the table without it."""
+    figure = Figure(figsize=(6.5, 6), layout="constrained")
+    axes = figure.subplots()
+    for name in sorted(set(recoveries.runs)):
+        expected, measured = expected_without(recoveries, name)
+        axes.plot(numpy.clip(expected, *SHOWN_ITERATIONS), numpy.clip(measured, *SHOWN_ITERATIONS), ".", label=name)
+    axes.plot(SHOWN_ITERATIONS, SHOWN_ITERATIONS, color="black", lw=0.8)
+    axes.set_xlabel("expected lag, iterations (by the table without the run)")
+    axes.set_ylabel("measured lag, iterations")
+    axes.legend(fontsize=7, frameon=False)
+    return figure

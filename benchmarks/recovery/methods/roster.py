@@ -1,0 +1,116 @@
+"""The ways to come back that are compared, by name."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from cpsr.benchmarks.recovery import guarded
+from cpsr.benchmarks.recovery.methods.baselines import BASELINES, ORACLE, RECOMPUTE
+from cpsr.benchmarks.recovery.methods.elementwise import ElementwisePredictor
+from cpsr.benchmarks.recovery.sources import files_digest, predictor_files
+from cpsr.errors import ConfigError
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import StatePredictor
+from cpsr.predictor.series_predictor import SeriesPredictor
+from cpsr.predictor.vitp import VITPPredictor
+
+__all__ = [
+    "HARNESS",
+    "HARNESS_VERSION",
+    "MOVED",
+    "ORACLE",
+    "PREDICTORS",
+    "RECOMPUTE",
+    "STALE",
+    "Method",
+    "find_methods",
+    "predictor_source",
+    "sees_the_run",
+]
+
+STALE = "stale"  # what every method is paired with, beside recomputing
+# Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own.
+MOVED = "recompute-moved"
+# Recomputing costs the horizon by definition, and is not run; the oracle's cost is the error of the measurement.
+HARNESS = (RECOMPUTE, MOVED, ORACLE)
+# Of what the benchmark gives to a predictor and keeps of it: raise it where learning or the kept fields change, and
+# everything is formed again.
+HARNESS_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a method's predictor is made.
+
+    Attributes:
+        make: the predictor's class, or a partial of it.
+        window_checkpoints: length of its window where it is counted in checkpoints, whatever the interval.
+        learns_as: another method of the same predictor that learns the same, so that it is learned once.
+        guarded: as the product runs it: limited, vetoed or shortened by the loss of probes, and declined where no less
+            than the horizon is expected. Others are taken as they come.
+    """
+
+    make: Callable[..., StatePredictor]
+    window_checkpoints: int | None = None
+    learns_as: str | None = None
+    guarded: bool = False
+
+    def predictor(self, interval: int) -> StatePredictor:
+        """A new one, for checkpoints every `interval` iterations."""
+        if self.window_checkpoints is None:
+            return self.make()
+        return self.make(window_iterations=(self.window_checkpoints - 1) * interval)
+
+
+PREDICTORS: dict[str, Method] = {
+    **{name: Method(make, guarded=name == "line") for name, make in BASELINES.items() if name not in HARNESS},
+    "line-6-x2": Method(partial(LinePredictor, gain=2.0, base="checkpoint"), window_checkpoints=6),
+    "line-8-1.5": Method(partial(LinePredictor, gain=1.5, base="line"), window_checkpoints=8),
+    "vitp": Method(VITPPredictor, guarded=True),
+    "vitp-always": Method(partial(VITPPredictor, direction="vitp"), learns_as="vitp", guarded=True),
+    "vitp-elementwise": Method(ElementwisePredictor),
+}
+
+
+def find_methods(names: Iterable[str] | None) -> tuple[str, ...]:
+    """Names of methods, checked; None is every one.
+
+    Raises:
+        ConfigError: there is no method of that name.
+    """
+    known = (RECOMPUTE, MOVED, *PREDICTORS, ORACLE)
+    if names is None:
+        return known
+    chosen = tuple(dict.fromkeys(names))
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"no method is called '{name}'; there are {', '.join(known)}")
+    return chosen
+
+
+def sees_the_run(name: str, interval: int) -> bool:
+    """Whether a method has something to do at the run's checkpoints, before the failure."""
+    method = PREDICTORS[name]
+    learn: Any = getattr(type(method.predictor(interval)), "learn", None)
+    return learn is not SeriesPredictor.learn  # that one learns nothing
+
+
+def predictor_source(name: str) -> str:
+    """Digest of everything that decides what a method predicts: its settings, its source, and all that this uses."""
+    return _source(PREDICTORS[name])
+
+
+@cache
+def _source(method: Method) -> str:
+    made = method.make
+    settings: tuple[Any, ...] = (HARNESS_VERSION, method.window_checkpoints, method.guarded)
+    if isinstance(made, partial):
+        settings = (*settings, made.args, sorted(made.keywords.items()))
+        made = made.func
+    files = predictor_files(Path(inspect.getfile(made)))
+    if method.guarded:
+        files |= predictor_files(Path(inspect.getfile(guarded)))
+    return files_digest(files, f"{made.__qualname__} {settings}")

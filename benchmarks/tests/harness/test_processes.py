@@ -1,0 +1,78 @@
+"""Many processes give the same numbers as one, and end with their parent."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.run import main
+from cpsr.benchmarks.recovery.workload import WORKLOADS
+from cpsr.benchmarks.tests.harness.tiny_workers import square
+from cpsr.benchmarks.tests.recovery.tiny import SELECTION, TINY, measured, one_thread
+from cpsr.errors import CPSRError
+
+ROOT = Path(__file__).parents[3]
+WAITING = """
+import time
+from pathlib import Path
+from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.tests.harness.tiny_workers import wait
+if __name__ == "__main__":
+    with Workers(2) as workers:
+        workers.each(wait, [Path("{0}/0"), Path("{0}/1")])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(WORKLOADS, TINY.name, TINY)
+    with one_thread():
+        yield
+
+
+def test_workers_measure_what_one_process_does(tmp_path: Path) -> None:
+    few = dataclasses.replace(SELECTION, intervals=(50,), methods=("stale", "line"))
+    torch.set_num_threads(2)  # of which nothing may depend
+    main(few, tmp_path / "one", tmp_path / "one.json")
+    main(few, tmp_path / "two", tmp_path / "two.json", workers=2)
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [path.name for path in (tmp_path / "two").iterdir()]
+    assert measured(tmp_path / "one.json") == measured(tmp_path / "two.json")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_keep_the_order_of_the_items_and_an_error_comes_out(count: int) -> None:
+    done: list[int] = []
+    with Workers(count) as workers:
+        assert workers.each(square, [5, 1, 4], done.append) == [25, 1, 16]
+        assert done[-1] == 3
+        with pytest.raises(CPSRError, match="two"):
+            workers.each(square, [1, 2])
+        if count > 1:
+            with pytest.raises(CPSRError, match="a worker was killed"):
+                workers.each(square, [0])
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(WAITING.format(tmp_path))
+    parent = subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    told = [tmp_path / "0", tmp_path / "1"]
+    deadline = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() for path in told):
+        assert parent.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = [psutil.Process(int(path.read_text())) for path in told]
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert len(gone) == 2, alive

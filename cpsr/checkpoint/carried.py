@@ -1,0 +1,148 @@
+"""Files of earlier checkpoints that a later one holds as hard links, with their recorded hashes.
+
+In a *partial* checkpoint some ranks write new weights, and the others carry theirs: it has no moments and no buffers.
+In a *sparse* one of a mixture every rank writes all but some experts, whose files it carries. Experts have their own
+files, named after the iteration at which they were saved::
+
+    rank-00000.params.safetensors                       what every token passes, of this checkpoint
+    rank-00000.experts-0000000100.params.safetensors    experts of this checkpoint, 100
+    rank-00000.experts-0000000080.params.safetensors    a link to what checkpoint 80 wrote, for those not saved since
+
+A file is carried until every expert in it was saved again. So every sparse checkpoint holds every operator, and can
+be verified, loaded and deleted like any other. The manifest gives each operator's iteration, which names its file;
+the same operator in an older file is out of date.
+"""
+
+import errno
+import os
+import shutil
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
+from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files, file_name
+from cpsr.errors import SaveError
+
+__all__ = ["CarriedFiles"]
+
+# How many checkpoints are searched, newest first; retention never removes the newest two.
+_REMEMBERED_PLACES = 8
+# Errors of `link` on file systems without hard links, or with no more links for this file.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
+class CarriedFiles:
+    """The files that this rank wrote in this attempt of this life, and where they lie.
+
+    Nothing is carried from an earlier life, or from a state before a roll-back. Where the newest checkpoint was
+    abandoned, the files before it are the newest.
+    """
+
+    def __init__(self) -> None:
+        self._places: deque[tuple[Path, RankManifest]] = deque(maxlen=_REMEMBERED_PLACES)
+
+    def record(self, directory: Path, manifest: RankManifest) -> None:
+        """Record that this rank's part of a checkpoint is durable in this directory."""
+        self._places.append((directory, manifest))
+
+    def newest(self, attempt: tuple[int, int]) -> dict[str, OperatorRecord]:
+        """The operators of the last part that this rank wrote in this attempt; nothing before."""
+        if not self._places or (self._places[-1][1].life, self._places[-1][1].attempt) != attempt:
+            return {}
+        return self._places[-1][1].operators
+
+    def put_into(
+        self, directory: Path, attempt: tuple[int, int], contents: Contents, *, fsync: bool
+    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
+        """Give the files of carried operators a name in another checkpoint; the caller forces the directory.
+
+        Args:
+            directory: of the checkpoint.
+            attempt: life and attempt; nothing of any other is carried.
+            contents: of this rank's part; operators in files of other ranks are left out.
+            fsync: force a copy to the disk, where there can be no link.
+
+        Returns:
+            The files' records, and those of the operators, at the iterations at which they were taken.
+
+        Raises:
+            SaveError: this rank has not written one of them in this attempt, or a copy differs.
+            OSError: the file system refused.
+        """
+        carried = contents.carried_here
+        if not carried:
+            return {}, {}
+        for source, written in reversed(self._places):
+            if (written.life, written.attempt) != attempt:
+                break
+            known = {name: written.operators[name] for name in carried if name in written.operators}
+            records = {name: one for name, one in known.items() if one.saved_by is None}  # else it is not here
+            if len(records) < len(carried):
+                break
+            if contents.moments:
+                ages = sorted({one.iteration for one in records.values()})
+                names = [name for age in ages for name in expert_files(written.rank, age)]
+            else:
+                names = [file_name(written.rank, "params")]
+                records = {name: one.model_copy(update={"moments": {}}) for name, one in records.items()}
+            files = {name: written.files[name] for name in names}
+            if _put_into(directory, source, files, fsync=fsync):
+                return files, records
+            # It was abandoned, or retention was there.
+        if not contents.moments:
+            raise SaveError(f"{directory}: this rank has no weights to carry that it has written since the run went on")
+        raise SaveError(
+            f"{directory}: {len(carried)} parameters of experts are not saved now, and were not saved since the run "
+            f"went on either (the first is {min(carried)}); the next checkpoint must save all experts"
+        )
+
+
+def _put_into(directory: Path, source: Path, files: Mapping[str, FileRecord], *, fsync: bool) -> bool:
+    """Give files of one checkpoint the same names in another one; False, and no new name, where one is not there.
+
+    Args:
+        directory: where to; nothing of these names is there.
+        source: where they lie.
+        files: with what was written.
+        fsync: force a copy to the disk, where there can be no link.
+
+    Raises:
+        SaveError: a copy differs from what was written.
+        OSError: the file system refused.
+    """
+    for name, record in files.items():
+        try:
+            _link(source / name, directory / name, record, fsync=fsync)
+        except FileNotFoundError:
+            for done in files:
+                (directory / done).unlink(missing_ok=True)
+            return False
+    return True
+
+
+def _link(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _copy(source, target, record, fsync=fsync)
+
+
+def _copy(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:
+    """Copy under a temporary name, verify the copy against the original's record, and rename it."""
+    temporary = temporary_name(target)
+    try:
+        shutil.copyfile(source, temporary, follow_symlinks=False)
+        temporary.chmod(target.parent.stat().st_mode & 0o666)
+        if fsync:
+            sync_file(temporary)
+        found = hash_file(temporary)
+        if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
+            raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
+        temporary.replace(target)
+    except (OSError, SaveError):
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,130 @@
+"""Copies a rank's state into host buffers: by a thread, in pieces during waits, or on a stream of the device."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
+from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.device_copy import DeviceCopy, new_event
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
+from cpsr.state.shard import Shard
+
+__all__ = ["Copying", "StateCopier"]
+
+# Size of one copy during waits: less than a millisecond, so that it ends within short waits.
+PIECE_BYTES = 4 << 20
+
+Copying = Future[float] | PacedCopy | DeviceCopy  # each with a `result()`: seconds
+
+_Source = tuple[int, int, torch.dtype]
+# Takes the buffer's views of what was copied, on the thread that copies.
+_Put = Callable[[Shard], None]
+
+
+class StateCopier:
+    """Starts the copies of snapshots, and makes those of an emergency dump.
+
+    Args:
+        device: of the state; None: the host.
+        worker: the thread that copies on the host.
+
+    Attributes:
+        pace: plans copies in waits; None where copies do not use waits.
+    """
+
+    def __init__(self, device: torch.device | None, worker: ThreadPoolExecutor) -> None:
+        self._worker = worker
+        self.pace: CopyPace | None = None
+        self._planned: dict[bool, tuple[list[_Source], list[Span]]] = {}  # by moments: spans of the shard seen last
+        self._stream: torch.cuda.Stream | None = None
+        self._boundary: torch.cuda.Event | None = None
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
+            self._boundary = new_event()
+
+    def copy_in(self, waits: Waits) -> None:
+        """Copy what fits during waits from now on; see `SnapshotPool.copy_in`."""
+        self.pace = CopyPace(waits)
+
+    def mark_boundary(self) -> None:
+        """Called when a step is complete."""
+        if self._boundary is not None:
+            self._boundary.record()
+
+    def start(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> Copying:
+        """Start to copy the weights and moments of a snapshot.
+
+        Args:
+            buffer: the target.
+            shard: the sources, which must not change before the copy is through.
+            contents: of the snapshot.
+            put: takes the views of the buffer.
+        """
+        if self._stream is None and self.pace is not None:
+            paced = PacedCopy(self.pace)
+            self._worker.submit(paced.run, lambda: self._pieces(buffer, shard, contents, put))
+            return paced
+        if self._stream is None:
+            return self._worker.submit(self._copy_on_host, buffer, shard, contents, put)
+        copy = DeviceCopy(self._stream, shard)
+        self._copy(buffer, shard, contents, put, copy.enqueue)
+        return copy
+
+    def copy_now(self, buffer: HostBuffer, shard: Shard, put: _Put) -> None:
+        """Copy a whole state at once, as of the last boundary; from any thread.
+
+        Args:
+            buffer: the target.
+            shard: the engine's weights and moments, and the buffers of the boundary.
+            put: takes the views of the buffer.
+
+        Raises:
+            SaveError: the device does not finish the step.
+        """
+        if self._stream is None:
+            buffer.copy_others(shard)
+            self._copy(buffer, shard, WHOLE, put, copy_on_host)
+            return
+        copy = DeviceCopy(self._stream, shard, self._boundary)
+        copy.prepare(lambda: buffer.copy_others(shard))
+        self._copy(buffer, shard, WHOLE, put, copy.enqueue)
+        copy.result()
+
+    def _copy_on_host(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> float:
+        started = time.perf_counter()
+        self._copy(buffer, shard, contents, put, copy_on_host)
+        return time.perf_counter() - started
+
+    def _pieces(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> list[Piece]:
+        """What `_copy_on_host` copies, in pieces."""
+        spans = self._spans(buffer, shard, contents)
+        put(_views(buffer, shard, contents))
+        return list(buffer.pairs(cut(spans, PIECE_BYTES)))
+
+    def _copy(
+        self,
+        buffer: HostBuffer,
+        shard: Shard,
+        contents: Contents,
+        put: _Put,
+        copy: Callable[[Iterator[Piece]], None],
+    ) -> None:
+        copy(buffer.pairs(self._spans(buffer, shard, contents)))
+        put(_views(buffer, shard, contents))
+
+    def _spans(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> list[Span]:
+        if contents.uncopied:  # other operators each time
+            return plan_spans(buffer, shard, contents)
+        sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
+        planned = self._planned.get(contents.moments)
+        if planned is None or sources != planned[0]:
+            planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, contents))
+        return planned[1]
+
+
+def _views(buffer: HostBuffer, shard: Shard, contents: Contents) -> Shard:
+    """The buffer's views of what the snapshot holds."""
+    return contents.copied(buffer.shard({name: one.iteration for name, one in shard.operators.items()}))

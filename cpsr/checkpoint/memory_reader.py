@@ -1,0 +1,152 @@
+"""Verifies and loads the states in shared memory."""
+
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from cpsr.checkpoint.loading import dtype_name
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe, digest_of
+from cpsr.errors import CheckpointError
+from cpsr.state.codec import decode
+from cpsr.state.shard import Shard
+
+__all__ = ["load_memory_state", "owned_word", "owned_word_in_memory", "verify_memory_state"]
+
+
+def load_memory_state(state: MemoryState, into: Shard) -> Any:
+    """Copy a state into the views of `into`, whose operators get the iterations at which they were taken.
+
+    Returns:
+        Its scalars.
+
+    Raises:
+        CheckpointError: the state is no longer whole, or is of another model or split; `into` is unchanged.
+    """
+    with _Reading(state) as reading:
+        pairs = [(target, reading.tensor(key, target)) for key, target in into.tensors()]
+        taken_at = reading.taken_at(into)
+        scalars = reading.scalars()
+        with torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source)
+        into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
+        return scalars
+
+
+def verify_memory_state(state: MemoryState) -> str | None:
+    """What is wrong with a state; None where its hash matches."""
+    try:
+        with _Reading(state):
+            return None
+    except CheckpointError as error:
+        return str(error)
+
+
+def owned_word(shard: Shard) -> str:
+    """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
+    slices = {name: (one.parameter.global_shape, one.parameter.offset) for name, one in shard.operators.items()}
+    tensors = {
+        key: (dtype_name(values.dtype), tuple(values.shape), values.contiguous().reshape(-1).view(torch.uint8))
+        for key, values in Shard(shard.operators).tensors()
+    }
+    return _owned_word(slices, tensors)
+
+
+def owned_word_in_memory(state: MemoryState) -> str:
+    """`owned_word` of a state in shared memory; reads all of it.
+
+    Raises:
+        CheckpointError: it is not whole any more.
+    """
+    with _Reading(state) as reading:
+        return reading.owned_word()
+
+
+class _Reading:
+    """A state's file, mapped and verified; tensors are views of it while it is open."""
+
+    def __init__(self, state: MemoryState) -> None:
+        self._state = state
+        found = describe(state.path)
+        if found is None or found[0] != state:
+            raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
+        self._description, digest, (tensor_bytes, description_bytes, scalar_bytes) = found[1:]
+        try:
+            data = _mapped(state.path)
+        except (OSError, ValueError) as error:  # mapping may fail for lack of memory, or the file may be truncated
+            raise CheckpointError(f"{state.path} cannot be read: {error}") from error
+        self._bytes = torch.frombuffer(data, dtype=torch.uint8)
+        end = PAGE_BYTES + tensor_bytes
+        description = data[end : end + description_bytes]
+        self._saved = data[end + description_bytes : end + description_bytes + scalar_bytes]
+        if digest_of(data, tensor_bytes, description, self._saved) != digest:
+            raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
+
+    def __enter__(self) -> "_Reading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._bytes
+
+    def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of that key, of the shape and type of `like`."""
+        offset, dtype, shape = self._description["layout"].get(key, (0, "nothing", []))
+        if (dtype, tuple(shape)) != (dtype_name(like.dtype), tuple(like.shape)):
+            raise CheckpointError(
+                f"{self._state.path} holds {key} as {dtype} of shape {tuple(shape)}, this job has "
+                f"{dtype_name(like.dtype)} of shape {tuple(like.shape)}: it is of another model or split over ranks"
+            )
+        start = PAGE_BYTES + int(offset)
+        return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def owned_word(self) -> str:
+        """See `owned_word`."""
+        tensors = {}
+        for key, (offset, dtype, shape) in self._description["layout"].items():
+            if not key.startswith("other/"):
+                start, size = PAGE_BYTES + offset, math.prod(shape) * getattr(torch, dtype).itemsize
+                tensors[key] = dtype, tuple(shape), self._bytes[start : start + size]
+        operators = self._description["operators"].items()
+        return _owned_word({name: (tuple(shape), offset) for name, (shape, offset, _) in operators}, tensors)
+
+    def taken_at(self, into: Shard) -> dict[str, int]:
+        """Iteration of each of these operators, whose slices must match."""
+        found = {}
+        for name, operator in into.operators.items():
+            shape, offset, found[name] = self._description["operators"].get(name, ([], 0, 0))
+            if (tuple(shape), offset) != (operator.parameter.global_shape, operator.parameter.offset):
+                raise CheckpointError(f"{self._state.path} holds another slice of {name}")
+        return found
+
+    def scalars(self) -> Any:
+        """A decoded copy, outside shared memory."""
+        try:
+            tensors = load(bytes(self._saved))
+            return decode(self._description["scalars"], tensors)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _owned_word(
+    slices: Mapping[str, tuple[tuple[int, ...], int]],
+    tensors: Mapping[str, tuple[str, tuple[int, ...], torch.Tensor]],
+) -> str:
+    """Of the slices by operator, and by key of type, shape and bytes of each tensor."""
+    state = xxhash.xxh3_128(repr(sorted(slices.items())).encode())
+    for key, (dtype, shape, data) in sorted(tensors.items(), key=lambda item: item[0]):
+        state.update(repr((key, dtype, shape)).encode())
+        state.update(data.numpy().data)
+    return state.hexdigest()

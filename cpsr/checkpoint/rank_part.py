@@ -1,0 +1,119 @@
+"""One rank's part of a checkpoint: its tensor files, carried files, operators in other ranks' files, its manifest."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cpsr.checkpoint.carried import CarriedFiles
+from cpsr.checkpoint.commit import Attempt
+from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
+from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
+from cpsr.checkpoint.replicated import records_of_others, state_hash
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.errors import SaveError
+from cpsr.state.codec import encode
+from cpsr.state.shard import Shard
+
+__all__ = ["RankPartWriter"]
+
+
+class RankPartWriter:
+    """Writes this rank's parts, and remembers them for checkpoints that carry files.
+
+    Args:
+        rank: this one.
+        fsync: force every file to the disk.
+    """
+
+    def __init__(self, rank: int, *, fsync: bool) -> None:
+        self._rank = rank
+        self._fsync = fsync
+        self._carried = CarriedFiles()
+
+    def write(self, directory: Path, snapshot: Snapshot, attempt: Attempt, refuse_abandoned: Callable[[], None]) -> int:
+        """Write the files of one part, its manifest last; returns the bytes that were new.
+
+        Args:
+            directory: of the checkpoint.
+            snapshot: what to write.
+            attempt: of the save.
+            refuse_abandoned: raises where rank 0 has abandoned it; called before each file.
+
+        Raises:
+            SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
+            OSError: the file system refused.
+        """
+        contents, shard = snapshot.contents, snapshot.contents.written(snapshot.shard)
+        data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
+        refuse_abandoned()
+        same = attempt.life, attempt.attempt
+        files, operators = self._carried.put_into(directory, same, contents, fsync=self._fsync)
+        operators |= records_of_others(contents, snapshot.shard, snapshot.iteration, self._carried.newest(same))
+        written = 0
+        for name, part in _files(self._rank, snapshot, scalar_tensors).items():
+            refuse_abandoned()
+            digest = write_tensors(directory / name, part, fsync=self._fsync)
+            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+            written += digest.bytes
+        if self._fsync:
+            sync_directory(directory)
+        manifest = RankManifest(
+            run_id=attempt.run_id,
+            life=attempt.life,
+            attempt=attempt.attempt,
+            rank=self._rank,
+            world_size=attempt.world_size,
+            iteration=snapshot.iteration,
+            operators=_described(snapshot) | operators,
+            others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
+            files=files,
+            scalars=data,
+        )
+        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
+        self._carried.record(directory, manifest)
+        return written
+
+
+def _described(snapshot: Snapshot) -> dict[str, OperatorRecord]:
+    """Records of the written operators, with hashes of those that other ranks hold, too."""
+    contents = snapshot.contents
+    return {
+        name: operator_record(one, state_hash(one) if name in contents.replicated else None)
+        for name, one in contents.written(snapshot.shard).operators.items()
+    }
+
+
+def _files(
+    rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """File -> the tensors to write into it.
+
+    Raises:
+        SaveError: the scalars of a partial checkpoint hold tensors, for which it has no file.
+    """
+    contents = snapshot.contents
+    if not contents.moments and scalar_tensors:
+        raise SaveError(
+            f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
+        )
+    written = contents.written(snapshot.shard)
+    tensors = dict(contents.without_experts(written).tensors())
+    weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
+    if not contents.moments:
+        return {} if contents.carried else weights
+    files = {
+        **weights,
+        file_name(rank, "moments"): _of_kind(tensors, "moment/"),
+        file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
+    }
+    experts = dict(Shard({k: one for k, one in written.operators.items() if k in contents.experts}).tensors())
+    if experts:
+        files[file_name(rank, "params", snapshot.iteration)] = _of_kind(experts, "param/")
+        files[file_name(rank, "moments", snapshot.iteration)] = _of_kind(experts, "moment/")
+    return files
+
+
+def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key: tensor.contiguous() for key, tensor in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,164 @@
+"""Copies one committed checkpoint to a target under the commit protocol, and removes old copies."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from cpsr.checkpoint.files import open_plain, read_bytes
+from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, commit_record, rank_manifest_name
+from cpsr.checkpoint.remote.catalogue import SET_ASIDE, owner_of, scan
+from cpsr.checkpoint.remote.identity import IDENTITY, Identity
+from cpsr.checkpoint.remote.place import Place, TargetAbsentError, digest_of
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
+from cpsr.errors import CheckpointError, RunMismatchError, TargetError
+
+__all__ = ["CopyStoppedError", "Uploaded", "retain", "set_aside", "upload"]
+
+_CHUNK_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class CopyStoppedError(TargetError):
+    """Copying was asked to stop; what is at the target is not committed."""
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """Tensor bytes of a copy, and its seconds, reading back included."""
+
+    bytes: int
+    seconds: float
+
+
+def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool]) -> Uploaded:
+    """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
+
+    Every file is compared with its record while it is sent, then read back from the target and compared again, before
+    the commit record is written. Files of an earlier upload in the folder are removed first.
+
+    Args:
+        place: the target.
+        directory: the checkpoint; it must stay whole meanwhile.
+        identity: of the run.
+        stopped: checked between pieces.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged, gone, or cannot be read now.
+        TargetError: the target failed, or returned other bytes; or `stopped`.
+        RunMismatchError: another run has begun to write into this folder.
+    """
+    started = time.perf_counter()
+    folder = directory.name
+    manifest = read_manifest(directory)
+    manifest_bytes = _read_local(directory / MANIFEST)
+    place.remove(folder, first=COMMIT)
+    place.make(folder)
+    place.write(folder, IDENTITY, identity.to_bytes())
+    for rank in sorted(manifest.ranks):
+        record = read_rank_manifest(directory, manifest, rank)
+        for name in sorted(record.files):
+            _send(place, folder, directory / name, record.files[name], stopped)
+        place.write(folder, rank_manifest_name(rank), _read_local(directory / rank_manifest_name(rank)))
+    place.write(folder, MANIFEST, manifest_bytes)
+    _refuse_other_writer(place, folder, identity)
+    place.write(folder, COMMIT, commit_record(manifest_bytes))
+    return Uploaded(manifest.state_bytes(), time.perf_counter() - started)
+
+
+def set_aside(place: Place, folder: str, reason: str) -> None:
+    """Mark a copy that no restart may use; it is removed once a later one is committed.
+
+    Raises:
+        TargetError: the target refused.
+    """
+    place.write(folder, SET_ASIDE, reason.encode())
+    _log.warning("%s is set aside: %s", place.name(folder), reason)
+
+
+def retain(place: Place, run_id: str, keep: int, before_removal: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Remove all but the newest copies; after one was committed and read back.
+
+    Args:
+        place: the target.
+        run_id: whose target it is; unfinished copies of other runs are removed, too.
+        keep: how many stay.
+        before_removal: called with each folder first: an interrupted removal may leave an unusable copy.
+
+    Returns:
+        The folders that were removed.
+
+    Raises:
+        TargetError: the target refused; what is still committed there is valid.
+        RunMismatchError: another run has begun to copy there.
+    """
+    found = scan(place, run_id)
+    removed = [copy.folder for copy in found.copies[:-keep]] + found.set_aside + [*found.unfinished]
+    removed += [folder for folder in found.damaged if owner_of(place, folder) == run_id]
+    for folder in removed:
+        before_removal(folder)
+        place.remove(folder, first=COMMIT)
+        _log.debug("%s was removed: newer copies are committed", place.name(folder))
+    return removed
+
+
+def _send(place: Place, folder: str, path: Path, record: FileRecord, stopped: Callable[[], bool]) -> None:
+    place.send(folder, path.name, _checked(path, record, stopped))
+    found = digest_of(_until(place.chunks(folder, path.name), stopped))
+    if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
+        raise TargetError(f"{place.name(folder, path.name)}: what was read back differs from what was written")
+
+
+def _checked(path: Path, record: FileRecord, stopped: Callable[[], bool]) -> Iterator[bytes]:
+    """The pieces of a local file; raises after the last one if they are not what was committed."""
+    state, size = xxhash.xxh3_128(), 0
+    for chunk in _until(_local_chunks(path), stopped):
+        state.update(chunk)
+        size += len(chunk)
+        yield chunk
+    if (size, state.hexdigest()) != (record.bytes, record.xxh3_128):
+        raise DamagedFileError(path, "is not what was committed, and is not copied: its size or xxh3-128 differs")
+
+
+def _local_chunks(path: Path) -> Iterator[bytes]:
+    try:
+        descriptor = open_plain(path)
+        try:
+            while chunk := os.read(descriptor, _CHUNK_BYTES):
+                yield chunk
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _until(chunks: Iterator[bytes], stopped: Callable[[], bool]) -> Iterator[bytes]:
+    for chunk in chunks:
+        if stopped():
+            raise CopyStoppedError("copying was stopped, because the run ends")
+        yield chunk
+
+
+def _read_local(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_other_writer(place: Place, folder: str, identity: Identity) -> None:
+    """Detect two runs that found the target empty at the same time: the last one to write its identity continues."""
+    try:
+        same = place.read(folder, IDENTITY) == identity.to_bytes()
+    except TargetAbsentError:
+        same = False
+    if not same:
+        raise RunMismatchError(
+            f"another run has written into {place.name(folder)} while this one did: two runs have the same target "
+            f"{place.shown}. Its copies were not committed by this run; give each run a target of its own"
+        )

@@ -1,0 +1,218 @@
+"""The identity of a run directory: which model and which ranks it belongs to, and how its last life ended."""
+
+import errno
+import json
+import logging
+import shlex
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.files import write_bytes
+from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
+from cpsr.ranks.group import Group, this_node
+
+__all__ = ["RunDirectory", "open_run", "run_id"]
+
+logger = logging.getLogger(__name__)
+
+# Errors of a wrong path or owner; any other error may be temporary.
+_WRONG_PATH = frozenset([errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG])
+IDENTITY = "run.json"
+ENDED = "ended.json"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A run directory that this job may use.
+
+    Attributes:
+        path: the directory.
+        run_id: drawn once, when the directory was first used.
+        local_ranks: the ranks of this job on this machine.
+        ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
+    """
+
+    path: Path
+    run_id: str
+    local_ranks: tuple[int, ...]
+    ended: dict[str, Any] | None
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes that the run's checkpoints take on the disk now; a file with several names counts once."""
+        found = [path.stat() for path in (self.path / "checkpoints").rglob("*") if path.is_file()]
+        return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
+
+    def mark_ended(self, ending: str, iteration: int) -> None:
+        """Write the marker of an end that was not a failure (rank 0)."""
+        try:
+            _write_json(self.path / ENDED, {"ending": ending, "iteration": iteration})
+        except OSError as error:
+            logger.error("the end of this run could not be marked in %s (%s); its checkpoints hold", self.path, error)
+
+    def clear_ended(self) -> None:
+        """Remove the marker: a life has begun (rank 0)."""
+        (self.path / ENDED).unlink(missing_ok=True)
+
+
+def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -> RunDirectory:
+    """Create a run directory, or check that an existing one belongs to this job; a collective of all ranks.
+
+    Args:
+        path: the directory; must be on storage that every rank shares.
+        group: the ranks.
+        mode: the configured mode, kept for `cpsr inspect` and the service.
+        description: `EngineAdapter.describe()` of this rank.
+
+    Raises:
+        RunMismatchError: it belongs to another model or world size, or the ranks' models differ; nothing was changed.
+        ConfigError: it cannot be written.
+        RunDirectoryError: its file system failed, or the ranks do not see the same directory.
+    """
+    tensors = _same_on_all_ranks(
+        group.gather({name: list(item["shape"]) for name, item in description["tensors"].items()})
+    )
+    nodes = group.gather(this_node())
+    opened = group.broadcast(_open_on_rank_0(path, group, mode, description, tensors) if group.rank == 0 else None)
+    if "mismatch" in opened:
+        raise RunMismatchError(opened["mismatch"])
+    if "unusable" in opened:
+        raise ConfigError(opened["unusable"])
+    if "unreachable" in opened:
+        raise RunDirectoryError(opened["unreachable"])
+    _check_shared(path, group, opened["run_id"])
+    return RunDirectory(path, opened["run_id"], _local(nodes), opened["ended"])
+
+
+def run_id(path: Path) -> str:
+    """The identity that a run directory was given when it was first used.
+
+    Raises:
+        RunMismatchError: it is no run directory.
+    """
+    known = _read_json(path / IDENTITY)
+    if known is None:
+        raise RunMismatchError(f"{path} is no run directory: it holds no {IDENTITY}")
+    return str(known["run_id"])
+
+
+def _local(nodes: list[str]) -> tuple[int, ...]:
+    return tuple(rank for rank, node in enumerate(nodes) if node == this_node())
+
+
+def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Global shapes by name, over all ranks; those of stages or experts need not be known on every rank."""
+    tensors: dict[str, Any] = {}
+    for rank, part in enumerate(parts):
+        for name, shape in part.items():
+            if tensors.setdefault(name, shape) != shape:
+                first = next(known for known, other in enumerate(parts) if name in other)
+                raise RunMismatchError(
+                    f"the ranks of this job train different models: '{name}' has shape {tuple(tensors[name])} on rank "
+                    f"{first} and {tuple(shape)} on rank {rank}; build the same model on every rank. The run directory "
+                    "was not touched"
+                )
+    return tensors
+
+
+def _open_on_rank_0(
+    path: Path, group: Group, mode: str, description: dict[str, Any], tensors: dict[str, Any]
+) -> dict[str, Any]:
+    """What rank 0 broadcasts: the identity, or why the directory is refused."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        known = _read_json(path / IDENTITY)
+        if known is None:
+            known = {"run_id": uuid.uuid4().hex}
+        else:
+            _check(path, known, group.size, description, tensors)
+        before = dict(known)
+        known |= {"world_size": group.size, "mode": mode, "tensors": tensors}
+        known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
+        if known != before:  # a full disk must not prevent a restart
+            _write_json(path / IDENTITY, known)
+        return {"run_id": known["run_id"], "ended": _read_json(path / ENDED)}
+    except RunMismatchError as error:
+        return {"mismatch": str(error)}
+    except CPSRError as error:
+        return {"unusable": f"the run directory {path} cannot be used: {error}"}
+    except OSError as error:
+        kind = "unusable" if error.errno in _WRONG_PATH else "unreachable"
+        return {kind: f"the run directory {path} cannot be used: {error}"}
+
+
+def _check(
+    path: Path, known: dict[str, Any], world_size: int, description: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    kept = "nothing in it was changed; start with what it holds, or use another run_dir"
+    for name in sorted(known["tensors"].keys() | tensors.keys()):
+        old, new = known["tensors"].get(name), tensors.get(name)
+        if old != new:
+            theirs = f"shape {tuple(old)}" if old is not None else "absent"
+            ours = f"shape {tuple(new)}" if new is not None else "absent"
+            raise RunMismatchError(
+                f"{path} holds a run of another model: the first tensor that differs is '{name}', {theirs} there and "
+                f"{ours} here; {kept}"
+            )
+    if known["world_size"] != world_size:
+        raise RunMismatchError(
+            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, and its checkpoints fit "
+            f"only {known['world_size']}; nothing in it was changed. {_way_out(path, known)}"
+        )
+    for key in ("zero_stage", "precision", "optimizer"):
+        if known[key] != description[key]:
+            raise RunMismatchError(
+                f"{path} holds a run with {key} {known[key]!r}, this job has {description[key]!r}; {kept}"
+            )
+
+
+def _way_out(path: Path, known: dict[str, Any]) -> str:
+    """How to continue with another number of ranks, as far as engine and optimizer allow it."""
+    if known["engine"] == "PipelineEngine":
+        return "A pipeline cannot go on with another number of ranks: start with as many, or use another run_dir"
+    if known["engine"] == "torch" or not str(known["optimizer"]).endswith(("Adam", "AdamW")):
+        out = f"{path}.safetensors"
+        return (
+            f"To go on from its weights: `cpsr export {shlex.quote(str(path))} --out {shlex.quote(out)} --format "
+            f"safetensors`, then load_state_dict(safetensors.torch.load_file({out!r})) of the bare model (model.module "
+            "under DDP) before CPSRRecovery, and "
+            "another run_dir; the optimizer's state, the schedule and the position in the data begin anew"
+        )
+    out = f"{path}-universal"
+    return (
+        f"To go on with its weights, moments and schedule: `cpsr export {shlex.quote(str(path))} --out "
+        f'{shlex.quote(out)}`, then "checkpoint": {{"load_universal": true}} in the DeepSpeed configuration (ZeRO 1, 2 '
+        f"or 3), engine.load_checkpoint({out!r}) before CPSRRecovery, and another run_dir; the position in the data "
+        "begins anew"
+    )
+
+
+def _check_shared(path: Path, group: Group, run_id: str) -> None:
+    try:
+        identity = _read_json(path / IDENTITY)
+        sees = identity is not None and identity["run_id"] == run_id
+    except (OSError, CPSRError, KeyError):
+        sees = False
+    strangers = [rank for rank, seen in enumerate(group.gather(sees)) if not seen]
+    if strangers:
+        raise RunDirectoryError(
+            f"ranks {strangers} do not see the run directory {path} that rank 0 sees: run_dir must be on storage that "
+            "all ranks share"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CPSRError(f"{path} is damaged ({error}); put it back from a copy, or use another run_dir") from error
+    if not isinstance(data, dict):
+        raise CPSRError(f"{path} is damaged (not a mapping); put it back from a copy, or use another run_dir")
+    return data
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    write_bytes(path, json.dumps(data, indent=1).encode(), fsync=True)

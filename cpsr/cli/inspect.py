@@ -1,0 +1,151 @@
+"""`cpsr inspect`: lives, checkpoints and recoveries in the journal of a run."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cpsr.journal import (
+    CheckpointRow,
+    FailureRow,
+    JournalReader,
+    LifeRow,
+    PhaseRow,
+    PlanRow,
+    RecoveryRow,
+    RehearsalRow,
+    json_ready,
+)
+from cpsr.ranks.exits import BEGAN, FAILED
+from cpsr.tables import print_table
+
+__all__ = ["print_run", "run_json"]
+
+TABLE_ROWS_MAX = 20  # newest checkpoints in a table; --json has all
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What a journal holds of a run; the names are the keys of `--json`."""
+
+    lives: Sequence[LifeRow]
+    checkpoints: Sequence[CheckpointRow]
+    failures: Sequence[FailureRow]
+    recoveries: Sequence[RecoveryRow]
+    rehearsals: Sequence[RehearsalRow]
+    phases: Sequence[PhaseRow]
+    plans: Sequence[PlanRow]
+
+
+def run_json(directory: Path) -> str:
+    """Everything in the journal of a run directory but losses and events, as JSON.
+
+    Raises:
+        CPSRError: there is no journal that can be read.
+    """
+    with JournalReader(directory / "journal.db") as reader:
+        # NaN has no number in JSON; a reader that gets its name cannot take it for one.
+        return json.dumps(json_ready(dataclasses.asdict(_rows(reader))))
+
+
+def print_run(directory: Path, verbose: bool) -> None:
+    """Print tables of lives, checkpoints and rehearsals, and a sentence for each recovery.
+
+    Args:
+        directory: of the run.
+        verbose: of recoveries, the numbers of fit and check.
+
+    Raises:
+        CPSRError: there is no journal that can be read.
+    """
+    with JournalReader(directory / "journal.db") as reader:
+        rows, events = _rows(reader), reader.events()
+    # The next life records how one ended: it reads the notes that launcher and ranks have left.
+    causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
+    began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
+    console = Console()
+    for table in (_lives_table(rows.lives, causes), _checkpoints_table(rows.checkpoints)):
+        table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
+        print_table(console, table)
+    if rows.recoveries:
+        print_table(console, _recoveries_table(rows.recoveries))
+        for row in rows.recoveries:
+            console.print(f"Life {row.life}: {escape(began.get(row.life, row.reason))}", highlight=False)
+    else:
+        console.print("No recovery so far.")
+    if rows.rehearsals:
+        print_table(console, _rehearsals_table(rows.rehearsals))
+    for plan in rows.plans:
+        console.print(
+            f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations "
+            f"({plan.origin}); phases so far: {len(rows.phases)}"
+        )
+
+
+def _rows(reader: JournalReader) -> _Rows:
+    plan = reader.latest_plan()
+    return _Rows(
+        lives=reader.lives(),
+        checkpoints=reader.checkpoints(),
+        failures=reader.failures(),
+        recoveries=reader.recoveries(),
+        rehearsals=reader.rehearsals(),
+        phases=reader.phases(),
+        plans=[] if plan is None else [plan],
+    )
+
+
+def _lives_table(lives: Sequence[LifeRow], causes: Mapping[int, str]) -> Table:
+    table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
+    for life in lives:
+        killed = life.ending == "running" and life.life < lives[-1].life
+        seconds = None if life.ended_unix_seconds is None else life.ended_unix_seconds - life.started_unix_seconds
+        table.add_row(
+            str(life.life),
+            life.mode,
+            "scratch" if life.restored_iteration is None else str(life.restored_iteration),
+            escape(causes.get(life.life, "killed" if killed else life.ending)),
+            _number(seconds),
+            f"{life.pid} on {life.host}",
+        )
+    return table
+
+
+def _checkpoints_table(checkpoints: Sequence[CheckpointRow]) -> Table:
+    shown = checkpoints[-TABLE_ROWS_MAX:]
+    title = (
+        "Checkpoints" if len(shown) == len(checkpoints) else f"Newest {len(shown)} of {len(checkpoints)} checkpoints"
+    )
+    table = Table("iteration", "status", "bytes", "origin", "stall s", "reason", title=title)
+    for row in shown:
+        bytes_ = "-" if row.bytes is None else f"{row.bytes:,}"
+        table.add_row(
+            str(row.iteration), row.status, bytes_, row.origin, _number(row.stall_seconds), escape(row.reason)
+        )
+    return table
+
+
+def _recoveries_table(recoveries: Sequence[RecoveryRow]) -> Table:
+    table = Table("life", "failed at", "checkpoint", "restored at", "method", "outcome", title="Recoveries")
+    for row in recoveries:
+        iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
+        table.add_row(str(row.life), *("-" if at is None else str(at) for at in iterations), row.method, row.outcome)
+    return table
+
+
+def _rehearsals_table(rehearsals: Sequence[RehearsalRow]) -> Table:
+    table = Table("failure at", "checkpoint", "outcome", "lag", "cost s", "reason", title="Rehearsals")
+    for row in rehearsals[-TABLE_ROWS_MAX:]:
+        error = row.lag_standard_error_iterations
+        lag = "-" if row.lag_iterations is None else f"{row.lag_iterations:+.0f} ± {_number(error)}"
+        iterations = str(row.failure_iteration), str(row.checkpoint_iteration)
+        table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), escape(row.reason))
+    return table
+
+
+def _number(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"

@@ -1,0 +1,243 @@
+"""The `cpsr` command: demo, run, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
+
+Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
+Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from cpsr.benchmarks.cli import bench
+from cpsr.errors import ConfigError, CPSRError
+
+__all__ = ["app", "main"]
+
+FAILED = 2
+
+PLAN_HELP = """Plan when a described job takes checkpoints, what that costs, and what other rules would choose.
+
+A description, all of it, as job.yaml (more keys are in docs/planning.md):
+
+\b
+    iteration_seconds: 0.6
+    checkpoint: {stall_seconds: 0.5, persist_seconds: 4}
+    failures: {mtbf_hours: 12, restart_seconds: 30}
+    recovery:
+      predictable_interval_iterations: 200
+      lag: {per_horizon_iteration: 0.8}
+"""
+SIMULATE_HELP = """Simulate what failures cost a job, by checkpoint policy; nothing is trained.
+
+It takes what `cpsr plan` takes, and more. A description, all of it, as
+simulation.yaml (more keys are in docs/simulation.md):
+
+\b
+    iteration_seconds: 3.0
+    checkpoint: {stall_seconds: 4, persist_seconds: 60}
+    failures: {mtbf_hours: 3, restart_seconds: 120, process: poisson}
+    recovery:
+      predict_seconds: 10
+      predictable_interval_iterations: 300
+      lag: {per_horizon_iteration: 0.3}
+    wall_days: 54
+    policies:
+      - young
+      - checkfreq
+      - cpsr
+"""
+
+
+class _Commands(TyperGroup):
+    """Prints our own exceptions as one line; anything else is a defect and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CPSRError as error:
+            typer.echo(f"cpsr: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(FAILED) from error
+
+
+class _Torchrun(TyperCommand):
+    """Takes its arguments as they are: torchrun's own parser reads them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return []
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Failure recovery for large-model training that restarts near the point of failure.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.add_typer(bench, name="bench")
+
+RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+
+
+@app.command()
+def demo(
+    run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/demo"),
+    iterations: Annotated[int | None, typer.Option(min=1, help="Length of the run; by default the demo's own.")] = None,
+) -> None:
+    """Train a small model, kill a rank in mid-run, and show how it comes back."""
+    from cpsr.demo.main import run_demo
+
+    if iterations is None:
+        run_demo(run_dir)
+    else:
+        run_demo(run_dir, iterations=iterations)
+
+
+@app.command(cls=_Torchrun, options_metavar="[torchrun's options] SCRIPT [ARGS]...")
+def run(context: typer.Context) -> None:
+    """Start a training job as torchrun does, and start it again after failures; takes torchrun's arguments."""
+    from cpsr.launch.command import run_job
+
+    raise typer.Exit(run_job(context.args))
+
+
+@app.command()
+def serve(
+    run_dir: Annotated[Path, typer.Option(help="A run's directory, or one that holds several; may still be absent.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8712,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Holds the token that requests need; by default $CPSR_SERVICE_TOKEN, if set.")
+    ] = None,
+    allow_writes: Annotated[
+        bool, typer.Option(help="Without a token: everybody on this machine may report failures and override plans.")
+    ] = False,
+    connections_max: Annotated[int, typer.Option(min=1, help="Connections at a time; requests beyond get 503.")] = 256,
+    idle_seconds: Annotated[int, typer.Option(min=1, help="Connections without a request end after so long.")] = 5,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="Process that this one ends with.")] = None,
+) -> None:
+    """Serve plans, events and metrics of runs over HTTP until SIGTERM or Ctrl-C; training is not touched."""
+    from cpsr.service.access import Access, read_token
+    from cpsr.service.app import create_app
+    from cpsr.service.server import PORT_SECONDS, Connections, bind
+    from cpsr.service.server import serve as run_service
+
+    access = Access(read_token(token_file), allow_writes)
+    listener = bind(host, port, access, PORT_SECONDS if parent is not None else 0.0)
+    address = f"[{host}]" if ":" in host else host
+    typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/")
+    run_service(create_app(run_dir, access), listener, Connections(connections_max, idle_seconds), parent)
+
+
+@app.command()
+def status(
+    location: Annotated[str, typer.Argument(metavar="DIR|URL", help="Run directory, or the URL of a service.")],
+    run: Annotated[str | None, typer.Option(help="Name of the run, where the service is over several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Show in a few lines whether a run trains, its checkpoint interval, and its last events."""
+    from cpsr.service.status import run_status
+
+    run_status(location, run, as_json)
+
+
+@app.command()
+def inspect(
+    directory: RunDirectory,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="For recoveries, the numbers of fit and check.")] = False,
+) -> None:
+    """Show a run's lives, checkpoints and recoveries."""
+    from cpsr.cli.inspect import print_run, run_json
+
+    if as_json:
+        typer.echo(run_json(directory))
+    else:
+        print_run(directory, verbose)
+
+
+@app.command()
+def verify(
+    location: Annotated[str, typer.Argument(metavar="DIR|URL", help="Run directory, or the URL of a target.")],
+) -> None:
+    """Check every committed file of a run; exit status 1 and a line per file where one is damaged."""
+    from cpsr.cli.verify import is_whole
+
+    if not is_whole(location):
+        raise typer.Exit(1)
+
+
+@app.command()
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="checkpoint.target of the run.")],
+    directory: RunDirectory,
+    iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole copy.")] = None,
+) -> None:
+    """Fetch a copy from a target into a run directory in which no job runs; a job fetches by itself when it starts."""
+    from cpsr.checkpoint.remote.command import run_fetch
+
+    for line in run_fetch(url, directory, iteration):
+        typer.echo(line)
+
+
+@app.command()
+def release(
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Run directory.")] = None,
+    orphans: Annotated[bool, typer.Option("--orphans", help="For all runs whose directory is gone.")] = False,
+) -> None:
+    """Free the host memory that a failed job left on this machine for a restart that will not take place."""
+    from cpsr.cli.release import release_orphans, release_run
+
+    if (directory is None) != orphans:
+        raise ConfigError("name a run directory, or give --orphans for all runs whose directory is gone")
+    for line in release_orphans() if directory is None else [release_run(directory)]:
+        typer.echo(line)
+
+
+@app.command()
+def export(
+    directory: RunDirectory,
+    out: Annotated[Path, typer.Option(help="Output that must not exist yet: a directory (universal), or a file.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="universal (DeepSpeed, with moments), or safetensors: the state dict.")
+    ] = "universal",
+    iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole checkpoint.")] = None,
+    dtype: Annotated[str, typer.Option(help="For a state dict: fp32, or trained: as in the module.")] = "fp32",
+) -> None:
+    """Write a committed checkpoint in a format that needs no CPSR; the run directory is only read."""
+    from cpsr.export.command import run_export
+
+    for line in run_export(directory, out, format_, dtype, iteration):
+        typer.echo(line)
+
+
+@app.command(help=PLAN_HELP)
+def plan(
+    spec: Annotated[Path, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")],
+    policy: Annotated[list[str] | None, typer.Option(help="Name; may be repeated. By default cpsr.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    from cpsr.planner.command import run_plan
+    from cpsr.simulate.spec import require_no_simulation
+
+    require_no_simulation(spec)
+    run_plan(spec, policy or [], as_json)
+
+
+@app.command("simulate", help=SIMULATE_HELP)
+def simulate_command(
+    spec: Annotated[Path, typer.Option(help="Describes the job, its checkpoints and failures; YAML.")],
+    trace: Annotated[Path | None, typer.Option(help="File of recorded failures, in place of the spec's.")] = None,
+    policies: Annotated[str | None, typer.Option(help="Names, comma-separated, in place of the spec's.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    from cpsr.simulate.command import run_simulation
+
+    run_simulation(spec, trace, policies.split(",") if policies is not None else None, json_path)
+
+
+def main() -> None:
+    """Entry point of the `cpsr` script."""
+    app()

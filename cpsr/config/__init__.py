@@ -1,0 +1,42 @@
+"""The configuration of a run: sections named after the rooms that they are for, and reading them from files."""
+
+from cpsr.config.configuration import CPSRConfig
+from cpsr.config.reading import read_mapping, read_model
+from cpsr.config.sections import (
+    CheckpointConfig,
+    EnginesConfig,
+    ExpertsConfig,
+    FitterConfig,
+    JournalConfig,
+    LearningConfig,
+    LifeConfig,
+    PeersConfig,
+    PlannerConfig,
+    PlannerPolicy,
+    PredictorConfig,
+    RanksConfig,
+    RehearsalConfig,
+    RestartConfig,
+    ServiceConfig,
+)
+
+__all__ = [
+    "CPSRConfig",
+    "CheckpointConfig",
+    "EnginesConfig",
+    "ExpertsConfig",
+    "FitterConfig",
+    "JournalConfig",
+    "LearningConfig",
+    "LifeConfig",
+    "PeersConfig",
+    "PlannerConfig",
+    "PlannerPolicy",
+    "PredictorConfig",
+    "RanksConfig",
+    "RehearsalConfig",
+    "RestartConfig",
+    "ServiceConfig",
+    "read_mapping",
+    "read_model",
+]

@@ -1,0 +1,418 @@
+"""Every tunable of CPSR, with its unit, default and effect: one section for each room that has any."""
+
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "CheckpointConfig",
+    "EnginesConfig",
+    "ExpertsConfig",
+    "FitterConfig",
+    "JournalConfig",
+    "LearningConfig",
+    "LifeConfig",
+    "PeersConfig",
+    "PlannerConfig",
+    "PlannerPolicy",
+    "PredictorConfig",
+    "RanksConfig",
+    "RehearsalConfig",
+    "RestartConfig",
+    "Section",
+    "ServiceConfig",
+]
+
+logger = logging.getLogger(__name__)
+
+PlannerPolicy = Literal["cpsr", "theorem1", "untruncated", "sinh", "young", "daly", "checkfreq", "pccheck", "gemini"]
+
+
+class Section(BaseModel):
+    """Keys that are all known, whose values fit as they are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class CheckpointConfig(Section):
+    """When and how the training state is saved."""
+
+    interval_iterations: int | None = Field(
+        default=None, ge=1, description="Iterations between checkpoints; null lets the planner decide."
+    )
+    final: bool = Field(default=True, description="Commit the last state at a clean end of the run.")
+    fsync: bool = Field(
+        default=True,
+        description="Force every file to the disk before the commit record; false survives a process, not a machine.",
+    )
+    save_timeout_seconds: float = Field(
+        default=600.0, gt=0, description="Rank 0 abandons a checkpoint if other shards are missing after this time."
+    )
+    exit_grace_seconds: float = Field(
+        default=10.0, ge=0, description="How long an exit after an error waits for a running save."
+    )
+    shared_memory: bool = Field(
+        default=True,
+        description="Host buffers lie in /dev/shm and outlive the process: a restart on the same machine finds the "
+        "newest snapshots and emergency dumps there.",
+    )
+    history_span_iterations: int = Field(
+        default=400, ge=0, description="Weights of checkpoints this far back are kept for the predictor."
+    )
+    history_min_checkpoints: int = Field(
+        default=4, ge=2, description="Checkpoints kept for the predictor even where they span more."
+    )
+    full_checkpoints: int = Field(
+        default=2, ge=2, description="Newest checkpoints that keep the moments: training can restart there."
+    )
+    replicated: Literal["shared", "each"] = Field(
+        default="shared",
+        description="State that ranks hold alike (ZeRO-0, DDP). shared: it is written once, divided by the bytes of "
+        "each rank, and rank 0 commits nothing if the ranks' hashes differ; each: every rank writes all of it.",
+    )
+    disk_limit_bytes: int | None = Field(
+        default=None, ge=1, description="Limit on all checkpoints of the run together; null: the size of the disk."
+    )
+    target: str | None = Field(
+        default=None,
+        min_length=1,
+        description="An fsspec URL (s3://bucket/run, file:///mnt/x/run) to which committed checkpoints are copied in "
+        "the background, and fetched from if the run directory has none; null copies nothing.",
+    )
+    target_every_checkpoints: int = Field(
+        default=1, ge=1, description="A copy is due once so many checkpoints were committed since the last one."
+    )
+    target_keep_checkpoints: int = Field(
+        default=2,
+        ge=1,
+        description="Newest copies that stay at the target; older ones go after the next commit.",
+    )
+
+    def history_checkpoints(self, interval_iterations: int, more_iterations: int = 0) -> int:
+        """Number of checkpoints kept for the predictor.
+
+        Args:
+            interval_iterations: between two of them.
+            more_iterations: that are kept beyond the span.
+        """
+        span = self.history_span_iterations + more_iterations
+        return max(self.history_min_checkpoints, span // interval_iterations + 1)
+
+
+class PlannerConfig(Section):
+    """How the interval is chosen while `checkpoint.interval_iterations` is null."""
+
+    policy: PlannerPolicy = Field(
+        default="cpsr", description="cpsr: the interval of least expected cost; else the rule of that name."
+    )
+    intervals: Literal["common", "per_rank"] = Field(
+        default="common",
+        description="One interval for all ranks; or a common base times a power of two for each, of weights alone "
+        "between the checkpoints of all ranks.",
+    )
+    mtbf_hours: float = Field(
+        default=12.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Expected mean time between failures of the whole job.",
+    )
+    mtbf_prior_failures: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="mtbf_hours counts as much as this number of observed failures.",
+    )
+    interval_min_iterations: int = Field(default=10, ge=1, description="Never checkpoint more often than this.")
+    interval_max_iterations: int = Field(default=500, ge=1, description="Never checkpoint less often than this.")
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> "PlannerConfig":
+        if self.interval_min_iterations > self.interval_max_iterations:
+            raise ValueError("interval_min_iterations is larger than interval_max_iterations")
+        return self
+
+
+class FitterConfig(Section):
+    """When a phase of the training ends, and the curves are fitted again."""
+
+    phase_change_fraction: float = Field(
+        default=0.05, gt=0, description="Change of the mean second moment of the gradients that ends a phase."
+    )
+    phase_min_iterations: int = Field(default=100, ge=1, description="No phase is shorter, whatever the gradients.")
+    phase_max_iterations: int = Field(
+        default=1000, ge=1, description="No phase is longer: the norm of clipped gradients shows no phases at all."
+    )
+
+    @model_validator(mode="after")
+    def _lengths_in_order(self) -> "FitterConfig":
+        if self.phase_min_iterations > self.phase_max_iterations:
+            raise ValueError("phase_min_iterations is larger than phase_max_iterations")
+        return self
+
+
+class PredictorConfig(Section):
+    """How the state at the failure is predicted; null leaves a choice to the prior."""
+
+    window_iterations: int | None = Field(default=None, ge=2, description="Span of history the line is fitted over.")
+    gain: float | None = Field(default=None, ge=0, le=1000, description="Factor on the fitted displacement.")
+    base: Literal["checkpoint", "line"] | None = Field(
+        default=None, description="Start from the checkpoint's weights or from the fitted line's value there."
+    )
+    direction: Literal["line", "vitp"] | None = Field(
+        default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
+    )
+    chunk_elements: int = Field(
+        default=1 << 18,
+        ge=1024,
+        description="Elements predicted at a time: bounds the predictor's memory. A MiB of each checkpoint stays in a "
+        "processor's cache while it is combined; with four it took half as long again.",
+    )
+
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of the predictor."""
+        return self.model_dump()
+
+
+class LearningConfig(Section):
+    """What the predictor may take from the running job."""
+
+    budget_fraction: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of one core that learning from checkpoints may take while training does not wait. 0 turns "
+        "learning off, and recoveries follow the calibrated line. A pipeline over gloo learns only while its stage "
+        "waits for another.",
+    )
+    memory_limit_bytes: int = Field(
+        default=200_000_000,
+        ge=1,
+        description="Host memory of a rank for predicting and learning, by computed bounds. If it does not suffice "
+        "on any rank, learning is off in that life; if the line alone needs more, so is predicting. No device memory.",
+    )
+
+
+class RestartConfig(Section):
+    """When a predicted state is refused."""
+
+    loss_tolerance_nats: float = Field(
+        default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
+    )
+    displacement_limit: float = Field(
+        default=1.0,
+        gt=0,
+        description="Largest step per tensor, in multiples of the path that its history took over the window.",
+    )
+    probe_batches: int = Field(
+        default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
+    )
+
+
+class LifeConfig(Section):
+    """When a predicted state that training has continued from is given up."""
+
+    watch_iterations: int = Field(
+        default=60, ge=0, description="Iterations after a predicted restart that are watched for divergence; 0 is off."
+    )
+    watch_tolerance_nats: float = Field(
+        default=0.5, gt=0, description="Excess of the training loss over its level before the failure that rolls back."
+    )
+
+
+class RehearsalConfig(Section):
+    """How often a recovery is rehearsed in the running job, to measure what one would cost."""
+
+    budget_fraction: float = Field(
+        default=0.005, ge=0, le=1, description="Share of the training time that rehearsals may take; 0 turns them off."
+    )
+    iterations: int = Field(
+        default=60, ge=8, description="Iterations that a rehearsal goes back, and trains again from a predicted state."
+    )
+    min_interval_iterations: int = Field(
+        default=500, ge=0, description="Iterations between rehearsals at least, whatever the budget has earned."
+    )
+    # Far above what 60 iterations of tokens take, and far below what a host that holds checkpoints has to spare.
+    batches_limit_bytes: int = Field(
+        default=1 << 30, ge=1, description="Host memory of a rank for the batches that a rehearsal trains on again."
+    )
+
+
+class EnginesConfig(Section):
+    """How a job saves memory of a device that is short of it."""
+
+    offload_activations_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Upper limit of a rank's activations in host memory between forward and backward, and no more than "
+        "the machine has free at the start; 0 is off. Not at ZeRO-3.",
+    )
+
+
+_STALE_PREDICT = (
+    "predicted experts were no better than stale ones in any of 14 measured cells; use 'stale' or 'catch_up' "
+    "(docs/experts.md)"
+)
+_EXPERTS_MEMORY = "snapshots in host memory always hold every expert of their own iteration (docs/experts.md)"
+
+
+class ExpertsConfig(Section):
+    """Which experts of a mixture a checkpoint saves, and what becomes of the others after a failure."""
+
+    policy: Literal["none", "sequential", "load_aware", "dynamic_k", "moetion", "window"] = Field(
+        default="none",
+        description="Which experts a checkpoint saves. none: all; sequential: K of each layer in turn; load_aware: the "
+        "K with the most unsaved tokens; dynamic_k: the same, with a K that doubles as failures take tokens; moetion: "
+        "as many with the most unsaved tokens as the disk takes in an interval; window: each once in the shortest "
+        "round whose checkpoints it takes, the least popular first.",
+    )
+    experts_per_layer: int = Field(
+        default=1,
+        ge=1,
+        description="K, experts of each layer in a checkpoint, over all ranks; for moetion and window until the disk's "
+        "bandwidth has been measured.",
+    )
+    lost_portion_limit: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="dynamic_k doubles K once the recoveries under it have lost more than this portion of all tokens.",
+    )
+    popularity: Literal["hard", "soft", "decayed", "capacity"] = Field(
+        default="hard",
+        description="What window orders experts by: tokens, gating probability, tokens of late, tokens over capacity.",
+    )
+    stale: Literal["stale", "catch_up"] = Field(
+        default="stale",
+        description="What becomes of experts older than the checkpoint that the run goes on from. stale: they stay as "
+        "saved, with more capacity until the lost tokens are made up; catch_up: also with longer steps, until the "
+        "missed iterations are made up.",
+    )
+    catch_up_step_factor: float = Field(
+        default=2.0,
+        gt=1,
+        le=4,
+        description="How many times as far as the optimizer's own the steps of experts go that catch up; each makes up "
+        "for the factor less one of the iterations that they missed. It is as if their learning rate was higher.",
+    )
+    recovering_capacity_fraction: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Capacity that layers with stale experts have in addition until the lost tokens are made up; 0 is "
+        "off.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, data: Any) -> Any:
+        """Refuse what was removed, and say why; `memory: all`, which is what remains, is accepted for one version."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("stale") == "predict":
+            raise ValueError(f"experts.stale 'predict' was removed: {_STALE_PREDICT}")
+        memory = data.get("memory", "all")
+        if memory != "all":
+            raise ValueError(f"experts.memory {memory!r} was removed: {_EXPERTS_MEMORY}")
+        if "memory" in data:
+            logger.warning("experts.memory was removed, delete it from the configuration: %s", _EXPERTS_MEMORY)
+        return {key: value for key, value in data.items() if key != "memory"}
+
+
+class RanksConfig(Section):
+    """How ranks agree, and when the job ends so that its launcher restarts it because a rank no longer answers."""
+
+    stop_check_iterations: int = Field(
+        default=1,
+        ge=1,
+        description="Iterations between votes of the ranks, for example to leave after SIGTERM (24 bytes).",
+    )
+
+    heartbeat_timeout_seconds: float | None = Field(
+        default=300.0,
+        gt=0,
+        description="All ranks leave if one sends no heartbeat for this time (stopped, its machine gone); null is off. "
+        "Heartbeats come from a thread of their own, whatever the training does.",
+    )
+    step_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="All ranks leave if no training makes progress for this time (a forward, a loss, an update) "
+        "while heartbeats arrive; null is off. It must exceed any pause between steps, for example evaluations.",
+    )
+    sigterm_grace_seconds: float = Field(
+        default=3.0,
+        gt=0,
+        description="After SIGTERM the state is dumped to host memory if no step ends for this time; launchers kill "
+        "after 30 seconds.",
+    )
+
+
+class PeersConfig(Section):
+    """How snapshots are replicated to the host memory of other nodes."""
+
+    replicas: int = Field(
+        default=2,
+        ge=0,
+        description="Other nodes that keep each rank's newest snapshots, if they have the memory; 0 is off.",
+    )
+    # Large enough that what is done for each in Python is lost beside the network, and small beside any state.
+    chunk_bytes: int = Field(
+        default=4 << 20,
+        ge=1 << 12,
+        description="Sent at a time; every sender and receiver has a buffer of this size.",
+    )
+    rate_limit_bytes_per_second: int | None = Field(
+        default=None,
+        ge=1,
+        description="Limit of what each rank sends to all its holders together; null: the network's.",
+    )
+    timeout_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        description="A peer that sends or takes nothing for this time, in the middle of a state, is given up.",
+    )
+
+
+class JournalConfig(Section):
+    """How often the journal of the run is written, and what it keeps."""
+
+    flush_iterations: int = Field(
+        default=20, ge=1, description="Losses stay on the device and are written this often, without a synchronisation."
+    )
+    full_steps: int | None = Field(
+        default=100_000,
+        ge=20_000,  # the fit of the loss looks back as far
+        description="Number of newest steps that are all kept; of older ones every second, of those twice as old every "
+        "fourth, and so on: 10 million steps become about 430,000 rows. null keeps every step.",
+    )
+
+
+class ServiceConfig(Section):
+    """The HTTP service as a child process of rank 0; `cpsr serve` starts it without the job."""
+
+    enabled: bool = Field(default=False, description="Start and end it with the job. Training does not depend on it.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any but loopback needs a token.")
+    port: int = Field(default=8712, ge=0, le=65535, description="Port; 0 takes a free one, which the log names.")
+    token_file: Path | None = Field(
+        default=None,
+        strict=False,
+        description="File with the token that every request needs; null takes the environment variable "
+        "CPSR_SERVICE_TOKEN, if there is one.",
+    )
+    allow_writes: bool = Field(
+        default=False, description="Without a token: everybody on this machine may report failures and override plans."
+    )
+    connections_max: int = Field(
+        default=256,
+        ge=1,
+        description="Open connections; requests beyond get 503. Each is an open file of the service, and systems often "
+        "allow 1024. The default suffices for 32 event streams and some hundred polling pages.",
+    )
+    idle_seconds: int = Field(
+        default=5,
+        ge=1,
+        description="A connection without a complete request for this time is closed, so that silent ones do not fill "
+        "connections_max.",
+    )

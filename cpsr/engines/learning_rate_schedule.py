@@ -1,0 +1,92 @@
+"""A learning-rate scheduler as plain data, and moved forward without training."""
+
+import inspect
+import logging
+import warnings
+from typing import Any
+
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state.codec import encode
+
+__all__ = ["Schedule"]
+
+_log = logging.getLogger(__name__)
+
+
+class Schedule:
+    """The scheduler of an engine, or none.
+
+    Args:
+        scheduler: any object with `step`, `state_dict` and `load_state_dict`, or None.
+
+    Raises:
+        UnsupportedEngineError: the object lacks one of them.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        missing = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
+        if scheduler is not None and missing:
+            raise UnsupportedEngineError(
+                f"learning-rate scheduler {type(scheduler).__name__} has no {', '.join(missing)}; CPSR could not "
+                "restore the schedule. Give it these methods or leave the scheduler out and set the rate yourself"
+            )
+        self._scheduler = scheduler
+        self._warned = False
+
+    def state(self) -> Any:
+        """Plain data of the scheduler, None without one.
+
+        Raises:
+            UnsupportedEngineError: it keeps something that is not plain data; the message names it.
+        """
+        if self._scheduler is None:
+            return None
+        state = self._scheduler.state_dict()
+        encode(state, f"lr_scheduler({type(self._scheduler).__name__})")
+        return state
+
+    def load(self, state: Any, learning_rates: list[Any]) -> None:
+        """Put `state()` back.
+
+        Args:
+            state: what `state()` returned.
+            learning_rates: rate of each parameter group at that time; DeepSpeed's schedulers do not save the rates
+                that they last set but are asked for them.
+
+        Raises:
+            UnsupportedEngineError: there is a scheduler now and there was none then, or the other way round.
+        """
+        if (state is None) != (self._scheduler is None):
+            was, now = ("no scheduler", "one") if state is None else ("a scheduler", "none")
+            raise UnsupportedEngineError(
+                f"the saved run had {was} and this one has {now}; build the engine with the same learning-rate schedule"
+            )
+        if self._scheduler is None:
+            return
+        self._scheduler.load_state_dict(state)
+        if "_last_lr" not in state and hasattr(self._scheduler, "_last_lr"):
+            self._scheduler._last_lr = list(learning_rates)
+
+    def advance(self) -> None:
+        """One step of the schedule; a scheduler that needs a metric stays where it is, and that is logged once."""
+        if self._scheduler is None:
+            return
+        if self._needs_metric():
+            if not self._warned:
+                _log.warning(
+                    "%s decides by a metric of the skipped steps, which were not trained: it is left as restored",
+                    type(self._scheduler).__name__,
+                )
+                self._warned = True
+            return
+        with warnings.catch_warnings():
+            # torch warns that no optimizer step came before: true here, and intended.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._scheduler.step()
+
+    def _needs_metric(self) -> bool:
+        parameters = inspect.signature(self._scheduler.step).parameters.values()
+        return any(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            for p in parameters
+        )

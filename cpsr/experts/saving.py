@@ -1,0 +1,311 @@
+"""Which experts the next checkpoint of a running job saves."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from cpsr.config import ExpertsConfig
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.moe.measures import Measure
+from cpsr.engines.moe.naming import Naming
+from cpsr.engines.moe.operators import Expert, ModelOperators, check_shared
+from cpsr.engines.moe.popularity import Popularity, zeros
+from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.errors import ConfigError
+from cpsr.experts.account import ExpertAccount, Loss
+from cpsr.experts.budget import Budget
+from cpsr.experts.dynamic_k import DynamicK
+from cpsr.experts.named import measure_named, policy_named
+from cpsr.experts.saved import SavedExperts
+from cpsr.experts.units import sized_layers, trained_experts, unit_name, units_of
+from cpsr.ranks.group import Group
+from cpsr.state.shard import Shard
+
+__all__ = ["ExpertSaving"]
+
+# Enough writes that one slow write changes little, few enough that the bandwidth follows the disk.
+MEASURED_SAVES = 5
+# Policies with a fixed order of selections: one that was not committed must be repeated.
+IN_TURN = ("sequential", "window")
+# Policies that save as much as the measured disk bandwidth allows.
+BY_BYTES = ("moetion", "window")
+
+
+class ExpertSaving:
+    """Chooses experts for checkpoints, the same on all ranks, and keeps the account of those that were not chosen.
+
+    Every checkpoint holds everything but experts whole; experts are chosen one by one (*units*). For a checkpoint::
+
+        units = saving.choose(newest_committed, whole=False)     # all ranks
+        ...                                                      # its small state has saving.state_dict()
+        saving.began(iteration)                                  # unless it was skipped
+
+    A life that begins with a checkpoint passes its state to `load_state_dict`, then calls `restored`. A roll-back does
+    the same after `forget`. Each life counts popularity from zero.
+
+    Made by `of`.
+
+    Attributes:
+        units: operator name in this rank's shard -> unit, for experts' parameters alone.
+        trained: see `trained_experts`.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        naming: Naming,
+        operators: ModelOperators,
+        counts: HookedTokenCounts,
+        shard: Shard,
+        config: ExpertsConfig,
+        group: Group,
+    ) -> None:
+        self.units = units_of(operators, shard)
+        self.trained = trained_experts(naming, shard, group)
+        self._adapter = adapter
+        self._counts = counts
+        self._config = config
+        self._group = group
+        self._layers = sized_layers(operators, shard, group)
+        self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
+        self._written_beside_bytes: float = self._non_expert_bytes
+        self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
+        self._measure: Measure | None = None
+        self._saved = SavedExperts(self._layers, adapter.iteration)
+        self._account = ExpertAccount(adapter, self._layers, self.units, config)
+        self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
+        self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
+        self._step = 0
+        self._iteration = adapter.iteration
+        self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
+        self._interval_seconds = math.nan
+
+    @staticmethod
+    def of(adapter: EngineAdapter, shard: Shard, config: ExpertsConfig, group: Group) -> "ExpertSaving | None":
+        """The configured instance; None for the policy `none`. A collective.
+
+        Raises:
+            ConfigError: the model has no layers of experts, or one that the ranks cannot share; see `check_shared`.
+            UnsupportedEngineError: see `check_shared`, `EngineAdapter.expert_operators` and `token_counts`.
+        """
+        if config.policy == "none":
+            return None
+        naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), None
+        check_shared(operators, group.gather)
+        if operators is not None and operators.layer_names:
+            counts = adapter.token_counts(probabilities=config.popularity == "soft")
+        if naming is None or operators is None or counts is None:
+            raise ConfigError(
+                f"experts.policy = {config.policy!r}, and the model has no layers of experts that CPSR knows: set it "
+                "to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
+            )
+        return ExpertSaving(adapter, naming, operators, counts, shard, config, group)
+
+    def shares_rest(self, non_expert_bytes: float | None) -> None:
+        """Bytes beside experts that this rank writes on average; other ranks write some replicas. None: all."""
+        self._written_beside_bytes = self._non_expert_bytes if non_expert_bytes is None else non_expert_bytes
+
+    # On every step; nothing here waits for the device
+
+    def begin_forward(self) -> None:
+        """A training forward begins: `StepObserver.on_forward`."""
+        self._counts.begin_forward()
+
+    def end_iteration(self, iteration: int, applied: bool) -> None:
+        """A step is complete: `StepObserver.after_step`."""
+        self._counts.end_iteration(iteration, applied)
+        self._iteration = iteration
+
+    # On every checkpoint
+
+    def choose(self, committed_iteration: int | None, *, whole: bool) -> frozenset[str] | None:
+        """Units of all ranks that a checkpoint of this iteration saves; a collective that gives all ranks the same.
+
+        Args:
+            committed_iteration: newest committed checkpoint; only rank 0's value counts. What was chosen for
+                an older one that was not seen here as the newest is given back, and counts as not saved.
+            whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for.
+                One rank that asks for it is enough.
+
+        Returns:
+            None for all of them.
+        """
+        gathered = self._group.gather([committed_iteration, self._bytes_in_an_interval(), whole])
+        self._take()
+        given_back = self._saved.settle(gathered[0][0])
+        if self._config.policy in IN_TURN:
+            # The caller that asked for a whole one ensures that it exists.
+            self._again += [one for one in given_back if len(one) < len(self._saved.experts)]
+        if any(part[2] for part in gathered):
+            self._again.clear()
+            self._chosen = frozenset(self._saved.experts)
+            return None
+        self._chosen = self._again[0] if self._again else self._selected([part[1] for part in gathered])
+        return frozenset(map(unit_name, self._chosen))
+
+    def began(self, iteration: int) -> None:
+        """The checkpoint of this iteration has begun, with what was chosen last."""
+        assert self._chosen is not None, "began() without choose()"
+        self._saved.begun(iteration, self._chosen)
+        if self._again and self._again[0] == self._chosen:
+            self._again.popleft()
+        else:
+            self._step += 1
+        self._chosen = None
+
+    def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
+        """Record the cost of a checkpoint on this rank, which policies by bytes use.
+
+        Args:
+            saved_bytes: that this rank wrote.
+            write_seconds: that it took beside training.
+            interval_seconds: between two checkpoints, as they are now.
+        """
+        if saved_bytes > 0 and write_seconds > 0:
+            self._writes.append(saved_bytes / write_seconds)
+            self._interval_seconds = interval_seconds
+
+    # After a failure
+
+    def forget(self) -> None:
+        """The weights were rewound or replaced: drop pending selections and checkpoints under way."""
+        self._counts.forget()
+        self._account.forget()
+        self._iteration = self._adapter.iteration
+        self._saved.history.reach(self._iteration)
+        self._saved.undone()
+        self._again.clear()
+        self._chosen = None
+
+    def restored(self, taken_at: Mapping[str, int], iteration: int, *, predicted: bool = False) -> dict[str, Any]:
+        """A life begins with experts of these ages; a collective that gives all ranks the same.
+
+        Args:
+            taken_at: unit -> iteration of its weights before any prediction, of this rank's experts; of experts that
+                no rank names it is `iteration`, and the oldest counts where several ranks hold parts of one.
+            iteration: of everything else.
+            predicted: predictions replace the missed iterations, so that the experts need not make up for them; the
+                account still counts the tokens.
+
+        Returns:
+            Plain data: portion of lost tokens and momentary loss of the run, the portion of this failure, and the
+            layers one by one.
+        """
+        ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
+        loss = Loss(*self._saved.restored(ages, iteration))
+        self._account.restored(loss, self._units_taken_at(ages, iteration), iteration, predicted=predicted)
+        if isinstance(self._policy, DynamicK):
+            self._policy.recovered(loss.missed, sum(loss.assigned))
+        self._account.set_capacities()
+        report = self._account.report(loss, self._saved.history.split(ages), iteration)
+        return {**report, "predicted": predicted, "experts_per_layer": self._experts_per_layer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, accounts and recovering experts, for the chosen checkpoint: plain data."""
+        dynamic = self._policy.state_dict() if isinstance(self._policy, DynamicK) else None
+        return {
+            "saved": self._saved.state_dict(),
+            "dynamic_k": dynamic,
+            "step": self._step,
+            **self._account.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`; an empty one, of a checkpoint that was saved without, begins anew.
+
+        Raises:
+            ValueError: it is of a model with other layers of experts.
+        """
+        self.forget()
+        saved = SavedExperts(self._layers, self._iteration)
+        if state:
+            saved.load_state_dict(state["saved"])
+        self._account.load_state_dict(state, self._iteration)
+        self._saved = saved
+        if state:
+            if isinstance(self._policy, DynamicK) and state["dynamic_k"] is not None:
+                self._policy.load_state_dict(state["dynamic_k"])
+            self._step = state["step"]
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether an expert of some rank makes up for iterations that it missed; the same on all ranks."""
+        return self._account.catching_up_at(self._iteration)
+
+    def close(self) -> None:
+        """Remove the hooks, and restore the capacities."""
+        self._counts.remove()
+        self._account.close()
+
+    # Parts of the above
+
+    def _take(self) -> None:
+        """Add tokens routed since the last checkpoint; a collective, and the host waits for the device."""
+        for counted in self._counts.take():
+            if self._measure is None:
+                factors = self._counts.capacity_factors
+                self._measure = measure_named(self._config.popularity, self._layers, factors, counted.routed)
+            self._measure.observe(counted.routed)
+            self._saved.history.count(counted.routed.tokens)
+            self._account.observe(counted.routed.tokens)
+        self._saved.history.reach(self._iteration)
+        self._account.set_capacities()
+
+    def _selected(self, budgets: Sequence[float | None]) -> frozenset[Expert]:
+        saved = self._saved
+        scores = zeros(self._layers) if self._measure is None else self._measure.scores
+        popularity = Popularity(scores, saved.unsaved_tokens, saved.ages)
+        operators = self._policy.select(self._step, popularity, self._budget(budgets))
+        return frozenset(operator for operator in operators if isinstance(operator, Expert))
+
+    def _budget(self, measured: Sequence[float | None]) -> Budget:
+        """The budget, equal on all ranks: by bytes, that of the rank that can save least."""
+        count = self._config.experts_per_layer
+        if self._config.policy not in BY_BYTES:
+            return Budget(experts_per_layer=count)
+        known = [budget for budget in measured if budget is not None]
+        if len(known) < len(measured):
+            wanted = sum(min(count, layer.experts) * layer.expert_bytes for layer in self._layers)
+            return Budget(snapshot_bytes=wanted / self._layers[0].expert_parallel.size)
+        # A positive number even where non-expert parts take more than there is: one expert is always saved.
+        return Budget(snapshot_bytes=max(1.0, min(known)))
+
+    def _bytes_in_an_interval(self) -> float | None:
+        """Bytes of experts that this rank can write until the next checkpoint; None before any measurement."""
+        if not self._writes:
+            return None
+        return statistics.median(self._writes) * self._interval_seconds - self._written_beside_bytes
+
+    def _oldest(self, taken_at: Iterable[Mapping[str, int]], iteration: int) -> NDArray[numpy.int64]:
+        """The oldest iteration of each expert over all ranks' reports, `(experts of all layers,)`."""
+        oldest: dict[str, int] = {}
+        for ages in taken_at:
+            for unit, age in ages.items():
+                oldest[unit] = min(age, oldest.get(unit, age))
+        names = [unit_name(expert) for expert in self._saved.experts]
+        if unknown := oldest.keys() - set(names):
+            raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
+        return numpy.array([oldest.get(name, iteration) for name in names])
+
+    def _units_taken_at(self, ages: NDArray[numpy.int64], iteration: int) -> dict[str, int]:
+        units = map(unit_name, self._saved.experts)
+        return {unit: taken for unit, taken in zip(units, ages.tolist(), strict=True) if taken < iteration}
+
+    @property
+    def checkpoints_of_a_round(self) -> int | None:
+        """Checkpoints within which each expert is saved once; None where popularity or bytes decide."""
+        if self._config.policy != "sequential":
+            return None
+        return max(-(-layer.experts // self._config.experts_per_layer) for layer in self._layers)
+
+    @property
+    def _experts_per_layer(self) -> int | None:
+        """K; None where bytes decide."""
+        if isinstance(self._policy, DynamicK):
+            return self._policy.experts_per_layer
+        return None if self._config.policy in BY_BYTES else self._config.experts_per_layer

@@ -1,0 +1,105 @@
+"""The SQL that records a row: an INSERT, and for some tables further changes."""
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpsr.journal.rows import (
+    BacktestRow,
+    BubbleRow,
+    CheckpointRow,
+    EventRow,
+    FailureRow,
+    FitRow,
+    LifeRow,
+    PhaseRow,
+    PlanRow,
+    RecoveryRow,
+    RecoverySource,
+    RehearsalRow,
+    SQLValue,
+    StepRow,
+    to_sql,
+)
+from cpsr.journal.schema import insert_sql
+
+__all__ = ["LASTING", "Apply", "Frozen", "Row", "freeze", "statement"]
+
+Row = (
+    LifeRow
+    | StepRow
+    | CheckpointRow
+    | FailureRow
+    | RecoveryRow
+    | RehearsalRow
+    | PlanRow
+    | PhaseRow
+    | FitRow
+    | BacktestRow
+    | BubbleRow
+    | EventRow
+)
+Apply = Callable[[sqlite3.Connection], object]
+
+# Never dropped from the queue: a life has few of these, and the other rows depend on them.
+LASTING = frozenset([LifeRow, RecoveryRow])
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A copy of a row at the time of recording.
+
+    Attributes:
+        row: for its constant fields: ids and names.
+        values: of its own columns.
+        sources: of a recovery: the values of each source's columns.
+    """
+
+    row: Any
+    values: tuple[SQLValue, ...]
+    sources: tuple[tuple[SQLValue, ...], ...] = ()
+
+
+def freeze(row: Row) -> Frozen:
+    """Convert a row to SQLite values.
+
+    Raises:
+        TypeError, ValueError: as `to_sql`.
+    """
+    sources = tuple(to_sql(source) for source in row.sources) if isinstance(row, RecoveryRow) else ()
+    return Frozen(row, to_sql(row), sources)
+
+
+def statement(kind: type[Row], rows: Sequence[Frozen]) -> Apply:
+    """A function that writes rows of one table, in one transaction."""
+    apply = {RecoveryRow: _recoveries, RehearsalRow: _rehearsals}.get(kind)
+    if apply is not None:
+        return lambda connection: apply(connection, rows)
+    sql = insert_sql(kind)
+    if kind is BacktestRow:
+        sql += " ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
+    values = [row.values for row in rows]
+    return lambda connection: connection.executemany(sql, values)
+
+
+def _recoveries(connection: sqlite3.Connection, rows: Sequence[Frozen]) -> None:
+    """Restorations with their sources; the life's `restored_iteration` follows them."""
+    for frozen in rows:
+        row = frozen.row
+        connection.execute(insert_sql(RecoveryRow), frozen.values)
+        sources = [(*source, row.id) for source in frozen.sources]
+        connection.executemany(insert_sql(RecoverySource, ("recovery_id",)), sources)
+        if row.method != "scratch":
+            values = (row.restored_iteration, row.life)
+            connection.execute("UPDATE lives SET restored_iteration = ? WHERE life = ?", values)
+
+
+def _rehearsals(connection: sqlite3.Connection, rows: Sequence[Frozen]) -> None:
+    """Rehearsals; each replaces the earlier row with its id, and gets a new row number."""
+    for frozen in rows:
+        # Read before the deletion, or the number of the last row would be used twice: a reader that follows the row
+        # numbers would miss how the rehearsal ended.
+        (last,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM rehearsals").fetchone()
+        connection.execute("DELETE FROM rehearsals WHERE id = ?", (frozen.row.id,))
+        connection.execute(insert_sql(RehearsalRow, ("row",)), (*frozen.values, last + 1))

@@ -1,0 +1,385 @@
+"""The thread in which the predictor learns from committed checkpoints beside the training."""
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from cpsr.checkpoint.history import DiskHistory, ReadManifest
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import CheckpointError
+from cpsr.predictor.protocol import StatePredictor
+
+__all__ = ["BudgetPace", "Learner", "Pace"]
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+THREAD_NAME = "cpsr-learner"
+# Longer than any slice. A slice that takes longer hangs, most likely in the file system: callers continue without it,
+# and the exit does not wait longer for the thread.
+SLICE_LIMIT_SECONDS = 5.0
+# Polls for rank 0's commit of what this rank has written: often enough to learn from it before the next checkpoint, and
+# less and less often if it does not come.
+COMMIT_POLL_SECONDS = 0.1
+COMMIT_POLL_MAX_SECONDS = 5.0
+_LEARNED = object()  # yielded when only clean-up is left
+_DONE = object()  # never yielded
+
+
+class Pace(Protocol):
+    """When slices may run; called on the learner's thread."""
+
+    def before_slice(self) -> None:
+        """Wait until a slice may run, or until the pace is closed."""
+
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
+        """A slice has just ended: its wall time and its processor time."""
+
+    def close(self) -> None:
+        """End every wait; on any thread."""
+
+
+class BudgetPace:
+    """Pauses between slices, so that they take a fixed share of the time.
+
+    Args:
+        fraction: of one core, in (0, 1].
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._due = 0.0
+        self._closing = threading.Event()
+
+    def rest_seconds(self) -> float:
+        """How long until the next slice may run."""
+        return max(self._due - time.perf_counter(), 0.0)
+
+    def before_slice(self) -> None:
+        """Wait for the rest of the pause."""
+        self._closing.wait(self.rest_seconds())
+
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
+        """The next slice may run once this one is a small enough share of the time."""
+        self._due = max(self._due, time.perf_counter() + used_seconds / self._fraction - used_seconds)
+
+    def close(self) -> None:
+        """End the pause."""
+        self._closing.set()
+
+
+class Learner:
+    """Owns the predictor while training runs; other users lock it with `locked()`.
+
+    The thread learns on a copy. Once it has learned from a whole checkpoint, the predictor gets all of that at once. If
+    checkpoints come faster, the thread continues with the newest. Its failures never reach training: nobody waits
+    longer than `SLICE_LIMIT_SECONDS` for a slice, what it learned from complete checkpoints is kept and saved with the
+    next ones, learning ends for this life, and `failure` returns why. A recovery predicts from what is kept. All ranks
+    must do so alike: no rank falls back further than the others.
+
+    Args:
+        predictor: learns; a plain object whose `learn` replaces attributes and changes none in place.
+        pace: of the slices; None never starts the thread.
+    """
+
+    def __init__(self, predictor: StatePredictor, pace: Pace | None) -> None:
+        self._predictor = predictor
+        self._pace = pace
+        self._lock = threading.Lock()  # of the predictor; replaced if the thread is abandoned with it
+        self._replacing = threading.Lock()  # of the lock itself, and of the hand-over; never locked for long
+        self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
+        self._generation = 0  # grows when another thread may change the predictor, which drops the work under way
+        self._known: dict[int, ReadManifest] = {}
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._failure: str | None = None
+        self._slice_began: float | None = None
+        self._ended = self._abandoned = self._unreadable_logged = False
+        self._complete: dict[str, Any] = {}  # the last state that could be read
+        self._thread: threading.Thread | None = None
+
+    def start(self, store: CheckpointStore, rank: int, *, learns: bool = True) -> None:
+        """Begin to follow the checkpoints of a run; on the training thread, before it trains.
+
+        In every case this sets torch's number of threads to its present value. Setting it changes some results of the
+        process (`_compute_alone`), and these must not depend on whether it learns.
+
+        Args:
+            store: of this rank.
+            rank: reads the part of this rank.
+            learns: False never starts the thread.
+        """
+        usual = torch.get_num_threads()
+        if self._pace is not None and learns:
+            self._complete = self._predictor.state_dict()
+            alone = threading.Event()
+            arguments = store, rank, alone
+            self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+            alone.wait()
+        torch.set_num_threads(usual)
+
+    def notify(self, iteration: int, history_start: int) -> None:
+        """Set the newest checkpoint that this rank knows of; returns at once.
+
+        Ranks other than 0 only know that they have written their part: the thread waits for the commit. If the next one
+        is written before that, the thread learns from the checkpoints committed by then.
+
+        Args:
+            iteration: of the checkpoint.
+            history_start: checkpoints before this iteration do not lead here.
+        """
+        if self._wanted != (iteration, history_start):
+            self._wanted = iteration, history_start
+            self._wake.set()
+
+    @contextmanager
+    def locked(self, *, other_checkpoints: bool = True) -> Iterator[None]:
+        """Lock the predictor against the thread inside the block; waits for one slice at most.
+
+        The thread drops its work under way: the block may change the predictor or the checkpoints.
+
+        Args:
+            other_checkpoints: the same iterations may be saved anew after the block.
+        """
+        self._generation += 1  # before locking: the thread would otherwise lock it again, slice after slice
+        with self._acquired():
+            self._wanted = None
+            self._wake.clear()
+            if other_checkpoints:
+                self._known = {}
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the predictor has learned from complete checkpoints; waits for one slice at most.
+
+        If the predictor fails to return it, this is the last state that it returned.
+        """
+        with self._acquired():
+            try:
+                self._complete = self._predictor.state_dict()
+            except Exception as error:  # after any error the checkpoint can be saved without it
+                logger.exception("the predictor failed to return what it has learned")
+                self._end(f"it failed to return what it has learned: {_description(error)}")
+            return self._complete
+
+    def ask(self, question: Callable[[], Answer]) -> Answer:
+        """Call the predictor without changing it; waits for one slice at most."""
+        with self._acquired():
+            return question()
+
+    def record(self, outcome: dict[str, Any]) -> None:
+        """Give the predictor an outcome; waits for one slice at most."""
+        with self._acquired():
+            try:
+                self._predictor.record(outcome)
+            except Exception as error:  # after any error training goes on
+                logger.exception("the predictor refused an outcome")
+                self._end(f"it refused the outcome of a recovery: {_description(error)}")
+
+    def failure(self) -> str | None:
+        """Why learning has ended in this life, once; None otherwise."""
+        lock = self._lock
+        if self._hangs():
+            self._abandon(lock)
+        failure, self._failure = self._failure, None
+        return failure
+
+    def close(self) -> None:
+        """Stop after the current slice and join the thread."""
+        self._closing.set()
+        self._wake.set()
+        if self._pace is not None:
+            self._pace.close()
+        if self._thread is not None:
+            self._thread.join(0.0 if self._abandoned else SLICE_LIMIT_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the learner's thread did not end within %g s; it is abandoned", SLICE_LIMIT_SECONDS)
+
+    # Locking the predictor, also against a thread that hangs
+
+    @contextmanager
+    def _acquired(self) -> Iterator[None]:
+        """Lock the predictor; a slice that does not end loses it."""
+        while not (lock := self._lock).acquire(timeout=SLICE_LIMIT_SECONDS):
+            if self._hangs():  # else a rehearsal, say, has the lock, and may take its time
+                self._abandon(lock)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _hangs(self) -> bool:
+        began = self._slice_began
+        return began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS
+
+    def _abandon(self, lock: threading.Lock) -> None:
+        """Replace the lock; its owner keeps the old one, and its copy of the predictor is dropped."""
+        with self._replacing:
+            if self._lock is not lock:
+                return  # another thread has just replaced it
+            self._lock, self._slice_began = threading.Lock(), None
+            self._abandoned = True
+        self._end(f"a piece of its work did not end within {SLICE_LIMIT_SECONDS:g} s")
+
+    def _end(self, why: str) -> None:
+        """End learning for this life."""
+        if not self._ended:
+            self._ended = True
+            self._failure = (
+                f"the predictor stopped learning for the rest of this life ({why}); what it had learned from complete "
+                "checkpoints is kept, saved with the next ones and used by a recovery, training is not affected"
+            )
+
+    # On the learner's thread
+
+    def _run(self, store: CheckpointStore, rank: int, alone: threading.Event) -> None:
+        try:
+            try:
+                _compute_alone()
+            finally:
+                alone.set()  # the training thread waits for it
+            while not self._stopping() and self._wake.wait():
+                with self._lock:
+                    self._wake.clear()
+                    wanted, generation = self._wanted, self._generation
+                    student = copy.copy(self._predictor)
+                if self._stopping():  # checked after clearing, or an end in between would be missed
+                    return
+                if wanted is None:
+                    continue
+                self._await_commit(store, wanted[0], generation)
+                if not self._stopping():
+                    self._learn_from(student, self._work(student, store.directory, rank, *wanted), generation)
+        except Exception as error:
+            logger.exception("learning from checkpoints failed")
+            self._end(_description(error))
+
+    def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
+        """Learn from one checkpoint; if the directory cannot be read now, wait for the next one."""
+        try:
+            with closing(work):
+                self._take_in(student, work, generation)
+        except _UnreadableDirectoryError as error:
+            if not self._unreadable_logged:
+                logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)
+            self._unreadable_logged = True
+        else:
+            self._unreadable_logged = False
+
+    def _await_commit(self, store: CheckpointStore, iteration: int, generation: int) -> None:
+        """Wait until the checkpoint is committed or given up, or the next one is written.
+
+        The thread then learns from the checkpoints committed by then.
+        """
+        pause = COMMIT_POLL_SECONDS
+        while not self._stopping() and self._generation == generation and not _is_settled(store, iteration):
+            if self._wake.wait(pause):
+                return
+            pause = min(2 * pause, COMMIT_POLL_MAX_SECONDS)
+
+    def _stopping(self) -> bool:
+        return self._closing.is_set() or self._ended
+
+    def _take_in(self, student: StatePredictor, work: Iterator[object], generation: int) -> None:
+        """Learn from one checkpoint at the pace, and hand the result to the predictor."""
+        before = dict(vars(student))
+        while True:
+            pace = self._pace
+            assert pace is not None  # or there is no thread
+            pace.before_slice()
+            if self._stopping():  # a closed pace does not wait
+                return
+            lock = self._lock
+            if not lock.acquire(blocking=False):
+                with lock:  # another thread uses the predictor; afterwards the bubble may be over
+                    continue
+            try:
+                if self._generation != generation:
+                    return
+                done = self._slice(work, pace)
+                if done is _LEARNED:
+                    self._hand_over(student, before, lock)
+                elif done is _DONE:
+                    return
+            finally:
+                lock.release()
+
+    def _work(
+        self, student: StatePredictor, store_directory: Path, rank: int, iteration: int, history_start: int
+    ) -> Generator[object, None, None]:
+        # Without partial checkpoints: all ranks learn from snapshots of one iteration.
+        history = DiskHistory(
+            store_directory,
+            rank,
+            before=iteration + 1,
+            since=history_start,
+            known=self._known,
+            partial=False,
+            opened=False,
+        )
+        try:
+            try:
+                yield from history.open()
+            except OSError as error:  # of the directory itself; a single unreadable checkpoint is left out
+                raise _UnreadableDirectoryError(_description(error)) from error
+            self._known = history.known
+            yield None
+            yield from student.learn(history)
+            yield _LEARNED
+            yield from history.close_in_pieces()
+        finally:
+            history.close()
+
+    def _slice(self, work: Iterator[object], pace: Pace) -> object:
+        """Run one piece of work and return what it yields; `_DONE` at its end."""
+        began, processor_began = time.perf_counter(), time.thread_time()
+        self._slice_began = began
+        try:
+            return next(work, _DONE)
+        finally:
+            self._slice_began = None
+            pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
+
+    def _hand_over(self, student: StatePredictor, before: dict[str, Any], lock: threading.Lock) -> None:
+        """Give the predictor what `learn` has replaced in the copy; outcomes recorded meanwhile stay."""
+        learned = {name: value for name, value in vars(student).items() if before.get(name) is not value}
+        with self._replacing:
+            if self._lock is lock:  # else this thread was abandoned, and others use the predictor
+                vars(self._predictor).update(learned)
+
+
+class _UnreadableDirectoryError(Exception):
+    """The directory of checkpoints cannot be listed now."""
+
+
+def _is_settled(store: CheckpointStore, iteration: int) -> bool:
+    try:
+        return store.is_settled(iteration)
+    except (CheckpointError, OSError, ValueError, TypeError, KeyError) as error:  # of a damaged marker, the last three
+        logger.debug("cannot see now whether checkpoint %d is committed: %s", iteration, error)
+        return False
+
+
+def _compute_alone() -> None:
+    """Let torch compute on the calling thread only, so that the budget is a share of one core, not of all.
+
+    Torch's number of threads belongs to the calling thread, for OpenMP, MKL and oneDNN alike. But a thread that has not
+    computed yet starts with the number set last in the process, so the caller must set that again at once. Setting any
+    number also stops MKL, in the whole process, from choosing fewer threads by itself. That cannot be undone (observed
+    with torch 2.13).
+    """
+    torch.get_num_threads()  # or the first computation here would start with the number of the process
+    torch.set_num_threads(1)
+
+
+def _description(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,119 @@
+"""The predictor in a running job, and its parts that learn beside the training."""
+
+import logging
+
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CPSRConfig
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.journal import RankJournal
+from cpsr.learning.assignment import OperatorAssignment
+from cpsr.learning.bubble_log import BubbleLog
+from cpsr.learning.exchange import Exchange
+from cpsr.learning.learner import Learner
+from cpsr.learning.memory import Use, allot_memory
+from cpsr.learning.pace import bubbles_of, pace_of
+from cpsr.predictor.ranks import Ranks
+from cpsr.predictor.vitp import VITPPredictor
+from cpsr.state.shard import Shard
+
+__all__ = ["Learning"]
+
+
+class Learning(Part):
+    """Owns the predictor and the thread that trains it; usable alone until `open` makes it one of several ranks.
+
+    Args:
+        adapter: the engine.
+        config: of the run.
+
+    Attributes:
+        predictor: predicts the state at a failure; use it inside `learner.locked()`.
+        learner: the thread.
+        bubbles: waits of the training thread.
+    """
+
+    def __init__(self, adapter: EngineAdapter, config: CPSRConfig) -> None:
+        self._exchange = Exchange()
+        self._assignment = OperatorAssignment()
+        self.predictor = VITPPredictor(
+            **config.predictor.settings(),
+            ranks=Ranks(
+                self._exchange.agree,
+                self._exchange.reduce,
+                self._exchange.broadcast,
+                trains=adapter.rank == 0,
+                share=self._assignment,
+            ),
+        )
+        self._nothing_learned = self.predictor.state_dict()
+        self.bubbles = bubbles_of(adapter)
+        pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction, self._report_starved)
+        self.learner = Learner(self.predictor, pace)
+        self._adapter = adapter
+        self._learns = False
+        self._journal: RankJournal | None = None
+        self._bubble_log: BubbleLog | None = None
+
+    def open(self, job: Job, store: CheckpointStore) -> Use:
+        """Find out whether the ranks can predict and learn within their memory; a collective.
+
+        Returns:
+            The same on every rank.
+        """
+        self._journal = job.journal
+        self._exchange.open(job.group)
+        self._assignment.open(job.group, job.shard, job.adapter.data_parallel_ranks, store.directory)
+        on_disk: int = job.group.broadcast(len(store.catalogue()) if job.group.rank == 0 else None)
+        use = allot_memory(self.predictor, len(job.shard.operators), on_disk, job.config, job.group, job.journal.event)
+        self._learns = use == "learning"
+        return use
+
+    def start(self, job: Job, store: CheckpointStore, pool: SnapshotPool) -> None:
+        """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
+        self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copy_account, job.journal)
+        self.learner.start(store, job.group.rank, learns=self._learns)
+
+    def duplicated_operator(self, shard: Shard) -> str | None:
+        """First operator of which two ranks own the same elements; a collective."""
+        return self._exchange.duplicated_operator(shard)
+
+    def at_step(self, saved_iteration: int | None, history_start: int) -> None:
+        """Notify the thread of the newest checkpoint, and report its failure."""
+        if saved_iteration is not None:
+            self.learner.notify(saved_iteration, history_start)
+        self._report_failure()
+
+    def at_checkpoint(self, iteration: int) -> None:
+        """A checkpoint was begun."""
+        if self._bubble_log is not None:
+            self._bubble_log.at_checkpoint(iteration)
+
+    def record_bubbles(self, iteration: int) -> None:
+        """Record the waits since the last row; call it before rank 0 last gathers the other ranks' rows."""
+        if self._bubble_log is not None:
+            self._bubble_log.record(iteration)
+
+    def rewound(self, to: Rewind) -> None:
+        """Reset the predictor if the new state comes from outside of the run: its weights do not lead there."""
+        if to.checkpoint_iteration is None:
+            with self.learner.locked():
+                self.predictor.load_state_dict(self._nothing_learned)
+
+    def close(self, ending: Ending) -> None:
+        """End the thread."""
+        self.learner.close()
+        self._report_failure()
+        account = self.bubbles.account()
+        if account.bubble_seconds > 0 and self._journal is not None:
+            self._journal.event("bubbles", account.summary(), self._adapter.iteration, logging.DEBUG)
+
+    def _report_failure(self) -> None:
+        failure = self.learner.failure()
+        if failure is not None and self._journal is not None:
+            self._journal.event("learning ended", failure, level=logging.ERROR)
+
+    def _report_starved(self, message: str) -> None:
+        if self._journal is not None:
+            self._journal.event("learning waits", message, level=logging.WARNING)

@@ -1,0 +1,137 @@
+"""When the predictor may work: in waits of the training thread, and outside of them within a budget, if at all."""
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.learning.bubbles import Bubbles
+from cpsr.learning.learner import BudgetPace, Pace
+from cpsr.learning.pipeline_schedule import idle_shares
+
+__all__ = ["BubblePace", "bubbles_of", "pace_of"]
+
+# Expected duration before any slice was measured: slices are cut to a few milliseconds.
+FIRST_SLICE_SECONDS = 0.005
+# The next slice is expected to take as long as the second longest of so many, of all kinds.
+RECENT_SLICES = 64
+# Share of a wait's forecast, at its end, that is left unused. The forecast is a low quantile: one wait in eight is
+# shorter, and a slice at its end is late. In a pipeline on a busy machine 8 to 14% were shorter than the forecast, and
+# 5 to 10% shorter than four fifths of it (2026-11-22). The predictor needs a quarter of the bubbles.
+SPARED_SHARE = 0.25
+# After so many iterations and seconds without a bubble that was long enough, the longest slices are forgotten: they may
+# be outliers. So many iterations measure all waits, and one slice in two seconds, some milliseconds late, costs little.
+STARVED_ITERATIONS = 8
+STARVED_SECONDS = 2.0
+
+
+class BubblePace:
+    """Lets a slice run if the open wait of the training thread is forecast to last as long (a `Pace`).
+
+    A slice that ends late delays the training thread, since both share the interpreter's lock or a core. So the second
+    longest of the recent slices must fit into the forecast rest of the wait, with some of it to spare. A slice counts
+    with its processor time, plus the usual delay beside it (a slow disk). Once in a while the scheduler delays a thread
+    by more than any slice takes; that says nothing about the next slice.
+
+    Args:
+        bubbles: the waits; this object reports its work to them.
+        outside: budget of slices outside of bubbles, and of what ran past a bubble's end; None: nothing outside.
+        report: called once, with one sentence, if no bubble is long enough for any slice; on the learner's thread.
+    """
+
+    def __init__(self, bubbles: Bubbles, outside: BudgetPace | None, report: Callable[[str], object]) -> None:
+        self._bubbles = bubbles
+        self._outside = outside
+        self._report = report
+        self._reported = False
+        self._slices: deque[float] = deque(maxlen=RECENT_SLICES)  # their processor time
+        self._delays: deque[float] = deque(maxlen=RECENT_SLICES)
+        self._entered: float | None = None  # when the next slice was admitted to a bubble
+        self._closing = threading.Event()
+
+    def before_slice(self) -> None:
+        """Wait for a bubble, or for the budget outside of them."""
+        seen = self._bubbles.account().iterations
+        while not self._closing.is_set():
+            patience = STARVED_SECONDS if self._outside is None else self._outside.rest_seconds()
+            self._entered = self._bubbles.entered(self._expected_seconds(), patience, SPARED_SHARE)
+            if self._entered is not None:
+                return
+            if self._outside is not None:
+                if self._outside.rest_seconds() == 0.0:
+                    return
+            elif (iterations := self._bubbles.account().iterations) - seen >= STARVED_ITERATIONS:
+                self._starve()
+                seen = iterations
+
+    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
+        """Account for the slice that has just ended."""
+        ended = perf_counter()
+        self._slices.append(processor_seconds)
+        self._delays.append(max(used_seconds - processor_seconds, 0.0))
+        # From its admission: a delay before its first line may have taken it past the bubble's end.
+        began = ended - used_seconds if self._entered is None else self._entered
+        beside = self._bubbles.worked(began, ended)
+        if self._outside is not None:
+            self._outside.after_slice(beside, processor_seconds)
+
+    def close(self) -> None:
+        """End the wait of `before_slice`, now and later."""
+        self._closing.set()
+        self._bubbles.close()
+
+    def _expected_seconds(self) -> float:
+        if not self._slices:
+            return FIRST_SLICE_SECONDS
+        return self._longest_seconds() + statistics.median(self._delays)
+
+    def _longest_seconds(self) -> float:
+        """Processor time of the longest recent slice; of the second longest once enough were measured."""
+        ordered = sorted(self._slices)
+        return ordered[-2] if len(ordered) == RECENT_SLICES else ordered[-1]
+
+    def _starve(self) -> None:
+        """No bubble was long enough for a slice: expect a shorter slice."""
+        if self._slices:
+            longest = self._longest_seconds()
+            self._slices = deque((one for one in self._slices if one < longest), maxlen=RECENT_SLICES)
+        elif not self._reported:
+            self._reported = True
+            self._report(
+                "no wait of this pipeline stage is long enough for the predictor's work (a slice should take "
+                f"{1000 * self._expected_seconds():.1f} ms, all waits of an iteration together are forecast to take "
+                f"{1000 * self._bubbles.iteration_forecast_seconds():.1f} ms): until one is, it learns nothing from "
+                "the checkpoints, and a recovery uses what was learned before. Training is not affected"
+            )
+
+
+def bubbles_of(adapter: EngineAdapter) -> Bubbles:
+    """The waits of this rank's training thread, forecast by the schedule of its pipeline if it has one."""
+    stage = adapter.pipeline_stage
+    if stage is None:
+        return Bubbles()
+    return Bubbles(idle_shares(stage.count, adapter.micro_batches_per_iteration, stage.index))
+
+
+def pace_of(
+    adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float, report: Callable[[str], object]
+) -> Pace | None:
+    """When the predictor may learn on this rank; None: never.
+
+    In a pipeline on CPUs receives block, and the predictor learns in these bubbles only. Elsewhere it learns in waits
+    for data loader workers, and outside of them within the budget; on a GPU, a pipeline's receives do not block the
+    host thread. A step boundary has no idle time: the next forward follows a snapshot at once, and while an update
+    waits for the rest of the copy, a core is busy with that.
+
+    Args:
+        adapter: the engine.
+        bubbles: of this rank.
+        budget_fraction: of one core, outside of bubbles; 0: never learn.
+        report: as in `BubblePace`.
+    """
+    if budget_fraction == 0:
+        return None
+    blocks = adapter.pipeline_stage is not None and adapter.device.type == "cpu"
+    return BubblePace(bubbles, None if blocks else BudgetPace(budget_fraction), report)

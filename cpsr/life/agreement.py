@@ -1,0 +1,75 @@
+"""Decisions of all ranks at a step boundary: to leave, another interval, a rehearsal."""
+
+from dataclasses import replace
+
+import torch
+
+from cpsr.job import Job
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.plan import Plan
+from cpsr.rehearsal.rehearsals import Rehearsals
+from cpsr.saving.saver import Saver
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Exchanges proposals in a vote without waiting; a proposal takes effect one call later.
+
+    Args:
+        job: this rank's.
+        planner: proposes intervals on rank 0.
+        saver: adopts an agreed interval.
+        rehearsals: propose rehearsals on rank 0.
+    """
+
+    def __init__(self, job: Job, planner: JobPlanner, saver: Saver, rehearsals: Rehearsals) -> None:
+        self._job = job
+        self._planner = planner
+        self._saver = saver
+        self._rehearsals = rehearsals
+        self._votes = job.group.votes()
+        self._proposed: Plan | None = None  # not agreed upon yet
+
+    def exchange(self, iteration: int, *, stop: bool, may_rehearse: bool) -> bool:
+        """Propose now, and carry out the agreement from the previous call.
+
+        Args:
+            iteration: the one that has just ended.
+            stop: whether this rank was asked to leave.
+            may_rehearse: whether a rehearsal may be proposed.
+
+        Returns:
+            Whether all ranks leave after this iteration.
+        """
+        proposal = self._planner.proposal() if self._proposed is None else None
+        if proposal is not None:
+            self._proposed = proposal
+        leave, interval, rehearsed = self._votes.exchange(
+            stop,
+            0 if proposal is None else proposal.interval_iterations,
+            self._rehearsals.propose(iteration) if may_rehearse else 0,
+        )
+        if interval:
+            self._saver.adopt(self._agreed_plan(interval), iteration)
+            self._proposed = None
+        if rehearsed:
+            self._rehearsals.prepare(rehearsed, iteration)
+        return leave
+
+    def finish(self) -> None:
+        """Wait for the last vote."""
+        self._votes.finish()
+
+    def _agreed_plan(self, interval_iterations: int) -> Plan:
+        """Rank 0's proposal, as far as this rank needs it; a collective if ranks have their own intervals."""
+        planner, group = self._job.config.planner, self._job.group
+        known = Plan(interval_iterations, planner.policy, {"rule": "planned by rank 0, whose journal explains it"})
+        plan = self._proposed or known
+        if planner.intervals == "common":
+            return replace(plan, rank_interval_iterations=())
+        own = torch.zeros(group.size, dtype=torch.int64)
+        if group.rank == 0 and plan.rank_interval_iterations:
+            own += torch.tensor(plan.rank_interval_iterations)
+        agreed = tuple(group.reduce(own).tolist())
+        return replace(plan, rank_interval_iterations=agreed if any(agreed) else ())

@@ -1,0 +1,119 @@
+"""Step boundaries: when the state is consistent, its publication, and its emergency dump."""
+
+from contextlib import AbstractContextManager, ExitStack
+
+from cpsr.checkpoint.progress import ProgressCounter
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import SaveError
+from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.ranks.emergency_dump import EmergencyDump
+from cpsr.ranks.exits import Exit, note_exit
+from cpsr.ranks.liveness import Liveness
+from cpsr.saving.run_state import RunState
+
+__all__ = ["Boundary"]
+
+
+class Boundary(Part):
+    """Publishes each finished step: the step counter, the heartbeat, and the state for an emergency dump.
+
+    Args:
+        job: this rank's.
+        pool: host buffers; an emergency dump goes into one of them.
+        state: the small state.
+
+    Attributes:
+        emergency_dump: dumps the state when this rank leaves a broken group.
+        liveness: watches the other ranks.
+        may_dump: False while the state may still be discarded.
+    """
+
+    def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
+        self._job, self._pool, self._state = job, pool, state
+        self.may_dump = True
+        self._progress = ProgressCounter(job.config.run_dir / "progress" / f"rank-{job.group.rank:05d}")
+        config, rank = job.config, job.group.rank
+        self.emergency_dump = EmergencyDump(
+            self._dump,
+            job.journal.event,
+            config.ranks.sigterm_grace_seconds,
+            lambda: self.liveness.obstacle(),
+            job.journal.flush,
+        )
+        self.liveness = Liveness(
+            config.run_dir,
+            job.journal.life,
+            rank,
+            job.group.size,
+            config.ranks,
+            self._give_up,
+            job.journal.event,
+        )
+        self.liveness.start()
+
+    def begin_change(self) -> None:
+        """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
+        self.emergency_dump.begin_update()
+
+    def end_change(self, iteration: int) -> None:
+        """The state is again that after `iteration`."""
+        self.emergency_dump.end_update(iteration)
+
+    def publish(self, iteration: int) -> None:
+        """A step is complete: the state is that after it."""
+        self._progress.publish(iteration, self._state.position.batches)
+        self._mark(iteration)
+        self.liveness.step(iteration)
+
+    def reset(self, iteration: int) -> None:
+        """The state is that of another iteration, possibly an earlier one."""
+        self._progress.reset(iteration, self._state.position.batches)
+
+    def rewound(self, to: Rewind) -> None:
+        """The state is that of another iteration; unless it was not changed, and stays that of the last step."""
+        if self.emergency_dump.updating:
+            self.reset(to.iteration)
+            self._mark(to.iteration)
+
+    def _mark(self, iteration: int) -> None:
+        self._pool.mark_boundary()
+        self.emergency_dump.end_update(iteration)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """No step ends inside, on purpose."""
+        return self.liveness.busy()
+
+    def leave_in_order(self) -> None:
+        """All ranks end together: stop watching the others, and dump nothing."""
+        self.emergency_dump.leave_in_order()
+        self.liveness.finish()
+
+    def abandon(self, error: BaseException | None) -> None:
+        """The group is broken: dump the state of the last boundary, and stop watching the others."""
+        note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
+        self.emergency_dump.dump(f"the training loop was left with {type(error).__name__}")
+        self.liveness.close(ended=False)
+
+    def close(self, ending: Ending) -> None:
+        """Close the counter, which keeps its value; the heartbeat shows how this rank has ended."""
+        with ExitStack() as closing:  # an error of one keeps none of the others open
+            closing.callback(self.emergency_dump.close)
+            closing.callback(lambda: self.liveness.close(ended=ending.in_order))
+            closing.callback(self._progress.close)
+
+    def _give_up(self, reason: str) -> None:
+        """Another rank is gone, or training hangs: end this process, from another thread."""
+        note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, left=reason))
+        self.emergency_dump.leave(reason)
+
+    def _dump(self, iteration: int) -> None:
+        """Dump the state before this rank leaves a broken group."""
+        if not self.may_dump:
+            raise SaveError("a predicted state is being watched, and could not be discarded later")
+        self._pool.dump(self._job.adapter.shard(), iteration, self._state.left())
+
+
+def _one_line(error: BaseException | None) -> str:
+    """An exception's kind and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,427 @@
+"""One life of a run: opening, the script of a step, rewinding, closing."""
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from cpsr.checkpoint.progress import mark_life
+from cpsr.config import CPSRConfig
+from cpsr.engines.offload import offloaded_activations
+from cpsr.job import Ending, Part, Rewind
+from cpsr.life.agreement import Agreement
+from cpsr.life.announcement import announce, cause_of_failure
+from cpsr.life.boundary import Boundary
+from cpsr.life.clock import StepClock
+from cpsr.life.first_batches import FirstBatches
+from cpsr.life.leaving import Leave, Leaving, StopRequest
+from cpsr.life.loop import Loop
+from cpsr.life.loop_tail import LoopTail
+from cpsr.life.lost_tokens import with_lost_tokens
+from cpsr.life.opening import open_for_life
+from cpsr.life.outcome import RecoveryOutcome
+from cpsr.life.probation import Probation
+from cpsr.life.recovered import LagReport, RecoveredLag, losses_before
+from cpsr.planner.cadence import Savers
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.ranks.emergency_dump import undisturbed
+from cpsr.rehearsal.rehearsals import Rehearsals
+from cpsr.restart.ladder import Ladder
+from cpsr.restart.prediction import StatePrediction
+from cpsr.restart.restore import Restored, Restorer
+from cpsr.saving.copies import Copies
+from cpsr.saving.saver import Saver
+from cpsr.saving.unsaved import Unsaved
+from cpsr.state.loader_workers import prepared_workers
+from cpsr.state.scalars import Scalars
+
+__all__ = ["Life"]
+
+AnyPart = TypeVar("AnyPart", bound=Part)
+
+FIRST_PLAN_ITERATIONS = 10  # of a life; then their duration is known well enough to replan
+DIVERGED = "the predicted state diverged"
+
+
+class Life:
+    """Follows the training through the engine's hooks; complete once constructed, or closed again.
+
+    A `StepObserver` of the engine. `after_step` is the script of a step.
+
+    Args:
+        loop: the training.
+        config: as given by the user.
+
+    Attributes:
+        run: the open run.
+        boundary: publishes each finished step.
+        restored: the state that this life began with, or the one after a roll-back.
+        saver: saves the state when it is due.
+        planner: of the interval.
+        rehearsals: of failures, in the running job.
+
+    Raises:
+        CPSRError: see `CPSRRecovery`.
+    """
+
+    def __init__(self, loop: Loop, config: CPSRConfig) -> None:
+        self.loop = loop
+        self._ending = Ending()
+        self._parts: list[Part] = []
+        with ExitStack() as opened:
+            handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
+            self.run = open_for_life(loop, config, opened, self._ending)
+            self.job = self.run.job
+            self.boundary = self._open(opened, Boundary(self.job, self.run.memory.pool, loop.state))
+            self._parts.append(self._open(opened, loop.learning))
+            self.planner = self._open_planner(opened)
+            self.restorer = self._restorer(asked=config.mode)
+            self._restore()
+            self._begin(opened)
+            self._attach(opened, exact=config.mode == "exact")
+            self._stop = StopRequest()
+            self._stop.watch(handlers, self.boundary)
+            self._opened = opened.pop_all()
+
+    # Opening
+
+    def _open(self, opened: ExitStack, part: AnyPart) -> AnyPart:
+        opened.callback(part.close, self._ending)
+        return part
+
+    def _open_planner(self, opened: ExitStack) -> JobPlanner:
+        job, learning = self.job, self.loop.learning
+        planner = JobPlanner(
+            job.config,
+            job.group.rank,
+            job.shard.parameters,
+            job.adapter.second_moment_decay(),
+            lambda: learning.learner.ask(learning.predictor.accuracy),
+        )
+        opened.callback(planner.close)
+        return planner
+
+    def _restorer(self, asked: str) -> Restorer:
+        job, run = self.job, self.run
+        ladder = Ladder(job.run.run_id, job.group, job.shard, run.previous_life, job.config.peers)
+        return Restorer(
+            job,
+            run.store,
+            run.target,
+            run.memory.pool,
+            ladder,
+            StatePrediction(job, run.store, self.loop.learning.predictor, self.loop.probes),
+            older_experts=asked != "exact",
+        )
+
+    def _restore(self) -> None:
+        """Bring the engine to the newest state that can be restored, and start this life from there."""
+        job, run = self.job, self.run
+        self._adopt(self.restorer.restore(job.config.mode))
+        iteration = self.restored.restored_iteration
+        # Set aside partial checkpoints of iterations that will be repeated; those that a prediction used stay.
+        run.store.abandon_after(iteration, f"the run continues from iteration {iteration}")
+        job.group.barrier()  # no rank resets its counter before all have read where the run failed
+        self.boundary.reset(iteration)
+        if job.group.rank == 0:
+            mark_life(job.config.run_dir, job.journal.life)
+        run.memory.begin(iteration)
+        pool = run.memory.pool
+        self._probation = Probation(job, self.restored, self.loop.losses, pool)
+        self.boundary.may_dump = not self._probation.active
+        cause = cause_of_failure(job)
+        self._outcome = RecoveryOutcome(job, self.loop.learning.learner, self.restored, cause, self._probation.active)
+        measured = None
+        if self.restored.predicted and not self.restored.partly_predicted:
+            measured = RecoveredLag(losses_before(job.journal, iteration), iteration)
+        self._lag = LagReport(job, self._outcome, measured)
+        announce(job, self.restored, cause, self.restorer.damaged)
+
+    def _begin(self, opened: ExitStack) -> None:
+        """Start the parts that run beside the training."""
+        job, run, loop = self.job, self.run, self.loop
+        if self.restored.scalars is not None:
+            self.planner.load_state_dict(self.restored.scalars.planning)
+        self.saver = Saver(job, run.store, run.memory.pool, self.planner, self.restored, run.experts, run.writes)
+        self._copies = self._open(opened, Copies(job, run.target, self.saver))
+        self._open(opened, self.saver)
+        loop.learning.start(job, run.store, run.memory.pool)
+        self.planner.start(job.config.run_dir, job.group.size, job.journal)
+        self.rehearsals = Rehearsals(
+            job, self.restorer, self.saver, loop.learning, loop.state, loop.loss_fn, lambda: self._stop.made
+        )
+        self._agreement = Agreement(job, self.planner, self.saver, self.rehearsals)
+        self._tail = LoopTail(job.group, possible=job.adapter.pipeline_stage is None)
+        self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
+        self._leaving = Leaving(job, self.boundary, self.saver, loop.state, self._tail, self._capture, self._ending)
+        run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps]
+        loop.state.on_request = self._tail.on_request
+        loop.state.on_batch.append(self._first_batches.on_batch)
+        self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver]
+        self._clock = StepClock(job.adapter)
+
+    def _attach(self, opened: ExitStack, *, exact: bool) -> None:
+        """Attach to the engine."""
+        job, loop = self.job, self.loop
+        self.run.memory.pool.mark_boundary()
+        job.adapter.attach(self)
+        opened.callback(job.adapter.detach)
+        unsaved = Unsaved(job.adapter, lambda: loop.state.objects, exact, job.journal.event)
+        opened.callback(unsaved.close)
+        config, free_bytes = job.config.engines, self.run.free_bytes
+        opened.enter_context(offloaded_activations(job.adapter, config, free_bytes, job.journal.event))
+        opened.enter_context(prepared_workers())
+
+    # Called by the engine's hooks, on the training thread
+
+    def before_update(self) -> None:
+        """The optimizer is about to change the state that a snapshot may still be copying."""
+        self.boundary.liveness.sign()
+        self._tail.finish()
+        self._clock.before_update()
+        self.saver.before_update()
+
+    def state_changes(self) -> None:
+        """From here to the end of the step the state belongs to no iteration."""
+        self.boundary.begin_change()
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A training forward begins: it changes buffers and random states."""
+        self.boundary.liveness.sign()
+        self._tail.finish()
+        if self.run.experts is not None:
+            self.run.experts.begin_forward()
+        self.loop.probes.on_forward(args, kwargs)
+        self.rehearsals.on_forward(args, kwargs)
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """The loss of one micro-batch."""
+        self.boundary.liveness.sign()
+        self.loop.losses.add(loss)
+        self.rehearsals.on_loss(loss)
+
+    def wait_begins(self, place: str) -> None:
+        """The thread is about to wait for another pipeline stage."""
+        self.loop.learning.bubbles.begin(place)
+
+    def wait_ends(self) -> None:
+        """The wait is over."""
+        self.loop.learning.bubbles.end()
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        """One step is complete: publish, save if due, and agree on what comes next."""
+        step = self._clock.end(iteration, applied)
+        self._count(iteration, applied)
+        self.boundary.publish(iteration)
+        self.planner.step(step.seconds)
+        self.run.steps.end(step)
+        self.saver.surface()
+        self._follow_background()
+        if self._probation.active and self._is_given_up(iteration):
+            return
+        # A predicted state is not committed while it is watched: it may still be discarded, and the checkpoint it came
+        # from must stay the newest.
+        if not self._probation.active and self.saver.is_due(iteration):
+            self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
+        elif iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
+            self._plan(iteration)  # a failure has changed the rate
+        self._lag.report_if_due(iteration)
+        self._rehearse_if_due(iteration, applied, step.seconds)
+        if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
+            iteration, stop=self._stop.made, may_rehearse=self._may_rehearse()
+        ):
+            self._leaving.begin(iteration)
+
+    def before_external_load(self) -> None:
+        """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
+        self.boundary.begin_change()
+        self._tail.drop()
+        self.saver.finish()
+
+    def after_external_load(self, iteration: int) -> None:
+        """The committed checkpoints do not lead to the loaded state: set later ones aside, and save this state."""
+        replaced = "the user's load_checkpoint replaced the state"
+        if self._probation.active:
+            self._end_probation("kept", {"status": "ended", "iteration": iteration, "reason": replaced})
+        self.rewind(Rewind(iteration, None, replaced))
+        with self.boundary.busy():
+            saved = self.saver.save_now(iteration, self._capture)
+        result = "is committed" if saved else "could not be committed: a failure before the next checkpoint loses it"
+        self.job.journal.event(
+            "external load",
+            f"load_checkpoint went to iteration {iteration}: that state {result}; checkpoints of later iterations were "
+            f"set aside; the data continues after batch {self.loop.state.position.batches}, the loader's position",
+            iteration,
+            logging.INFO if saved else logging.ERROR,
+        )
+
+    # Steps of the script
+
+    def _count(self, iteration: int, applied: bool) -> None:
+        self.loop.learning.bubbles.end_iteration()
+        self._tail.after_step()
+        self._first_batches.after_step()
+        if applied:
+            self.loop.state.count_update(self._clock.learning_rate)
+        if self.run.experts is not None:
+            self.run.experts.end_iteration(iteration, applied)
+
+    def _follow_background(self) -> None:
+        """Notify the background threads of the newest checkpoint, and report their failures."""
+        self.loop.learning.at_step(self.saver.saved_iteration, self.loop.state.history_start)
+        self._copies.at_step()
+        failure = self.planner.failure()
+        if failure is not None:
+            self.job.journal.event("planning ended", failure, level=logging.ERROR)
+
+    def _begin_checkpoint(self, iteration: int, savers: Savers) -> None:
+        self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
+        self.loop.learning.at_checkpoint(iteration)
+        self._plan(iteration)
+
+    def _plan(self, iteration: int) -> None:
+        peak = self.loop.state.peak_learning_rate
+        self.planner.consider(self._clock.situation(iteration, peak, self.saver.plan))
+
+    def _rehearse_if_due(self, iteration: int, applied: bool, seconds: float) -> None:
+        self.boundary.begin_change()  # a rehearsal trains another state
+        with self.boundary.busy():
+            if self.rehearsals.after_step(iteration, applied, seconds, self._capture):
+                self._clock.restart()
+        self.boundary.end_change(iteration)
+
+    def _may_rehearse(self) -> bool:
+        """False while a predicted state is watched, or while experts catch up with longer steps."""
+        experts = self.run.experts
+        return not self._probation.active and not (experts is not None and experts.catching_up)
+
+    def _capture(self) -> Scalars:
+        self.run.steps.flush()  # the checkpoint contains the losses up to here
+        return self.loop.state.capture()
+
+    # Rewinding
+
+    def rewind(self, to: Rewind, restored: Restored | None = None) -> None:
+        """Continue from another state; the only way to rewind, a collective.
+
+        Used by a roll-back, a diverged state that cannot be rolled back, and the user's own load.
+
+        Args:
+            to: the new state.
+            restored: the state in the engine; None leaves the small state as it is.
+
+        Raises:
+            SaveError: checkpoints had to be set aside, and a disk did not answer. Nothing was set aside.
+        """
+        self.run.set_aside(to, self.saver.drain)
+        if restored is not None:
+            self._adopt(restored)
+            if restored.scalars is not None:  # the loop will still finish the discarded iteration
+                self._tail.defer(partial(self.loop.state.take_again, restored.scalars))
+        for part in self._parts:
+            part.rewound(to)
+
+    def _adopt(self, restored: Restored) -> None:
+        """Continue from the state in the engine; a collective."""
+        self.restored = with_lost_tokens(restored, self.run.experts, self.job.group)
+        self.loop.state.take(self.restored)
+
+    def _is_given_up(self, iteration: int) -> bool:
+        """Whether the watched state has diverged and was rolled back; a collective."""
+        with self.boundary.busy():
+            decision = self._probation.observe(iteration)
+            if decision is None:
+                return False
+            self.job.journal.event("watch", f"the watch of the predicted state {decision.reason}", iteration)
+            diverged = decision.status == "diverged"
+            if diverged and self.job.group.all(self.loop.state.can_rewind):
+                self._roll_back()  # before the watch ends: until then memory keeps the checkpoint
+                self._end_probation("rolled_back", vars(decision))
+                return True
+            self._end_probation("kept", vars(decision))
+            if diverged:
+                self._go_on_diverged(iteration)
+            return False
+
+    def _roll_back(self) -> None:
+        """Discard the predicted state: restore the exact checkpoint, and recompute."""
+        self.boundary.begin_change()
+        self.saver.discard()
+        with self.loop.learning.learner.locked():
+            restored = self.restorer.roll_back(self.restored)
+        iteration = restored.restored_iteration
+        self.rewind(Rewind(iteration, iteration, DIVERGED), restored)
+        self._outcome.rolled_back(self.restored)
+        self.job.journal.event("rolled back", restored.reason, iteration, logging.WARNING)
+
+    def _go_on_diverged(self, iteration: int) -> None:
+        """Report a diverged state that this process cannot roll back; a restart still can."""
+        checkpoint = self.restored.checkpoint_iteration or 0
+        self.rewind(Rewind(iteration, checkpoint, DIVERGED))
+        next_checkpoint = iteration + self.saver.plan.interval_iterations
+        self.job.journal.event(
+            "diverged",
+            "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
+            "cannot return to earlier batches: training continues from the diverged state. Stop the job before its "
+            f"next checkpoint (iteration {next_checkpoint}) and restart it with mode 'exact' to recompute from "
+            f"checkpoint {checkpoint}; give resume() the DataLoader itself to have this done for you",
+            iteration,
+            logging.ERROR,
+        )
+
+    def _end_probation(self, outcome: Literal["kept", "rolled_back"], watch: dict[str, Any]) -> None:
+        self._probation.end()
+        self.boundary.may_dump = True
+        self._outcome.end_watch(outcome, watch)
+
+    # Closing
+
+    @property
+    def on_probation(self) -> bool:
+        """Whether the predicted state that this life began with may still be discarded."""
+        return self._probation.active
+
+    def close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        """End the life after its `with` block; parts close in reverse order of opening."""
+        with undisturbed(), self._opened:
+            # Before rank 0 last gathers the other ranks' rows.
+            self.loop.learning.record_bubbles(self.job.adapter.iteration)
+            if kind is None:
+                self._end()
+            elif kind is Leave:
+                self._end_left()
+            else:
+                self.boundary.abandon(error)
+
+    def _end(self) -> None:
+        """The loop has ended on this rank: wait for the others, and save the last state."""
+        try:
+            self._tail.finish()  # may leave, after a SIGTERM in the last step
+            self._agreement.finish()
+            self.job.group.barrier()  # all ranks are done; a dead rank raises here and not in the last save
+        except Leave:
+            self._end_left()
+            raise
+        except BaseException as failure:
+            self.boundary.abandon(failure)
+            raise
+        self.boundary.leave_in_order()
+        self.saver.finish()
+        iteration = self.job.adapter.iteration
+        if self.job.config.checkpoint.final and iteration > 0:
+            self._ending.last_state_is_safe = self.saver.save_now(iteration, self._capture)
+        self._ending.how = "clean"
+        self._end_unfinished_probation()
+
+    def _end_left(self) -> None:
+        self._agreement.finish()
+        self._ending.how = "sigterm"
+        self._end_unfinished_probation()
+
+    def _end_unfinished_probation(self) -> None:
+        if self._probation.active:
+            reason = "the life ended before the watch"
+            iteration = self.job.adapter.iteration
+            self._end_probation("kept", {"status": "unfinished", "iteration": iteration, "reason": reason})

@@ -1,0 +1,116 @@
+"""One line on a recovery: what was lost, from where each rank continues, and what that costs."""
+
+from collections.abc import Sequence
+
+from cpsr.checkpoint.tiers import Source
+from cpsr.journal import Beginning
+from cpsr.ranks.exits import ranks_named
+from cpsr.restart.restored import Recomputes, Restored
+
+__all__ = ["recovery_message"]
+
+WHY_RECOMPUTED = {
+    Recomputes.FAILED_BEFORE: ", because an earlier attempt to continue near the failure had failed",
+    Recomputes.PLANNED: ", which is cheaper than predicting",
+    Recomputes.CHEAPER: ", which is cheaper than predicting",
+    Recomputes.DUMP_REFUSED: ", because the check refused what the ranks had left in memory",
+    Recomputes.PREDICTION_REFUSED: ", because the check refused the prediction",
+    Recomputes.FAILED: ", because the attempt to continue near the failure has failed",
+}
+
+
+def recovery_message(restored: Restored, cause: str | None) -> str:
+    """What was lost, from where each rank continues, the cost, and the result of the check, in a few sentences.
+
+    The numbers of the fit are in the journal and in `restored.reason`.
+
+    Args:
+        restored: how the life began.
+        cause: how the last life ended, as a clause that begins in lower case; None if it ended in good order, or there
+            was none.
+    """
+    parts = [_lost(restored, cause), _source(restored), _cost(restored), _check(restored)]
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+def _lost(restored: Restored, cause: str | None) -> str:
+    if cause is None:
+        return ""
+    f = restored.restored_iteration if restored.failure_iteration is None else restored.failure_iteration
+    at = "" if restored.beginning is Beginning.SCRATCH else f" after iteration {f}"
+    if not restored.partly_predicted:
+        return f"{cause}{at}"
+    lost = ranks_named(_ranks(restored.sources, "predicted"))
+    if cause.startswith((f"{lost} was ", f"{lost} were ")):
+        return f"{cause}{at} and left no state"
+    return f"{cause}{at}; {lost} left no state"
+
+
+def _source(restored: Restored) -> str:
+    if restored.beginning is Beginning.SCRATCH:
+        return "training begins at iteration 0: no checkpoint has been committed yet"
+    at, sources = restored.restored_iteration, restored.sources
+    tiers = dict.fromkeys(source.tier for source in sources)
+    if len(tiers) > 1:
+        each = ", ".join(
+            f"{ranks_named(ranks)} {_from(restored, tier)}" for tier in tiers if (ranks := _ranks(sources, tier))
+        )
+        return f"{ranks_named(source.rank for source in sources)} continue at iteration {at}: {each}"
+    who = "all ranks continue" if len(sources) > 1 else "training continues"
+    return f"{who} at iteration {at}, {_from(restored, next(iter(tiers), 'disk'))}"
+
+
+def _from(restored: Restored, tier: str) -> str:
+    if tier == "predicted":
+        used = 0 if restored.forecast is None else len(restored.forecast.settings.get("used_iterations", ()))
+        fit = f" ({restored.method} over {used} checkpoints)" if used else f" ({restored.method})"
+        return f"predicted from checkpoint {restored.checkpoint_iteration}{fit}"
+    if tier == "departure":
+        return (
+            "with the weights and moments that they had, from memory"
+            if restored.beginning is Beginning.EMERGENCY_DUMP
+            else "exact from memory"
+        )
+    place = "memory" if tier == "memory" else f"checkpoint {restored.checkpoint_iteration}"
+    if restored.beginning is Beginning.OLDER_EXPERTS:
+        return f"from {place}, with older experts as they were saved"
+    return f"exact from {place}"
+
+
+def _cost(restored: Restored) -> str:
+    f, at = restored.failure_iteration, restored.restored_iteration
+    if f is None:
+        return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
+    if restored.predicted:
+        lag = None if restored.forecast is None else restored.forecast.expected_lag_iterations
+        recomputing = f - (restored.checkpoint_iteration or 0)
+        return f"expected cost: {max(lag or 0.0, 0.0):.0f} iterations (recomputing: {recomputing})"
+    if restored.beginning is Beginning.EMERGENCY_DUMP:
+        return f"random states and registered objects are those of checkpoint {restored.checkpoint_iteration}"
+    if f <= at:
+        return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
+    count = f"{f - at} iterations are" if f - at > 1 else "1 iteration is"
+    return f"{count} recomputed{_why_recomputed(restored)}"
+
+
+def _why_recomputed(restored: Restored) -> str:
+    """Why nothing near the failure was taken, where the mode would have allowed it."""
+    if restored.recomputes is Recomputes.INFEASIBLE and restored.forecast is not None:
+        return f", because nothing can be predicted ({restored.forecast.reason})"
+    return "" if restored.recomputes is None else WHY_RECOMPUTED.get(restored.recomputes, "")
+
+
+def _check(restored: Restored) -> str:
+    loss = restored.guard.get("loss")
+    if loss is None:
+        return ""
+    if "loss_predicted" not in loss:
+        if not restored.predicted:
+            return ""
+        return f"not checked: {loss['reason'].removeprefix('not evaluated: ')}"
+    verdict = "passed" if loss["accepted"] else "failed"
+    return f"check {verdict}: loss {loss['loss_predicted']:.3g}, checkpoint {loss['loss_checkpoint']:.3g}"
+
+
+def _ranks(sources: Sequence[Source], tier: str) -> list[int]:
+    return [source.rank for source in sources if source.tier == tier]

@@ -1,0 +1,84 @@
+"""Probation of a predicted state: until the first iterations show that it trains, it may be discarded."""
+
+import math
+
+import torch
+
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.config import CPSRConfig
+from cpsr.job import Job
+from cpsr.predictor.watch import Watch, WatchDecision
+from cpsr.ranks.group import Group
+from cpsr.restart.restore import Restored
+from cpsr.state.losses import LossRecorder
+
+__all__ = ["Probation"]
+
+
+class Probation:
+    """Watches a predicted state on all ranks together; opening it is a collective.
+
+    The training loss, averaged over the ranks that see one, is compared with its level before the failure. Meanwhile
+    the checkpoint behind the prediction stays in host memory. Without a prediction, or without a loss to compare with,
+    there is no watch.
+
+    Args:
+        job: this rank's.
+        restored: how this life began.
+        losses: of this rank.
+        pool: keeps the checkpoint.
+    """
+
+    def __init__(self, job: Job, restored: Restored, losses: LossRecorder, pool: SnapshotPool) -> None:
+        self._group = job.group
+        self._losses = losses
+        self._pool = pool
+        self._watch = _watch(restored, job.config, job.group)
+        if self._watch is not None:
+            pool.pin()
+
+    @property
+    def active(self) -> bool:
+        """Whether the state may still be discarded."""
+        return self._watch is not None
+
+    def observe(self, iteration: int) -> WatchDecision | None:
+        """Evaluate the iteration that has just ended; a collective while the watch is active.
+
+        Returns:
+            The decision, the same on every rank; None while there is none.
+        """
+        if self._watch is None:
+            return None
+        loss = self._losses.latest()
+        seen = torch.tensor([0.0 if loss is None else loss, float(loss is not None)], dtype=torch.float64)
+        total, count = self._group.reduce(seen).tolist()
+        decision = self._watch.observe(iteration, total / count) if count else None
+        return None if decision is None or decision.status == "watching" else decision
+
+    def end(self) -> None:
+        """The state is kept or discarded: release the checkpoint in memory."""
+        if self._watch is not None:
+            self._watch = None
+            self._pool.unpin()
+
+
+def _watch(restored: Restored, config: CPSRConfig, group: Group) -> Watch | None:
+    life = config.life
+    if not restored.beginning.watched or life.watch_iterations == 0 or restored.scalars is None:
+        return None
+    baseline = _mean_over_ranks(restored.scalars.recent_losses, group)
+    if not any(math.isfinite(loss) for loss in baseline):
+        return None  # nothing to compare with
+    return Watch(baseline, life.watch_iterations, life.watch_tolerance_nats)
+
+
+def _mean_over_ranks(losses: list[float], group: Group) -> list[float]:
+    """Mean loss of each recent iteration over the ranks that saw it; empty if none did."""
+    lengths = [length for length in group.gather(len(losses)) if length]
+    if not lengths:
+        return []
+    length = min(lengths)
+    values = torch.tensor(losses[-length:] if losses else [0.0] * length, dtype=torch.float64)
+    mean: list[float] = (group.reduce(values) / len(lengths)).tolist()
+    return mean

@@ -1,0 +1,121 @@
+"""This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
+
+import logging
+
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_removal import remove_unused
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
+from cpsr.checkpoint.orphans import free_orphans
+from cpsr.checkpoint.owner import mark_owner
+from cpsr.checkpoint.run_directory import RunDirectory
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.job import Job
+from cpsr.peers.replicator import Replicator
+from cpsr.ranks.group import Group, this_node
+
+__all__ = ["HostMemory", "claim_memory"]
+
+logger = logging.getLogger(__name__)
+
+
+def claim_memory(run: RunDirectory, group: Group, *, shared: bool) -> None:
+    """Free the memory of runs that are gone on this machine, and mark this run's as its own; a collective.
+
+    Args:
+        run: that is about to take memory.
+        group: the ranks.
+        shared: whether its buffers are to lie in shared memory.
+    """
+    if group.rank == run.local_ranks[0]:
+        try:
+            for orphan in free_orphans():
+                if orphan.standing == "freed":
+                    message = "%.1f MB of host memory are free again: run %s had left them, and %s"
+                    logger.info(message, orphan.bytes / 1e6, orphan.run_id, orphan.why)
+            if shared:
+                mark_owner(run.run_id, run.path, this_node())
+        except OSError as error:
+            message = (
+                "memory of runs that are gone in %s is not freed, or memory of this run is not marked as its own: %s"
+            )
+            logger.warning(message, SHARED_MEMORY, error)
+    group.barrier()
+
+
+class HostMemory:
+    """The pool of snapshots in shared memory, and its replication to other machines; opening it is a collective.
+
+    Args:
+        job: this rank's; its shard is the template of the buffers.
+
+    Attributes:
+        pool: the buffers.
+    """
+
+    def __init__(self, job: Job) -> None:
+        run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
+        self._run = run
+        self._first_on_machine = group.rank == run.local_ranks[0]
+        memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
+        self._memory = memory
+        self.pool = SnapshotPool(shard, memory=memory)
+        self._replicator: Replicator | None = None
+        problem = self.pool.shared_memory_problem
+        if problem is not None:
+            report(
+                "no shared memory",
+                f"snapshots do not outlive the process, so that a restart begins from the disk: this rank's "
+                f"{self.pool.required_bytes(shard)} bytes of host buffers are not in {SHARED_MEMORY}, since {problem}",
+                None,
+                logging.WARNING,
+            )
+        # All ranks or none: what one sends another takes.
+        if group.all(memory is not None and problem is None and config.peers.replicas > 0):
+            assert memory is not None
+            checkpoints = run.path / "checkpoints"
+            self._replicator = Replicator(
+                memory, group, job.adapter.data_parallel_ranks, shard, config.peers, report, checkpoints=checkpoints
+            )
+            self.pool.on_sealed = self._replicator.offer
+
+    @property
+    def branch(self) -> int:
+        """How often this life has gone back to an earlier state."""
+        return 0 if self._memory is None else self._memory.branch
+
+    def begin(self, iteration: int) -> None:
+        """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.
+
+        This bounds what a life keeps on a machine, whatever earlier ones left there: states of ranks that have moved to
+        other machines, replicas that are no longer wanted, and all of it where this life has no shared memory.
+        """
+        self.pool.forget_after(iteration)
+        if self._first_on_machine:
+            remove_unused(self._run.run_id, replicas=self._replicator is None)
+        if self._replicator is not None:
+            self._replicator.remove_stale()
+
+    def forget_after(self, iteration: int) -> None:
+        """Snapshots of later iterations count no more, here and elsewhere: the run has gone back behind them.
+
+        States sealed from now on belong to another branch: a replica whose holder is unreachable stays as it is, and a
+        restart must be able to distinguish it from newer ones.
+        """
+        self.pool.forget_after(iteration)
+        if self._memory is not None:
+            self._memory.branch += 1
+        if self._replicator is not None:
+            self._replicator.forget_after(iteration)
+
+    def close(self, *, in_order: bool, safe: bool) -> None:
+        """Let the memory go.
+
+        Args:
+            in_order: all ranks end together; after a failure the next life looks here first.
+            safe: the last state is on the disk; where that refused it, it is nowhere else.
+        """
+        if self._replicator is not None:
+            self._replicator.close(remove=in_order, together=in_order)
+        self.pool.close(remove=in_order and safe)
+        if in_order and safe:
+            remove_unused(self._run.run_id)  # also what a life that had to do without shared memory did not take over

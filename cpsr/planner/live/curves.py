@@ -1,0 +1,162 @@
+"""The curves behind a plan, fitted to the run's journal."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy
+
+from cpsr.config import CPSRConfig
+from cpsr.fitter.failure_rate import FailureRate
+from cpsr.fitter.loss_fit import LossFit, fit_loss
+from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
+from cpsr.journal import JournalReader, RecoveryRow, RehearsalRow, ReportedFailure
+from cpsr.planner.live.recovery_cost import measured_lags
+from cpsr.planner.recovery_curve import LagObservation
+
+__all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
+
+FitKind = Literal["loss", "predictor", "failure_rate"]
+# A restart begins within minutes of its failure, and reports by people are not exact to the second.
+SAME_FAILURE_SECONDS = 600.0
+# Recent losses say more about the next phase than old ones, and a fit to a million would take seconds.
+LOSSES_MAX = 20_000
+# Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
+CURVE_POINTS = 65
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The fitted curves of the run at the end of a phase.
+
+    Attributes:
+        iteration: at the fit.
+        failures: how often the job fails.
+        lags: measured by the run's own rehearsals and recoveries.
+        predict_seconds: median of the predictions and injections so far; 0 without any.
+        predictions: how many these were.
+        loss: of the training; None if it cannot be fitted.
+        predictor: error of the predictor over checkpoints; None if it cannot be fitted.
+        missing: why a curve is None, for messages.
+    """
+
+    iteration: int
+    failures: FailureRate
+    lags: tuple[LagObservation, ...] = ()
+    predict_seconds: float = 0.0
+    predictions: int = 0
+    loss: LossFit | None = None
+    predictor: PredictorCurve | None = None
+    missing: tuple[str, ...] = ()
+
+    def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
+        """Rows for the journal: kind and result of every fitted curve."""
+        yield "failure_rate", self.failures.to_dict()
+        if self.loss is not None:
+            yield "loss", self.loss.to_dict() | {"curve": _drawn(self.loss)}
+        if self.predictor is not None:
+            yield "predictor", self.predictor.to_dict()
+
+
+def fit_curves(
+    reader: JournalReader,
+    accuracy: Sequence[dict[str, Any]],
+    iteration: int,
+    span_iterations: int,
+    config: CPSRConfig,
+    reported: Sequence[ReportedFailure] = (),
+) -> Curves:
+    """Fit all curves that can be fitted.
+
+    Args:
+        reader: of the run's journal.
+        accuracy: the predictor's backtests, oldest first.
+        iteration: completed steps; later losses, of a branch that was given up, do not count.
+        span_iterations: length of the phase: the loss is extrapolated as far.
+        config: of the run.
+        reported: failures reported by people; those before the run, or within minutes of a known one, do not count.
+
+    Raises:
+        JournalError: the journal cannot be read.
+    """
+    missing: list[str] = []
+    rehearsals, recoveries = reader.rehearsals(), reader.recoveries()
+    done: list[RehearsalRow | RecoveryRow] = [*rehearsals, *recoveries]
+    predicted = [  # in an exact restart these are 0
+        one.predict_seconds + one.inject_seconds for one in done if one.predict_seconds and one.inject_seconds
+    ]
+    return Curves(
+        iteration,
+        _failures(reader, config, reported),
+        tuple(measured_lags(rehearsals, recoveries, config.life.watch_iterations)),
+        statistics.median(predicted) if predicted else 0.0,
+        len(predicted),
+        _loss(reader, iteration, span_iterations, missing),
+        _predictor(accuracy, missing),
+        tuple(missing),
+    )
+
+
+def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
+    """The curves before the journal is read."""
+    return Curves(iteration, FailureRate(config.planner.mtbf_hours, config.planner.mtbf_prior_failures))
+
+
+def _drawn(fit: LossFit) -> dict[str, list[float]]:
+    """The curve and the band of single losses, from the first loss to the end of the held-out span."""
+    places = numpy.linspace(fit.first_iteration, fit.last_iteration + fit.held_out_iterations, CURVE_POINTS).round()
+    low, high = fit.band(places)
+    drawn = {"iterations": places, "loss_nats": fit.at(places), "low_nats": low, "high_nats": high}
+    return {name: values.tolist() for name, values in drawn.items()}
+
+
+def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureRate:
+    planner = config.planner
+    lives = reader.lives()
+    # A life without an end was killed. `clean` and `sigterm` are no failures, even if some training was repeated.
+    ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
+    began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
+    unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
+    failures = len(ended) + unseen
+    return FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, failures, reader.trained_seconds())
+
+
+def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:
+    """Number of reported failures in this run that neither a restart nor another report shows."""
+    known = list(seen_unix_seconds)
+    for failure in reported:
+        at = failure.failed_unix_seconds
+        if at >= start_unix_seconds and all(abs(at - other) > SAME_FAILURE_SECONDS for other in known):
+            known.append(at)
+    return len(known) - len(seen_unix_seconds)
+
+
+def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: list[str]) -> LossFit | None:
+    steps = [
+        (step.iteration, step.loss)
+        for step in reader.losses(max(0, iteration - LOSSES_MAX), iteration + 1)
+        if step.loss is not None and 0.0 < step.loss < math.inf
+    ]
+    try:
+        return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
+    except ValueError as error:
+        missing.append(f"the loss curve is not known yet ({error})")
+        return None
+
+
+def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> PredictorCurve | None:
+    """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
+    points = [
+        (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
+        for one in accuracy
+        if "mean_square_motion" in one
+    ]
+    points = [(count, error) for count, error in points if 0.0 < error < math.inf]
+    try:
+        return fit_predictor_curve([count for count, _ in points], [error for _, error in points])
+    except ValueError as error:
+        missing.append(f"the predictor's accuracy is not known yet ({error})")
+        return None

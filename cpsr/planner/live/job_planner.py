@@ -1,0 +1,375 @@
+"""Rank 0's planner: follows the phases of the training, fits the curves, and replans, beside the training."""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.config import CPSRConfig
+from cpsr.errors import JournalError
+from cpsr.fitter.phases import Phase, PhaseDetector
+from cpsr.journal import BacktestRow, FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
+from cpsr.planner.bounds import Limits
+from cpsr.planner.inputs import Origin, PlannerInputs
+from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
+from cpsr.planner.live.inputs import Situation, planner_inputs, unmeasured_inputs
+from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
+from cpsr.planner.live.predictable import Predictable, predictable
+from cpsr.planner.live.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
+from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_lags
+from cpsr.planner.live.stall import StallMeter
+from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan
+from cpsr.planner.recovery_curve import LagCurve
+from cpsr.predictor.line import LinePredictor
+from cpsr.state.scalars import capture_host_rng, restore_host_rng
+
+__all__ = ["JobPlanner"]
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "cpsr-planner"
+CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file system that hangs
+FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
+# Polling interval for overrides: a query of a small file takes about a millisecond; without the file, one stat.
+OVERRIDE_POLL_SECONDS = 1.0
+REPLAN_FRACTION = 0.1  # smaller changes are noise of the measurement; the cost is flat around its optimum
+
+
+class JobPlanner:
+    """Plans the checkpoints of a running job; the training thread only passes numbers and takes plans.
+
+    Every rank records the costs of its own checkpoints in its part of the next one. Rank 0 reads them there, ends the
+    phases, and fits the curves at the end of each. It proposes a plan if a phase has ended, or if the plan differs
+    enough from the current one. Its errors never reach training: the last plan stays, and `failure` returns why.
+
+    Phases follow the mean second moment of all ranks. For the newest checkpoint rank 0 knows only its own mean. It
+    scales that by the ratio of the two means in the last checkpoint that it has read.
+
+    An override of the interval (`cpsr.journal.overrides`) is seen within a second. The plan follows at once if the run
+    has measured its first checkpoint, or has a fixed interval. When the override expires, a plan without it follows.
+
+    Args:
+        config: of the run.
+        rank: this process.
+        parameters: weights that it owns.
+        beta2: decay of the optimizer's second moments; 0 if it keeps none.
+        accuracy: the predictor's backtests so far; called from the planner's thread.
+    """
+
+    def __init__(
+        self,
+        config: CPSRConfig,
+        rank: int,
+        parameters: int,
+        beta2: float,
+        accuracy: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._accuracy = accuracy
+        self._times = SaveTimes(parameters)
+        self._meter = StallMeter()
+        fitter = config.fitter
+        self._phases = PhaseDetector(
+            fitter.phase_change_fraction, fitter.phase_min_iterations, fitter.phase_max_iterations, beta2
+        )
+        self._saves: list[SaveOutcome] = []  # not processed yet
+        self._situation: Situation | None = None
+        self._curves = prior_curves(0, config)
+        self._fitted = False
+        self._missing: tuple[str, ...] = ()
+        self._others: list[RankCosts] = []
+        self._others_iteration: int | None = None  # when the costs of the others were read
+        self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
+        self._proposal: Plan | None = None
+        self._override: PlanOverride | None = None  # in force
+        self._planned_override: PlanOverride | None = None  # in force at the newest proposal
+        self._failure: str | None = None
+        self._lock = threading.Lock()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def first_plan(self, saved: dict[str, Any]) -> Plan:
+        """The first plan of a life, the same on every rank.
+
+        Args:
+            saved: `state_dict` from the checkpoint that this life begins with; empty in the first life.
+        """
+        fixed, planner = self._config.checkpoint.interval_iterations, self._config.planner
+        if fixed is not None:
+            return fixed_plan(fixed)
+        interval = saved.get("interval_iterations")
+        if interval is None:
+            # Without measurements the minimum applies: lost work is then the larger risk.
+            return make_plan([unmeasured_inputs(self._config)], self._limits(), "young", "exact")
+        explanation = {"rule": "as planned before the restart, until the next plan"}
+        low, high = planner.interval_min_iterations, planner.interval_max_iterations
+        own = tuple(saved.get("rank_interval_iterations", ())) if planner.intervals == "per_rank" else ()
+        if own and low <= min(own) and max(own) <= high:
+            return Plan(interval, planner.policy, explanation, saved.get("mode"), own)
+        return Plan(min(max(interval, low), high), planner.policy, explanation, saved.get("mode"))
+
+    def start(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
+        """Begin to plan; does nothing on other ranks than 0."""
+        if self._rank == 0:
+            _import_fitters()
+            arguments = run_dir, world_size, journal
+            self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    def begun(self) -> None:
+        """A checkpoint was begun."""
+        self._meter.begun()
+
+    def step(self, seconds: float) -> None:
+        """Add the duration of one step."""
+        self._meter.step(seconds)
+
+    def note(self, outcome: SaveOutcome) -> None:
+        """This rank's part of a checkpoint is durable."""
+        stall_seconds = self._meter.durable(outcome.stall_seconds)
+        with self._lock:
+            self._times.note(outcome, stall_seconds)
+            if self._rank == 0:
+                self._saves.append(outcome)
+
+    def consider(self, situation: Situation) -> None:
+        """Check whether the plan should change; returns at once."""
+        if self._thread is not None:
+            with self._lock:
+                self._situation = situation
+            self._wake.set()
+
+    def proposal(self) -> Plan | None:
+        """A new plan, once; None if the current one is as good."""
+        with self._lock:
+            proposal, self._proposal = self._proposal, None
+            return proposal
+
+    def failure(self) -> str | None:
+        """Why planning has ended in this life, once; None otherwise."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def state_dict(self, plan: Plan) -> dict[str, Any]:
+        """State for this rank's part of a checkpoint: its costs, the phases, and the current intervals."""
+        with self._lock:
+            state: dict[str, Any] = {
+                "costs": self._times.to_tree(),
+                "phases": self._phases.state_dict(),
+                "second_moment_share": self._share,
+                "interval_iterations": plan.interval_iterations,
+                "mode": plan.mode,
+            }
+        if plan.rank_interval_iterations:
+            state["rank_interval_iterations"] = list(plan.rank_interval_iterations)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the phases and the costs of an earlier life.
+
+        Raises:
+            ValueError: it was written by another version.
+        """
+        if state:
+            with self._lock:
+                self._phases.load_state_dict(state["phases"])
+                self._times.restore(state["costs"])
+                self._share = state.get("second_moment_share")
+
+    def close(self) -> None:
+        """Stop after the computation under way, and join the thread."""
+        self._closing.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the planner's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
+
+    def _run(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
+        overrides = OverrideWatch(run_dir)
+        try:
+            while True:
+                woken = self._wake.wait(OVERRIDE_POLL_SECONDS)
+                self._wake.clear()
+                if self._closing.is_set():  # checked after clearing, or an end in between would be missed
+                    return
+                self._override = overrides.now()
+                if woken:
+                    self._update(run_dir, world_size, journal)
+                if self._override != self._planned_override:
+                    self._replan_under_override(world_size, journal)
+        except Exception as error:
+            self._failure = (
+                f"the planner stopped for the rest of this life ({type(error).__name__}: {error}): it keeps the "
+                "current interval, and training is not affected"
+            )
+            logger.exception("planning failed")
+
+    def _update(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
+        """End phases, fit at their ends, and propose."""
+        with self._lock:
+            situation, saves, self._saves = self._situation, self._saves, []
+            own = self._times.costs()
+        if situation is not None:
+            self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
+        with self._lock:
+            ended = [phase for save in saves for phase in self._observe(save)]
+        for phase, number in ended:
+            journal.record(PhaseRow(life=journal.life, phase=number, **asdict(phase)))
+        if situation is None or own is None:
+            return
+        # Beside the ends of phases, also once in a life: the failure that began it is known now.
+        if ended or not self._fitted:
+            self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, journal)
+        if self._config.checkpoint.interval_iterations is None:
+            anew = bool(ended) or self._override != self._planned_override
+            self._propose(situation, (own, *self._others), world_size, journal, anew)
+
+    def _replan_under_override(self, world_size: int, journal: RankJournal) -> None:
+        """Replan because the override has changed; later if nothing is measured yet."""
+        override, fixed = self._override, self._config.checkpoint.interval_iterations
+        with self._lock:
+            situation, own = self._situation, self._times.costs()
+        if fixed is not None:
+            plan = fixed_plan(fixed) if override is None else pinned_plan(fixed_plan(fixed), override, self._limits())
+            with self._lock:
+                self._proposal = plan
+            self._record_override(journal, situation)
+        elif situation is not None and own is not None:
+            self._propose(situation, (own, *self._others), world_size, journal, anew=True)
+
+    def _record_override(self, journal: RankJournal, situation: Situation | None) -> None:
+        """Record the override in force at the newest proposal."""
+        if self._override != self._planned_override:
+            self._planned_override = self._override
+            kind = "override ended" if self._override is None else "override"
+            iteration = None if situation is None else situation.schedule.iteration
+            journal.event(kind, override_message(self._override), iteration)
+
+    def _read_other_ranks(self, iteration: int, run_dir: Path, world_size: int) -> None:
+        """Read all ranks' costs from the newest checkpoint: at first, and then as often as a phase can end.
+
+        A thousand manifests take this thread 0.15 s or more: too long for every checkpoint.
+        """
+        read_at = self._others_iteration
+        recently = read_at is not None and 0 <= iteration - read_at < self._phases.min_iterations
+        if world_size == 1 or recently:
+            return
+        costs = costs_of_ranks(run_dir / "checkpoints", world_size)
+        if not costs:
+            return
+        self._others, self._others_iteration = costs[1:], iteration
+        share = second_moment_share(costs)
+        if share is None:
+            return
+        with self._lock:
+            if self._share is None:  # until now phases followed this rank's moments
+                self._phases.rescale(share)
+            self._share = share
+
+    def _observe(self, save: SaveOutcome) -> list[tuple[Phase, int]]:
+        """The phase that a checkpoint ends, with its number, if any."""
+        if save.iteration < 1:
+            return []
+        # If the optimizer keeps no second moments, phases end by their length alone.
+        moment = (save.mean_second_moment or 0.0) * (1.0 if self._share is None else self._share)
+        phase = self._phases.observe(save.iteration, moment)
+        return [] if phase is None else [(phase, self._phases.ended - 1)]
+
+    def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, journal: RankJournal) -> bool:
+        """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
+        lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
+        span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
+        journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
+        accuracy = self._accuracy()
+        journal.record(*(_backtest(journal.life, one) for one in accuracy))
+        try:
+            reported = reported_failures(run_dir)
+            with JournalReader(run_dir / "journal.db") as reader:
+                iteration = situation.schedule.iteration
+                curves = fit_curves(reader, accuracy, iteration, span, self._config, reported)
+        except JournalError as error:
+            logger.warning("the planner cannot read the journal now, and keeps its curves: %s", error)
+            return False
+        self._curves = curves
+        for kind, result in curves.to_rows():
+            journal.record(FitRow(life=journal.life, iteration=curves.iteration, kind=kind, result=result))
+        if curves.missing and curves.missing != self._missing:
+            self._missing = curves.missing
+            self._report_missing(journal)
+        return True
+
+    def _report_missing(self, journal: RankJournal) -> None:
+        """Report missing curves as an event only if the chosen policy needs them."""
+        missing, policy = "; ".join(self._missing), self._config.planner.policy
+        if policy in FORMS and self._config.checkpoint.interval_iterations is None:
+            message = f"policy {policy!r} cannot choose an interval yet, and the plan keeps to its limits: {missing}"
+            journal.event("not fitted", message, self._curves.iteration)
+        else:
+            logger.debug("not known yet, and not needed by the plan: %s", missing)
+
+    def _propose(
+        self, situation: Situation, costs: Sequence[RankCosts], world_size: int, journal: RankJournal, anew: bool
+    ) -> None:
+        planner = self._config.planner
+        curve, longest = self._lags(situation, self._curves)
+        complete = len(costs) == world_size  # otherwise some ranks would get no interval
+        limits = self._limits(longest)
+        plan = make_plan(
+            [self._inputs(situation, one, curve) for one in costs],
+            bounded(limits, self._override),
+            planner.policy,
+            self._config.mode,
+            planner.intervals if complete else "common",
+        )
+        plan = overridden(plan, self._override, limits)
+        current = situation.plan.interval_iterations
+        if anew or abs(plan.interval_iterations - current) > REPLAN_FRACTION * current:
+            with self._lock:
+                self._proposal = plan
+            self._record_override(journal, situation)
+
+    def _inputs(self, situation: Situation, costs: RankCosts, lags: LagCurve | None) -> PlannerInputs:
+        watch, iteration = self._config.life.watch_iterations, situation.schedule.iteration
+        of_all = self._share is not None
+        read_at = iteration if self._others_iteration is None else self._others_iteration
+        moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
+        return planner_inputs(situation, costs, self._curves, lags, self._phases, watch, moments)
+
+    def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve | None, Predictable | None]:
+        """Expected cost of a predicted recovery (None if impossible), and the longest interval for it."""
+        settings = self._config.predictor
+        prior = LinePredictor(settings.window_iterations, settings.gain, settings.base)
+        expected = expected_lags(prior, situation.schedule, self._config.checkpoint)
+        if self._config.mode == "exact" or expected is None:
+            return None, None
+        curve, longest = expected
+        found = predictable(longest, curves.lags, INTERVALS_ITERATIONS)
+        for observation in curves.lags:
+            curve = curve.with_observation(observation)
+        return (None if found.interval_iterations is None else curve), found
+
+    def _limits(self, longest: Predictable | None = None) -> Limits:
+        limits = Limits(self._config.planner.interval_min_iterations, self._config.planner.interval_max_iterations)
+        if longest is None:
+            return limits
+        return replace(
+            limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
+        )
+
+
+def _import_fitters() -> None:
+    """Import before training, not on the thread during a step: the import draws Python's random numbers."""
+    state = capture_host_rng()
+    importlib.import_module("sklearn.linear_model")
+    restore_host_rng(state)
+
+
+def _backtest(life: int, one: Mapping[str, Any]) -> BacktestRow:
+    result = {name: value for name, value in one.items() if name not in ("iteration", "checkpoints")}
+    return BacktestRow(life=life, iteration=one["iteration"], checkpoints=one["checkpoints"], result=result)

@@ -1,0 +1,1 @@
+"""Communication between ranks: side group, votes, heartbeats, signals, and how each of them ended."""

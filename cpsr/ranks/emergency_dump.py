@@ -1,0 +1,255 @@
+"""Leaves a broken group, after an emergency dump: the exact state of the last step boundary goes to host memory."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from cpsr.ranks.wakeup import Wakeup
+
+__all__ = ["LEFT_EXIT_STATUS", "EmergencyDump", "undisturbed"]
+
+logger = logging.getLogger(__name__)
+
+LEFT_EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, after which launchers restart
+THREAD_NAME = "cpsr-emergency-dump"
+# How long a dump on another thread waits for an update under way. Updates take milliseconds to a second; a longer one
+# waits for a dead rank.
+UPDATE_SECONDS = 1.0
+# From the decision to leave to the end of the process, even if something hangs; launchers kill 30 s after SIGTERM.
+LEAVE_SECONDS = 20.0
+FLUSH_SECONDS = 3.0  # twice, beside the dump, within the time above
+CLOSE_SECONDS = 5.0  # the thread ends at once, unless it dumps
+NO_STEP = "no step of this life has ended"
+STACK_FRAMES = 8  # of the training thread, innermost first: shows what it waits for, and its callers
+
+
+class EmergencyDump:
+    """Tracks whether the state is at a step boundary, and dumps it there before this rank leaves.
+
+    A dump runs only between two updates. During an update the state is inconsistent, and the dump is refused; an update
+    that begins during a dump waits for its end. Each boundary is dumped at most once. Until the first `end_update` the
+    state counts as changing.
+
+    Args:
+        dump: stores the state of the given iteration where it outlives this process.
+        report: records an event: its kind, one sentence, the iteration and the logging level.
+        sigterm_grace_seconds: after SIGTERM, a step that takes longer has the boundary before it dumped.
+        obstacle: why this process must not dump for the next life; None if it may.
+        flush: waits until reported events are written, at most for the given seconds.
+    """
+
+    def __init__(
+        self,
+        dump: Callable[[int], None],
+        report: Callable[[str, str, int | None, int], None],
+        sigterm_grace_seconds: float,
+        obstacle: Callable[[], str | None] = lambda: None,
+        flush: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        self._dump = dump
+        self._report = report
+        self._grace_seconds = sigterm_grace_seconds
+        self._obstacle = obstacle
+        self._flush = flush
+        self._training_thread = threading.get_ident()
+        self._state = threading.Lock()  # locked by an update, and by a dump
+        self._dumps = threading.Lock()  # locked by a dump, around its use of `_state`
+        self._updating = False
+        self._iteration: int | None = None
+        self._boundaries = 0
+        self._dumped = 0  # boundary of the last dump; not its iteration, which may repeat after a roll-back
+        self._in_order = False
+        self._wakeup: Wakeup | None = None
+        self._thread: threading.Thread | None = None
+        self.begin_update()
+
+    # Called by the training thread at every step
+
+    def begin_update(self) -> None:
+        """The state is about to change; waits for a dump under way. A second call has no effect."""
+        if self._updating:
+            return
+        if not self._state.acquire(blocking=False):
+            with self._dumps:
+                # If still locked, then by this thread: a signal handler raised between two lines of this method.
+                self._state.acquire(blocking=False)
+        self._updating = True
+
+    @property
+    def updating(self) -> bool:
+        """Whether the state is changing, and so is that of no iteration."""
+        return self._updating
+
+    def end_update(self, iteration: int) -> None:
+        """The state is that after `iteration`, until the next `begin_update`."""
+        self._iteration = iteration
+        self._boundaries += 1
+        if self._updating:
+            self._updating = False
+            self._state.release()
+
+    # Leaving
+
+    def dump(self, reason: str, wait_seconds: float = 0.0) -> bool:
+        """Dump the state, unless this boundary was dumped already; on any thread, never raises.
+
+        Args:
+            reason: why this rank leaves, as a clause.
+            wait_seconds: for the end of an update under way; 0 on the training thread, which runs it.
+
+        Returns:
+            Whether the state of the last boundary is dumped.
+        """
+        with self._dumps:
+            if not self._state.acquire(timeout=wait_seconds):
+                begun = self._iteration is not None
+                obstacle = "its state is in the middle of a change, half of it is of the next" if begun else NO_STEP
+                self._refused(reason, obstacle)
+                return False
+            try:
+                return self._dump_boundary(reason)
+            finally:
+                self._state.release()
+
+    def _dump_boundary(self, reason: str) -> bool:
+        if self._dumped == self._boundaries:
+            return True
+        assert self._iteration is not None  # until then an update is under way
+        iteration, obstacle = self._iteration, self._obstacle()
+        if obstacle is not None:
+            self._refused(reason, obstacle)
+            return False
+        started = time.perf_counter()
+        try:
+            self._dump(iteration)
+        except Exception as error:  # noqa: BLE001 - after any error this rank must leave
+            self._refused(reason, f"{type(error).__name__}: {error}")
+            return False
+        self._dumped = self._boundaries
+        seconds = time.perf_counter() - started
+        message = f"{reason}: the exact state of iteration {iteration} was dumped to host memory in {seconds:.2f} s"
+        self._report("dumped", message, iteration, logging.WARNING)
+        return True
+
+    def _refused(self, reason: str, obstacle: str) -> None:
+        state = "the state" if self._iteration is None else f"the state after iteration {self._iteration}"
+        message = f"{reason}: {state} could not be dumped to host memory ({obstacle}); a restart takes what was saved"
+        # Before the first step of a life nothing is lost: its starting state is still stored.
+        level = logging.DEBUG if self._iteration is None else logging.WARNING
+        self._report("not dumped", message, self._iteration, level)
+
+    def leave_in_order(self) -> None:
+        """All ranks have agreed to leave after SIGTERM: no dump is needed any more."""
+        self._in_order = True
+
+    def leave(self, reason: str) -> NoReturn:
+        """End this process from another thread, even if the training thread hangs.
+
+        Events and dump have `LEAVE_SECONDS` before that; the exit status is `LEFT_EXIT_STATUS`.
+
+        Args:
+            reason: as a clause.
+        """
+        # In a thread of its own: a hang, such as on a lock of the training thread, must not delay the exit.
+        last_work = threading.Thread(target=self._dump_and_flush, args=(reason,), name=THREAD_NAME, daemon=True)
+        last_work.start()
+        last_work.join(LEAVE_SECONDS)
+        os._exit(LEFT_EXIT_STATUS)
+
+    def _dump_and_flush(self, reason: str) -> None:
+        stack = _stack(self._training_thread)
+        message = f"{reason}; this rank leaves with status {LEFT_EXIT_STATUS}, its training thread was in {stack}"
+        self._report("left", message, self._iteration, logging.ERROR)
+        self._flush(FLUSH_SECONDS)
+        self.dump(reason, UPDATE_SECONDS)
+        self._flush(FLUSH_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        logging.shutdown()
+
+    # SIGTERM
+
+    def watch_sigterm(self) -> None:
+        """Dump also if SIGTERM arrives while the training thread hangs; a Python handler for it must be installed.
+
+        While steps still end within the grace this does nothing: then all ranks leave together, as the handler asks.
+
+        Raises:
+            ValueError: not on the main thread.
+        """
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._listen, args=(self._wakeup,), name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; on the main thread if `watch_sigterm` was called. A second call has no effect."""
+        if self._thread is None or self._wakeup is None:
+            return
+        self._wakeup.stop()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("a dump did not end within %g s; its thread is abandoned", CLOSE_SECONDS)
+            return
+        self._wakeup.close()
+        self._thread = self._wakeup = None
+
+    def _listen(self, wakeup: Wakeup) -> None:
+        deadline: float | None = None  # of the current step, once SIGTERM has arrived
+        boundaries = 0
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            numbers = wakeup.wait(left)
+            if numbers is None:
+                return
+            if deadline is None:
+                if signal.SIGTERM not in numbers:
+                    continue
+            elif time.monotonic() < deadline:
+                continue
+            elif boundaries == self._boundaries and not self._in_order:
+                self.dump(f"SIGTERM, and no step has ended for {self._grace_seconds:g} s", UPDATE_SECONDS)
+            # Counted from now, also after a dump: the step that waited for the dump has the whole grace.
+            deadline, boundaries = time.monotonic() + self._grace_seconds, self._boundaries
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, a SIGCHLD handler cannot raise on the main thread; its exception is logged instead.
+
+    Torch's handler raises once for every data loader that has lost a worker. The first exception makes a rank leave,
+    and a second one would interrupt the dump.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_sigchld(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except Exception as error:  # noqa: BLE001 - this rank is leaving already
+            logger.warning("while this rank was leaving: %s", error)
+
+    signal.signal(signal.SIGCHLD, on_sigchld)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _stack(thread: int) -> str:
+    """The calls of a thread, innermost first."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its end"
+    calls = traceback.extract_stack(frame)[: -STACK_FRAMES - 1 : -1]
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)

@@ -1,0 +1,143 @@
+"""Collectives among the ranks of one job, beside the training group and without pickle."""
+
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["NODE_VARIABLE", "Group", "Votes", "this_node"]
+
+NODE_VARIABLE = "CPSR_NODE"
+
+
+def this_node() -> str:
+    """Identity of the machine that this process runs on: its host name, unless the environment gives another."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
+
+
+class Group:
+    """A gloo group of all ranks, or of this process alone where torch.distributed is not initialised.
+
+    Every method is a collective: all ranks call it, on the training thread, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self._broken = False
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # A group of its own: its collectives cannot mix with, or queue behind, those of the training.
+            self._group = dist.new_group(backend="gloo")
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def close(self) -> None:
+        """Leave the group; the training group is untouched. A group that broke is not destroyed."""
+        if self._group is not None and not self._broken and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def reduce(self, values: torch.Tensor, how: str = "sum", timeout_seconds: float | None = None) -> torch.Tensor:
+        """Reduce a CPU tensor over the ranks, in place.
+
+        Args:
+            values: any CPU tensor; the same shape on every rank.
+            how: `sum`, `min` or `max`.
+            timeout_seconds: how long to wait for the other ranks; None: as long as the group does.
+
+        Raises:
+            RuntimeError: a rank did not join in time, or is gone; the group cannot be used any more.
+        """
+        if self._group is None:
+            return values
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+        try:
+            work = dist.all_reduce(values, operation, group=self._group, async_op=timeout_seconds is not None)
+            if work is not None and timeout_seconds is not None:
+                work.wait(timedelta(seconds=timeout_seconds))
+        except RuntimeError:
+            self._broken = True  # destroying it would wait for that rank
+            raise
+        return values
+
+    def all(self, agreed: bool) -> bool:
+        """Whether `agreed` is true on every rank."""
+        return bool(self.reduce(torch.tensor([int(agreed)]), "min").item())
+
+    def sum(self, value: float) -> float:
+        """The sum over the ranks, in float64."""
+        return float(self.reduce(torch.tensor([value], dtype=torch.float64)).item())
+
+    def mean(self, value: float) -> float:
+        """The mean over the ranks, in float64."""
+        return self.sum(value) / self.size
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank; what the others pass is ignored."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = data.numel()
+        self.reduce(sizes)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+    def votes(self) -> "Votes":
+        """A running vote of the ranks; see `Votes`."""
+        return Votes(self._group)
+
+
+class Votes:
+    """A vote without waiting: proposals at one step boundary are agreed at the next.
+
+    The reduction of 24 bytes runs beside the following step. Every rank gets the same result at the same step, so
+    that all leave together, change the checkpoint interval together, and prepare a rehearsal together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._ballot = torch.zeros(3, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def exchange(self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0) -> tuple[bool, int, int]:
+        """Submit this rank's proposals, and get what was agreed from the previous call.
+
+        Args:
+            stop: this rank was asked to leave.
+            interval_iterations: proposed interval; the largest one wins; 0 proposes nothing.
+            rehearsed_checkpoint: checkpoint that a rehearsal is to start from; 0 proposes none.
+
+        Returns:
+            Whether any rank asked to stop, the agreed interval (0: no change), and the checkpoint of a rehearsal to be
+            prepared (0: none), as of the previous call.
+        """
+        if self._group is None:
+            return stop, interval_iterations, rehearsed_checkpoint
+        if self._work is not None:
+            self._work.wait()
+        agreed = bool(self._ballot[0]), int(self._ballot[1]), int(self._ballot[2])
+        self._ballot[0], self._ballot[1], self._ballot[2] = int(stop), interval_iterations, rehearsed_checkpoint
+        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return agreed
+
+    def finish(self) -> None:
+        """Wait for the last vote: no collective may be under way when the group closes."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

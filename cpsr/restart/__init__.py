@@ -1,0 +1,1 @@
+"""Sources of state after a failure, the choice among them, restoring and predicting."""

@@ -1,0 +1,172 @@
+"""Which state the run continues from: a pure choice among the candidates, equal on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cpsr.checkpoint.tiers import Decision, Source, Tier
+from cpsr.journal import Beginning
+from cpsr.restart.restored import Recomputes, Refusal
+
+__all__ = ["ATTEMPTS", "Candidate", "Choice", "Circumstances", "Mode", "all_from", "candidates", "choose"]
+
+# From one checkpoint, over the lives of the run. A peer that is killed meanwhile shows as an error, too: a second
+# error is attributed to the state.
+ATTEMPTS = 2
+
+Mode = Literal["auto", "predict", "exact"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state of all ranks from which training could continue.
+
+    Attributes:
+        beginning: whether it is exact, and the label of a life that begins with it.
+        parts: where each rank's state comes from, by rank; empty from scratch.
+    """
+
+    beginning: Beginning
+    parts: tuple[Source, ...] = ()
+
+    @property
+    def iteration(self) -> int:
+        """Where training would continue."""
+        return self.parts[0].iteration if self.parts else 0
+
+    @property
+    def near_failure(self) -> bool:
+        """Whether its small state is the checkpoint's, stepped ahead: an emergency dump or a prediction."""
+        return self.beginning in (Beginning.EMERGENCY_DUMP, Beginning.PREDICTED)
+
+    @property
+    def lost_ranks(self) -> int:
+        """Number of ranks without a state at this iteration, whose state is predicted."""
+        return sum(part.tier == "predicted" for part in self.parts)
+
+    @property
+    def dumped(self) -> bool:
+        """Whether some rank's state is an emergency dump."""
+        return any(part.tier == "departure" for part in self.parts)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is a snapshot in host memory."""
+        return any(part.tier == "memory" for part in self.parts)
+
+    def cost_iterations(self, failure_iteration: int) -> int:
+        """Iterations to recompute; the lag of a prediction is known only once it is made."""
+        return max(failure_iteration - self.iteration, 0)
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the choice depends on beside the candidates.
+
+    Attributes:
+        mode: `exact` excludes states near the failure that are not exact.
+        older_experts: whether a checkpoint with experts that were saved before it is acceptable.
+        failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
+        ranks: their number.
+        planned: the mode that the plan expects to cost less at a failure, `predict` or `recompute`; None if unknown.
+        failures: failed attempts to continue near the failure from this checkpoint.
+        last_failure: error of the last of them.
+        dumps: lives that continued from an emergency dump, and have committed nothing since.
+    """
+
+    mode: Mode
+    older_experts: bool
+    failure_iteration: int | None
+    ranks: int
+    planned: str | None = None
+    failures: int = 0
+    last_failure: str = ""
+    dumps: int = 0
+
+    @property
+    def failures_allowed(self) -> int:
+        """A single rank has no peer whose end could look like an error of the state."""
+        return 1 if self.ranks == 1 else ATTEMPTS
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The candidates in the order in which they are tried.
+
+    Attributes:
+        order: the best first; at most the first is near the failure, and the others are whole.
+        refusal: why none is near the failure, where the mode allows it and there was a failure.
+    """
+
+    order: tuple[Candidate, ...]
+    refusal: Refusal | None = None
+
+
+def all_from(tier: Tier, iteration: int, ranks: int) -> tuple[Source, ...]:
+    """The same source for every rank."""
+    return tuple(Source(rank, tier, iteration) for rank in range(ranks))
+
+
+def candidates(
+    found: Decision, checkpoint_iteration: int | None, known: Circumstances, *, older_experts: bool
+) -> list[Candidate]:
+    """Every state that training could continue from.
+
+    Args:
+        found: what host memories hold.
+        checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+        known: the number of ranks and the step of the failure are looked at.
+        older_experts: whether some experts of that checkpoint were saved before it.
+    """
+    c, f = checkpoint_iteration, known.failure_iteration
+    there = [Candidate(Beginning.EXACT, found.exact)] if found.exact and found.exact[0].tier == "memory" else []
+    if c is None:
+        return [*there, Candidate(Beginning.SCRATCH)]
+    whole = Beginning.OLDER_EXPERTS if older_experts else Beginning.EXACT
+    there.append(Candidate(whole, all_from("disk", c, known.ranks)))
+    if found.departed:
+        left = Beginning.EMERGENCY_DUMP if found.complete else Beginning.PREDICTED
+        there.append(Candidate(left, found.departed))
+    if f is not None:
+        there.append(Candidate(Beginning.PREDICTED, all_from("predicted", f, known.ranks)))
+    return there
+
+
+def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
+    """The candidates in the order in which they are tried.
+
+    A whole state at the failure or after it comes first: nothing is lost. Else a state near the failure, where it is
+    allowed: the one with most ranks' state, so that only lost state is predicted. Then whole states, the newest first.
+
+    Args:
+        there: what there is, in any order.
+        known: what the choice depends on beside that.
+    """
+    whole = [one for one in there if not one.near_failure]
+    if not known.older_experts:
+        whole = [one for one in whole if one.beginning is not Beginning.OLDER_EXPERTS]
+    whole.sort(key=lambda one: (one.iteration, one.beginning is Beginning.EXACT), reverse=True)
+    f = known.failure_iteration
+    if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
+        return Choice(tuple(whole))
+    near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
+    near, refusal = _allowed(near, known)
+    return Choice((*near[:1], *whole), refusal)
+
+
+def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidate], Refusal | None]:
+    """The allowed candidates near the failure; and, if all were refused, why."""
+    if known.failures >= known.failures_allowed and near:
+        reason = f"exact, since coming back from this checkpoint failed before ({known.last_failure})"
+        return [], Refusal(Recomputes.FAILED_BEFORE, reason)
+    # A dump is not committed, and may contain the cause of the failure.
+    if known.dumps >= ATTEMPTS:
+        near = [one for one in near if not one.dumped]
+    # The plan includes costs beyond this failure: the watch, in which nothing is committed, and leads that the next
+    # failure cuts short. A complete emergency dump costs neither.
+    if known.mode == "auto" and known.planned == "recompute":
+        allowed = [one for one in near if not one.beginning.predicted]
+        if near and not allowed:
+            return [], Refusal(Recomputes.PLANNED, "the plan finds recomputing cheaper than predicting")
+        near = allowed
+    return near, None

@@ -1,0 +1,179 @@
+"""The states in host memory, outside the committed checkpoints, and how each rank loads its own."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Container, Sequence
+from typing import Any
+
+from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state, memory_states
+from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
+from cpsr.config import PeersConfig
+from cpsr.errors import CheckpointError
+from cpsr.peers.fetch import fetch
+from cpsr.peers.small import load_together
+from cpsr.ranks.group import Group, this_node
+from cpsr.state.shard import Shard
+
+__all__ = ["Ladder", "summary"]
+
+logger = logging.getLogger(__name__)
+
+
+class Ladder:
+    """The catalogue of all machines' memories, and one decision over it; `decide`, `bring` and `load` are collectives.
+
+    Args:
+        run_id: identity of the run.
+        group: the ranks.
+        shard: the engine's views; only names and slices are looked at.
+        first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
+        config: how states of other machines are fetched.
+    """
+
+    def __init__(self, run_id: str, group: Group, shard: Shard, first: tuple[int, int], config: PeersConfig) -> None:
+        self._run_id = run_id
+        self._group = group
+        self._first = first
+        self._config = config
+        self._node = this_node()
+        self._whole = _whole(shard)
+        self._fetched: dict[Entry, MemoryState] = {}
+
+    def decide(
+        self,
+        checkpoint_iteration: int | None,
+        failure_iteration: int | None,
+        checkpoint: Shard | None,
+        *,
+        stale: bool = False,
+    ) -> Decision:
+        """The sources of all ranks among the states that they can reach; see `cpsr.checkpoint.tiers.decide`.
+
+        Args:
+            checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+            failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
+            checkpoint: this rank's part of it; its hash shows which ranks have the same state.
+            stale: whether some rank's part of the checkpoint has experts that are older than it is.
+        """
+        nodes = self._nodes = self._group.gather(self._node)
+        newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
+        states = self._catalogue(nodes, newest)
+        small = {iteration for part in self._group.gather(_small_iterations(states)) for iteration in part}
+        entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
+        reported = self._group.gather([vars(entry) for entry in entries])
+        wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
+        return decide(
+            nodes,
+            [Entry(**entry) for part in reported for entry in part],
+            checkpoint_iteration,
+            failure_iteration,
+            alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
+            remote=True,
+            stale=stale,
+        )
+
+    def bring(self, sources: Sequence[Source]) -> None:
+        """Fetch states of other machines to the ranks that take them.
+
+        Raises:
+            CheckpointError: a state did not arrive; on every rank.
+        """
+        self._fetched = fetch(self._run_id, self._group, self._nodes, sources, self._config)
+
+    def load(self, source: Source, into: Shard) -> Any:
+        """Copy this rank's state out of memory and return its scalars; if one rank fails, all raise.
+
+        The operators of `into` get the iterations at which they were taken.
+
+        Raises:
+            CheckpointError: a state is no longer whole; the content of `into` on other ranks is undefined.
+        """
+        problem, scalars = None, None
+        try:
+            states = [self._state_at(entry) for entry in source.entries]
+            if source.small is not None:
+                scalars = load_together(states[1], states[0], into)
+            elif states:
+                scalars = load_memory_state(states[0], into)
+            for fetched in self._fetched.values():
+                fetched.path.unlink(missing_ok=True)
+            self._fetched = {}
+        except CheckpointError as error:
+            problem = f"rank {self._group.rank}: {error}"
+        problems = [part for part in self._group.gather(problem) if part is not None]
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return scalars
+
+    def _catalogue(self, nodes: list[str], after: int) -> list[MemoryState]:
+        """The states that this rank verifies: its own, and a share of the replicas in its machine's memory."""
+        local = [rank for rank, node in enumerate(nodes) if node == self._node]
+        whole = []
+        for state in memory_states(self._run_id):
+            verifier = state.rank if state.rank in local else local[state.rank % len(local)]
+            if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
+                continue
+            problem = verify_memory_state(state)
+            if problem is None:
+                whole.append(state)
+            else:
+                logger.warning("a state in shared memory is not used: %s", problem)
+        return whole
+
+    def _entry(self, state: MemoryState, small: Container[int]) -> Entry | None:
+        """The report on a state; weights and moments are hashed only where one of `small` may need them."""
+        try:
+            wanted = state.kind == "snapshot" and state.iteration in small
+            owned = owned_word_in_memory(state) if wanted else state.owned
+        except CheckpointError as error:
+            logger.warning("a state in shared memory is not used: %s", error)
+            return None
+        return Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned)
+
+    def _state_at(self, entry: Entry) -> MemoryState:
+        if entry in self._fetched:
+            return self._fetched[entry]
+        state = memory_state(SHARED_MEMORY / entry.name)
+        if state is None or state.iteration != entry.iteration:
+            raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
+        return state
+
+
+def summary(sources: tuple[Source, ...]) -> str:
+    """Which ranks use which source, as text: `memory (0-3), predicted (4)`."""
+    tiers = Counter(source.tier for source in sources)
+    return ", ".join(
+        f"{tier} ({_ranges([source.rank for source in sources if source.tier == tier])})" for tier in sorted(tiers)
+    )
+
+
+def _ranges(ranks: list[int]) -> str:
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _small_iterations(states: Sequence[MemoryState]) -> list[int]:
+    return [state.iteration for state in states if state.kind == "small"]
+
+
+def _whole(shard: Shard) -> bool:
+    """Whether the rank holds whole parameters: slices are never equal on two ranks."""
+    operators = shard.operators.values()
+    return all(operator.parameter.numel == math.prod(operator.parameter.global_shape) for operator in operators)
+
+
+def _fingerprint(shard: Shard) -> str:
+    """Hash of names, shapes, weights and moments; of buffers names and shapes alone.
+
+    Ranks that train separate models may have the same shapes. A rank that uses another's state also uses its running
+    statistics.
+    """
+    others = [(name, str(values.dtype), tuple(values.shape)) for name, values in sorted(shard.others.items())]
+    return f"{owned_word(shard)} {others}"

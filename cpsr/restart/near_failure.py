@@ -1,0 +1,243 @@
+"""From the checkpoint to the failure: emergency dumps, and a prediction of the ranks without one."""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cpsr.checkpoint.progress import Progress
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.tiers import Source
+from cpsr.errors import RecoveryError
+from cpsr.job import Job
+from cpsr.journal import Beginning
+from cpsr.restart.attempts import Attempts
+from cpsr.restart.choice import ATTEMPTS, Candidate, all_from
+from cpsr.restart.engine_state import EngineState
+from cpsr.restart.ladder import Ladder, summary
+from cpsr.restart.older_experts import older_operators
+from cpsr.restart.prediction import Prediction, PredictionSettings, StatePrediction
+from cpsr.restart.restored import Recomputes, Refusal, Restored
+from cpsr.restart.sources import RefusedError, Restart
+from cpsr.state.scalars import DataPosition
+
+__all__ = ["FromFailure", "NearFailure"]
+
+logger = logging.getLogger(__name__)
+
+
+# Files in the run's directory: the checkpoint from which attempts raised an error, and the one after which lives
+# continued from an emergency dump, each with a count.
+FAILED_PREDICTION = "prediction-failed.json"
+DUMPS = "departed.json"
+
+
+class NearFailure:
+    """Advances an engine from its exact checkpoint to the failure; every method is a collective.
+
+    Args:
+        job: of this life.
+        ladder: reads emergency dumps in memory.
+        prediction: predicts and checks the lost state.
+
+    Attributes:
+        failures: attempts that have raised an error.
+        dumps: lives that have continued from an emergency dump.
+    """
+
+    def __init__(self, job: Job, ladder: Ladder, prediction: StatePrediction) -> None:
+        self._job = job
+        self._ladder = ladder
+        self._prediction = prediction
+        self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION, job.group)
+        self.dumps = Attempts(job.config.run_dir / DUMPS, job.group)
+
+    def take(self, exact: Restored, candidate: Candidate, snapshot: Snapshot, settings: PredictionSettings) -> Restored:
+        """Continue from emergency dumps, or from a prediction.
+
+        Args:
+            exact: how the life would begin at the checkpoint, which the engine holds.
+            candidate: the state near the failure.
+            snapshot: this rank's part of the checkpoint.
+            settings: of a prediction.
+
+        Raises:
+            RecoveryError: the attempt failed on this rank, and others may wait for it.
+            RefusedError: the state was refused, or the attempt failed on the only rank.
+        """
+        try:
+            if candidate.dumped and self._job.group.rank == 0:
+                self.dumps.record(snapshot.iteration, f"from iteration {candidate.iteration}")
+            if candidate.lost_ranks == 0:
+                return self._take_dump(exact, candidate.parts)
+            return self.predict(exact, candidate.parts, snapshot, settings)
+        except RefusedError:
+            raise
+        except Exception as error:  # any error: the checkpoint is whole, and the run must restart
+            raise RefusedError(self._failed(snapshot.iteration, error)) from error
+
+    def data_at(self, exact: Restored, progress: Progress | None, iteration: int) -> DataPosition:
+        """This rank's position in the data: its own count, or the usual number of batches a step.
+
+        Args:
+            exact: how the life would begin at the checkpoint.
+            progress: the ranks' counters.
+            iteration: after the checkpoint.
+        """
+        batches = None if progress is None else progress.batches_at(iteration)[self._job.group.rank]
+        if batches is not None:
+            return exact.data.advanced(max(batches - exact.data.batches, 0))
+        ahead = (iteration - exact.restored_iteration) * self._job.adapter.micro_batches_per_iteration
+        return exact.data.advanced(ahead if exact.data.batches else 0)
+
+    def _failed(self, checkpoint_iteration: int, error: Exception) -> Refusal:
+        """Record an attempt that raised: refused on a single rank, else the job ends and starts again."""
+        message = f"{type(error).__name__}: {error}"
+        self.failures.record(checkpoint_iteration, message)
+        if self._job.group.size > 1:
+            raise RecoveryError(
+                f"predicting the state failed on rank {self._job.group.rank} ({message}); checkpoint "
+                f"{checkpoint_iteration} is untouched, and where it fails {ATTEMPTS} times it is restored as it is: "
+                "start the job again"
+            ) from error
+        logger.error("predicting the state failed; a whole state is restored", exc_info=error)
+        return Refusal(Recomputes.FAILED, f"predicting the state failed ({message})")
+
+    def _take_dump(self, exact: Restored, sources: tuple[Source, ...]) -> Restored:
+        """Every rank's dumped tensors, if they are finite and their loss is not far above the checkpoint's.
+
+        Args:
+            exact: how the life would begin at the checkpoint.
+            sources: what each rank takes.
+
+        Raises:
+            CheckpointError: a rank's tensors cannot be read; every rank raises it.
+            RefusedError: they are not finite, or the guard refuses them.
+        """
+        started = time.perf_counter()
+        assert exact.scalars is not None
+        adapter, at = self._job.adapter, sources[0].iteration
+        loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
+        self._ladder.bring(sources)
+        left = self._ladder.load(sources[self._job.group.rank], adapter.shard())
+        adapter.load_scalars(left["engine"])
+        adapter.push_down()
+        guard: dict[str, Any] = {}
+        accepted, reason = False, "some values are not finite"
+        if self._prediction.finite():
+            accepted, reason = self._prediction.judge(exact.scalars, loss_checkpoint, guard, "what was left")
+        if not accepted:
+            why = f"what the ranks left when the group broke was refused: {reason}"
+            raise RefusedError(Refusal(Recomputes.DUMP_REFUSED, why, guard=guard))
+        small = {name: left[name] for name in ("lineage", "peak_learning_rate")}
+        return replace(
+            exact,
+            beginning=Beginning.EMERGENCY_DUMP,
+            restored_iteration=at,
+            reason=f"every rank's state was left at iteration {at} when the group broke; random states and registered "
+            f"objects are those of checkpoint {exact.checkpoint_iteration}; {reason}",
+            scalars=replace(exact.scalars, **small),
+            guard=guard,
+            sources=sources,
+            cumulative_learning_rate=left["cumulative_learning_rate"],
+            inject_seconds=exact.inject_seconds + time.perf_counter() - started,
+        )
+
+    def predict(
+        self,
+        exact: Restored,
+        sources: tuple[Source, ...],
+        snapshot: Snapshot,
+        settings: PredictionSettings,
+    ) -> Restored:
+        """Predict the state of the ranks without an emergency dump.
+
+        Args:
+            exact: how the life would begin at the checkpoint.
+            sources: `departure` for an emergency dump, else `predicted`.
+            snapshot: this rank's part of the checkpoint.
+            settings: of the attempt.
+
+        Raises:
+            RefusedError: nothing can be predicted, it would cost more than recomputing, or the guard refuses it.
+        """
+        assert exact.scalars is not None
+        dumped = any(source.tier == "departure" for source in sources)
+        lineages: list[Any] = []
+        prediction = self._prediction.attempt(
+            exact.scalars,
+            sources[0].iteration,
+            settings,
+            (lambda: self._take_part(sources, lineages)) if dumped else None,
+        )
+        if not prediction.accepted:
+            raise RefusedError(_refusal(prediction))
+        return replace(
+            exact,
+            beginning=Beginning.PREDICTED,
+            restored_iteration=sources[0].iteration,
+            reason=f"{summary(sources)}; {prediction.reason}" if dumped else prediction.reason,
+            scalars=replace(exact.scalars, lineage=lineages[0]) if lineages else exact.scalars,
+            forecast=prediction.forecast,
+            guard=prediction.guard,
+            sources=sources,
+            cumulative_learning_rate=prediction.target.time,
+            taken_at=older_operators(snapshot),
+            predict_seconds=prediction.predict_seconds,
+            inject_seconds=exact.inject_seconds + prediction.inject_seconds,
+        )
+
+    def _take_part(self, sources: tuple[Source, ...], lineages: list[Any]) -> bool:
+        """Load this rank's emergency dump into the engine; False where there is none.
+
+        The lineage that every rank's state had is added to `lineages`.
+        """
+        group, own = self._job.group, sources[self._job.group.rank]
+        self._ladder.bring(sources)
+        left = self._ladder.load(own, self._job.adapter.shard())
+        lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
+        return own.entry is not None
+
+
+@dataclass(frozen=True)
+class FromFailure:
+    """A state near the failure, reached from the checkpoint.
+
+    Attributes:
+        candidate: which state.
+        restart: facts shared by all sources.
+        engine: takes the checkpoint.
+        near: advances it from there.
+        snapshot: this rank's part of the checkpoint, in the recovery buffer.
+        settings: of a prediction.
+    """
+
+    candidate: Candidate
+    restart: Restart
+    engine: EngineState
+    near: NearFailure
+    snapshot: Snapshot
+    settings: PredictionSettings
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Put the checkpoint into the engine, then the state near the failure."""
+        restart, checkpoint = self.restart, self.snapshot.iteration
+        sources = all_from("disk", checkpoint, len(self.candidate.parts))
+        exact = self.engine.restore(self.snapshot, sources, checkpoint, restart.failure_iteration, restart.load_seconds)
+        exact = replace(exact, data=self.near.data_at(exact, restart.progress, self.candidate.iteration))
+        return self.near.take(exact, self.candidate, self.snapshot, self.settings)
+
+
+def _refusal(prediction: Prediction) -> Refusal:
+    if prediction.guard:
+        why = Recomputes.PREDICTION_REFUSED
+    else:
+        why = Recomputes.CHEAPER if prediction.forecast.feasible else Recomputes.INFEASIBLE
+    return Refusal(
+        why,
+        prediction.reason,
+        prediction.forecast,
+        prediction.guard,
+        prediction.predict_seconds,
+        prediction.inject_seconds,
+    )

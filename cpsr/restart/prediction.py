@@ -1,0 +1,262 @@
+"""Advance an engine from its last checkpoint to the step of the failure, by a prediction that the guard checks."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.job import Job
+from cpsr.predictor.displacement import Displacements, measure, of_length, shorten
+from cpsr.predictor.guard import LENGTHS, Guard
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+from cpsr.restart.probes import Probes
+from cpsr.state.scalars import Scalars
+
+__all__ = ["Forecaster", "Prediction", "PredictionSettings", "StatePrediction"]
+
+Forecaster = Callable[[History, Target], Forecast]
+
+NO_PROBES = (
+    "there are no probe batches on some rank: where the module does not return its loss, give loss_fn, and on "
+    "pipelines probe_batches with it"
+)
+SHORTENED_NAMES = 8  # names of shortened operators that the journal lists; their number is always given
+
+
+@dataclass(frozen=True)
+class PredictionSettings:
+    """Limits of a prediction.
+
+    Attributes:
+        recomputed_iterations: refuse where the expected lag is not below these, which an exact restart recomputes;
+            None predicts at any expected lag.
+        older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their lag is
+            then no reason to refuse.
+        forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
+        partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
+            operators are then predicted from their own newest weights, while moments are the checkpoint's.
+    """
+
+    recomputed_iterations: int | None = None
+    older_experts: bool = False
+    forecaster: Forecaster | None = None
+    partial: bool = True
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The result of one attempt to predict.
+
+    Attributes:
+        accepted: the engine holds the predicted state; False: its weights may be anything and must be restored.
+        reason: one sentence for the user.
+        forecast: how the predictor forms the state.
+        target: iteration, and place on the predictor's time axis.
+        guard: the guard's numbers, for the journal.
+        predict_seconds: reading the history, forming the weights and writing them into the engine's master weights.
+        inject_seconds: pushing them down and evaluating the probes.
+    """
+
+    accepted: bool
+    reason: str
+    forecast: Forecast
+    target: Target
+    guard: dict[str, Any]
+    predict_seconds: float = 0.0
+    inject_seconds: float = 0.0
+
+
+class StatePrediction:
+    """Predicts on all ranks together; every method is a collective.
+
+    Args:
+        job: of this life; the engine is exactly at the checkpoint.
+        store: the run's checkpoints: the history.
+        predictor: forms the forecast.
+        probes: what the loss veto evaluates.
+    """
+
+    def __init__(self, job: Job, store: CheckpointStore, predictor: StatePredictor, probes: Probes) -> None:
+        self._adapter = job.adapter
+        self._group = job.group
+        self._store = store
+        self.predictor = predictor
+        self._probes = probes
+        self._guard = Guard(job.config.restart.loss_tolerance_nats, job.config.restart.displacement_limit)
+
+    def attempt(
+        self,
+        scalars: Scalars,
+        failure_iteration: int,
+        settings: PredictionSettings,
+        take_dump: Callable[[], bool] | None = None,
+    ) -> Prediction:
+        """Predict the state at the failure, write it into the engine and judge it.
+
+        Args:
+            scalars: the checkpoint's small state.
+            failure_iteration: f.
+            settings: of the attempt.
+            take_dump: loads this rank's emergency dump into the engine, and returns whether there was one, so that
+                nothing is predicted here; a collective.
+
+        Returns:
+            Where it is not accepted, the engine's counters and perhaps its weights have been changed.
+        """
+        started = time.perf_counter()
+        ahead = failure_iteration - scalars.iteration
+        history = self._history(scalars, failure_iteration, settings.partial)
+        try:
+            loss_checkpoint = self.probe_loss(scalars.probes)
+            rates = self._adapter.skip_ahead(ahead)
+            # No earlier than a partial checkpoint: the same rates were added there in another order.
+            times = [entry.time for entry in history.entries if entry.iteration > scalars.iteration]
+            target = Target(
+                failure_iteration,
+                max([scalars.cumulative_learning_rate + sum(rates), *times]),
+                max([scalars.peak_learning_rate, *rates]),
+            )
+            forecast = (settings.forecaster or self.predictor.forecast)(history, target)
+            refusal = _refusal(forecast, settings)
+            if not self._group.all(refusal is None):
+                return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
+            limited, guard = self._limit(history, forecast)
+            if not guard["finite"]["accepted"]:
+                return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
+            decided = time.perf_counter() - started
+            lost = take_dump is None or not take_dump()
+            if take_dump is not None and not self.finite():
+                return Prediction(False, "what a rank left is not finite", forecast, target, guard)
+            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
+        finally:
+            history.close()
+
+    def _write_and_judge(
+        self,
+        scalars: Scalars,
+        history: DiskHistory,
+        forecast: Forecast,
+        target: Target,
+        loss_checkpoint: float | None,
+        guard: dict[str, Any],
+        predict_seconds: float,
+        *,
+        lost: bool,
+    ) -> Prediction:
+        """Write the predicted state where this rank's is lost, with shorter displacements until the guard accepts."""
+        inject_seconds = 0.0
+        guard["tried"] = []
+        for length in LENGTHS:
+            started = time.perf_counter()
+            tried = of_length(forecast, length)
+            if lost:
+                self._write(history, tried)
+            written = time.perf_counter()
+            self._adapter.push_down()
+            accepted, reason = self.judge(scalars, loss_checkpoint, guard)
+            guard["tried"].append({"length": length, **guard["loss"]})
+            predict_seconds += written - started
+            inject_seconds += time.perf_counter() - written
+            if accepted:
+                break
+        if length < 1.0:
+            reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
+        return Prediction(accepted, f"{tried.reason}; {reason}", tried, target, guard, predict_seconds, inject_seconds)
+
+    def _history(self, scalars: Scalars, failure_iteration: int, partial: bool) -> DiskHistory:
+        """The checkpoints that every rank can read and that led to this state, or on from it to the failure."""
+        newest = failure_iteration if partial else scalars.iteration
+        history = DiskHistory(self._store.directory, self._group.rank, before=newest + 1, partial=partial)
+        readable = self._group.gather([entry.iteration for entry in history.entries])
+        common = set(readable[0]).intersection(*readable[1:])
+        history.keep({iteration for iteration in common if iteration >= scalars.history_start})
+        return history
+
+    def _limit(self, history: DiskHistory, forecast: Forecast) -> tuple[Forecast, dict[str, Any]]:
+        names = sorted({name for part in self._group.gather(list(history.operators)) for name in part})
+        moved = measure(history, forecast, self.predictor.predict(history, forecast), names)
+        for sums in (moved.predicted_squared, moved.history_squared, moved.not_finite):
+            self._group.reduce(sums)
+        finite = self._guard.finite(moved)
+        scales = self._scales(moved)
+        shortened = sorted(name for name, scale in scales.items() if scale < 1.0)
+        guard = {
+            "finite": {"accepted": finite.accepted, "reason": finite.reason, **finite.numbers},
+            "shortened": len(shortened),
+            "shortened_names": shortened[:SHORTENED_NAMES],
+            "smallest_scale": min(scales.values(), default=1.0),
+        }
+        limited = shorten(forecast, scales)
+        settings = {**limited.settings, "limited_operators": len(shortened)}
+        if history.partial_iterations:  # not one rank's numbers: the measurement is of all ranks
+            own_series = int(self._group.sum(settings.get("own_series_operators", 0)))
+            settings |= {"own_series_operators": own_series}
+        # A rank may hold only tensors that kept the line's direction: all name what any of them did.
+        methods = self._group.gather(limited.method)
+        method = self.predictor.name if self.predictor.name in methods else methods[0]
+        return replace(limited, method=method, settings=settings), guard
+
+    def _scales(self, moved: Displacements) -> dict[str, float]:
+        return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
+
+    def _write(self, history: DiskHistory, forecast: Forecast) -> None:
+        operators = self._adapter.shard().operators
+        with torch.no_grad():
+            for name, start, values in self.predictor.predict(history, forecast):
+                operators[name].parameter.values[start : start + values.numel()].copy_(values)
+
+    def probe_loss(self, saved: list[Any]) -> float | None:
+        """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
+        count = int(self._group.reduce(torch.tensor([self._probes.count(saved)]), "min").item())
+        if count == 0:
+            return None
+        losses = self._probes.losses(saved, count)
+        if not self._group.all(len(losses) == count):
+            return None
+        return self._group.mean(sum(losses) / count)
+
+    def finite(self) -> bool:
+        """Whether every weight and moment of every rank is finite; a collective."""
+        tensors = (tensor for _, tensor in self._adapter.shard().tensors() if tensor.is_floating_point())
+        return self._group.all(all(bool(torch.isfinite(tensor).all()) for tensor in tensors))
+
+    def judge(
+        self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any], what: str = "predicted state"
+    ) -> tuple[bool, str]:
+        """Compare the probes' loss with the engine's present weights to that at the checkpoint; a collective.
+
+        Args:
+            scalars: the checkpoint's small state, which holds the probes.
+            loss_checkpoint: their loss there, None where it could not be evaluated: then nothing is vetoed.
+            guard: takes the numbers, for the journal.
+            what: name of the engine's present state, for messages.
+
+        Returns:
+            Whether the state is accepted, and why.
+        """
+        loss_predicted = self.probe_loss(scalars.probes)
+        if loss_checkpoint is None or loss_predicted is None:
+            why = self._probes.off or NO_PROBES
+            guard["loss"] = {"accepted": True, "reason": f"not evaluated: {why}"}
+            return True, f"no loss veto: {why}"
+        decision = self._guard.veto(loss_checkpoint, loss_predicted, what=what)
+        guard["loss"] = {"accepted": decision.accepted, "reason": decision.reason, **decision.numbers}
+        return decision.accepted, decision.reason
+
+
+def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
+    if not forecast.feasible:
+        return f"prediction is not feasible: {forecast.reason}"
+    expected, recomputed = forecast.expected_lag_iterations, settings.recomputed_iterations
+    if settings.older_experts:  # of the state taken with the checkpoint
+        expected = float(forecast.settings.get("expected_lag_iterations", expected))
+    if recomputed is not None and expected >= recomputed:
+        return (
+            f"recomputing {recomputed} iterations costs no more than a prediction, which is expected to cost "
+            f"{expected:.0f}"
+        )
+    return None

@@ -1,0 +1,210 @@
+"""Restore a run: choose the state on all ranks together, load it into the engine, and check it."""
+
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from cpsr.checkpoint.progress import Progress, read_progress
+from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import RecoveryError
+from cpsr.job import Job
+from cpsr.journal import Beginning
+from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
+from cpsr.restart.engine_state import EngineState
+from cpsr.restart.ladder import Ladder
+from cpsr.restart.near_failure import FromFailure, NearFailure
+from cpsr.restart.newest_checkpoint import NewestCheckpoint
+from cpsr.restart.older_experts import older_experts, older_operators
+from cpsr.restart.prediction import Forecaster, PredictionSettings, StatePrediction
+from cpsr.restart.restored import Refusal, Restored
+from cpsr.restart.sources import FromCheckpoint, FromMemory, FromScratch, RefusedError, Restart, StateSource, bring
+from cpsr.state.scalars import Scalars
+
+__all__ = ["Restored", "Restorer"]
+
+logger = logging.getLogger(__name__)
+
+
+class Restorer:
+    """Restores one run into one engine; every method is a collective of all ranks.
+
+    Args:
+        job: of this life.
+        store: the run's checkpoints.
+        target: where copies of checkpoints may come from.
+        pool: the host buffers; the restored checkpoint stays in its recovery buffer.
+        ladder: states in host memory.
+        prediction: predicts the state at the failure.
+        older_experts: whether a checkpoint with experts that were saved before it is acceptable; False where the
+            user asked for mode `exact`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: CheckpointStore,
+        target: CheckpointTarget,
+        pool: SnapshotPool,
+        ladder: Ladder,
+        prediction: StatePrediction,
+        *,
+        older_experts: bool = True,
+    ) -> None:
+        self._job = job
+        self._pool = pool
+        self._ladder = ladder
+        self._prediction = prediction
+        self._older_experts = older_experts
+        self._engine = EngineState(job.adapter, prediction.predictor)
+        self._newest = NewestCheckpoint(job.group, store, target, pool, ladder)
+        self._near = NearFailure(job, ladder, prediction)
+
+    @property
+    def damaged(self) -> list[str]:
+        """What is wrong with skipped checkpoints, by iteration."""
+        return list(self._newest.damaged.values())
+
+    def restore(self, mode: Mode) -> Restored:
+        """Restore the engine to the best available state.
+
+        Args:
+            mode: `auto`, `predict` or `exact`, as far as this life can follow the configuration.
+
+        Raises:
+            RecoveryError: checkpoints were committed, but none of them can be read.
+            RunMismatchError: the checkpoints belong to another model or to other slices of it.
+        """
+        started = time.perf_counter()
+        checkpoint = self._newest.load(older_allowed=self._older_experts)
+        sources, refusal = self._choose(mode, checkpoint, started)
+        restored = bring(sources, refusal)
+        if restored is None:
+            at = "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.iteration}"
+            raise RecoveryError(
+                f"the state in memory could not be read, and {at} holds experts that are older than it is, which mode "
+                "'exact' does not take. Nothing was changed: start again, which looks for an older checkpoint; or with "
+                "mode 'auto'"
+            )
+        return restored
+
+    def _choose(
+        self, mode: Mode, checkpoint: Snapshot | None, started: float
+    ) -> tuple[list[StateSource], Refusal | None]:
+        group = self._job.group
+        c = None if checkpoint is None else checkpoint.iteration
+        older = None if checkpoint is None else older_experts(checkpoint, group)
+        progress = read_progress(self._job.config.run_dir, group.size)
+        f = self._failure_iteration(progress, c or 0)
+        shard = None if checkpoint is None else checkpoint.shard
+        found = self._ladder.decide(c, f, shard, stale=older is not None)
+        known = self._circumstances(mode, checkpoint, f)
+        choice = choose(candidates(found, c, known, older_experts=older is not None), known)
+        restart = Restart(mode, c, f, progress, time.perf_counter() - started)
+
+        def source(candidate: Candidate) -> StateSource:
+            if candidate.in_memory:
+                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool)
+            if checkpoint is None:
+                return FromScratch(candidate, self._job.adapter.iteration)
+            if candidate.near_failure:
+                lost = candidate.iteration - (found.exact_iteration or 0) if mode == "auto" else None
+                settings = PredictionSettings(recomputed_iterations=lost, older_experts=older is not None)
+                return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
+            catch_up = self._job.config.experts.stale == "catch_up"
+            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up)
+
+        return [source(candidate) for candidate in choice.order], choice.refusal
+
+    def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
+        group = self._job.group
+        known = Circumstances(mode, self._older_experts, failure_iteration, group.size)
+        if checkpoint is None or failure_iteration is None or mode == "exact":
+            return known
+        failures, last_failure = self._near.failures.of(checkpoint.iteration)
+        # From rank 0: the other ranks do not know the plan.
+        planned = group.broadcast(Scalars.from_tree(checkpoint.scalars).planning.get("mode"))
+        dumps, _ = self._near.dumps.of(checkpoint.iteration)
+        return replace(known, planned=planned, failures=failures, last_failure=last_failure, dumps=dumps)
+
+    def _failure_iteration(self, progress: Progress | None, checkpoint_iteration: int) -> int | None:
+        """f, the last iteration that every rank had finished; None where nothing is lost."""
+        for rank, why in progress.missing.items() if progress is not None and self._job.group.rank == 0 else ():
+            logger.warning("the step counter of rank %d %s: the failure step comes from the other ranks", rank, why)
+        f: int = self._job.group.broadcast(0 if progress is None else progress.iteration)
+        return f if f > checkpoint_iteration else None
+
+    def roll_back(self, restored: Restored) -> Restored:
+        """Abandon a predicted state: restore the checkpoint in the recovery buffer exactly.
+
+        Args:
+            restored: how this life began, by prediction.
+
+        Raises:
+            RecoveryError: the recovery buffer does not hold that checkpoint.
+        """
+        snapshot = self._pool.recovery
+        if snapshot is None or snapshot.iteration != restored.checkpoint_iteration or restored.scalars is None:
+            raise RecoveryError(
+                f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
+                "to recompute from it"
+            )
+        self.inject(snapshot)
+        older = older_experts(snapshot, self._job.group)
+        aside = ""
+        if older is not None:
+            aside = f", with {older.parameters} parameters of experts from iteration {older.oldest_iteration} on"
+        return replace(
+            restored,
+            beginning=Beginning.EXACT if older is None else Beginning.OLDER_EXPERTS,
+            restored_iteration=snapshot.iteration,
+            taken_at=older_operators(snapshot),
+            reason=f"the predicted state diverged; recomputing from checkpoint {snapshot.iteration}{aside}",
+            data=restored.scalars.data,
+            cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
+        )
+
+    def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
+        """Rehearse a recovery by prediction, as `restore` would do it after a failure.
+
+        The caller has saved the exact state. Partial checkpoints are left out, so that the measurement has one horizon
+        and one interval for all ranks.
+
+        Args:
+            into: a host buffer for the checkpoint, at the iteration of that checkpoint.
+            failure_iteration: the assumed failure, after the checkpoint.
+            forecaster: decides instead of the predictor's own `forecast`.
+
+        Returns:
+            `predicted` is False where there is no predicted state; `reason` says why.
+
+        Raises:
+            RunMismatchError: the checkpoint does not fit this engine.
+        """
+        started = time.perf_counter()
+        c, f, ranks = into.iteration, failure_iteration, self._job.group.size
+        problem = self._newest.load_into(into)
+        load_seconds = time.perf_counter() - started
+        if problem is not None:
+            return Restored(Beginning.EXACT, c, c, f, problem, load_seconds=load_seconds)
+        live = self._prediction.predictor.state_dict()
+        try:
+            # A restart would not have what the predictor has learned since.
+            exact = self._engine.restore(into, all_from("disk", c, ranks), c, f, load_seconds)
+            settings = PredictionSettings(forecaster=forecaster, partial=False)
+            return self._near.predict(exact, all_from("predicted", f, ranks), into, settings)
+        except RefusedError as error:
+            self.inject(into)
+            return exact.instead(error.refusal, f"{f - c} iterations are recomputed from the checkpoint")
+        finally:
+            self._prediction.predictor.load_state_dict(live)
+
+    def probe_loss(self, saved: list[Any]) -> float | None:
+        """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
+        return self._prediction.probe_loss(saved)
+
+    def inject(self, snapshot: Snapshot) -> None:
+        """Put a snapshot's tensors and the engine's scalars back, exactly."""
+        self._engine.inject(snapshot)

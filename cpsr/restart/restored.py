@@ -1,0 +1,115 @@
+"""How a life of the run began: the state that it continues from, and the reason."""
+
+import enum
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cpsr.checkpoint.tiers import Source
+from cpsr.journal import Beginning
+from cpsr.predictor.protocol import Forecast
+from cpsr.state.scalars import DataPosition, Scalars
+
+__all__ = ["Recomputes", "Refusal", "Restored"]
+
+
+class Recomputes(enum.Enum):
+    """Why iterations are recomputed although the mode allows to continue near the failure."""
+
+    FAILED_BEFORE = enum.auto()  #: earlier attempts to continue near the failure have failed
+    PLANNED = enum.auto()  #: the plan expects recomputing to cost less than a prediction
+    CHEAPER = enum.auto()  #: the forecast expects no smaller lag than what is recomputed
+    INFEASIBLE = enum.auto()  #: the predictor has no forecast
+    DUMP_REFUSED = enum.auto()  #: the guard refused what all ranks had left
+    PREDICTION_REFUSED = enum.auto()  #: the guard refused what was predicted
+    FAILED = enum.auto()  #: the attempt raised an error
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A refused state near the failure.
+
+    Attributes:
+        why: in one word.
+        reason: one clause for people.
+        forecast: the predictor's forecast, where there was one.
+        guard: the guard's numbers, where it was asked.
+        predict_seconds, inject_seconds: wall time that the attempt took.
+    """
+
+    why: Recomputes
+    reason: str
+    forecast: Forecast | None = None
+    guard: dict[str, Any] = field(default_factory=dict)
+    predict_seconds: float = 0.0
+    inject_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How a life of the run began.
+
+    Attributes:
+        beginning: what the state is: from scratch, exact, left by the ranks, with older experts, or predicted.
+        restored_iteration: where training continues.
+        checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
+        failure_iteration: f, the step of the failure; None where the run had not failed.
+        reason: one sentence for people.
+        scalars: the checkpoint's exact small state.
+        data: where the data continues.
+        sources: where each rank's state comes from, by rank; empty from scratch.
+        taken_at: this rank's operators that were taken before the state that they come with -> when.
+        recomputes: why nothing near the failure is continued from, where the mode allows it.
+        forecast: the predictor's forecast, where one was asked for.
+        guard: the guard's numbers on the state near the failure, where there was one.
+        cumulative_learning_rate: the predictor's time at the restored iteration.
+        load_seconds, predict_seconds, inject_seconds: wall time of the parts.
+    """
+
+    beginning: Beginning
+    restored_iteration: int
+    checkpoint_iteration: int | None
+    failure_iteration: int | None
+    reason: str
+    scalars: Scalars | None = None
+    data: DataPosition = field(default_factory=DataPosition)
+    sources: tuple[Source, ...] = ()
+    taken_at: dict[str, int] = field(default_factory=dict)
+    recomputes: Recomputes | None = None
+    forecast: Forecast | None = None
+    guard: dict[str, Any] = field(default_factory=dict)
+    cumulative_learning_rate: float = 0.0
+    load_seconds: float = 0.0
+    predict_seconds: float = 0.0
+    inject_seconds: float = 0.0
+
+    @property
+    def method(self) -> str:
+        """The journal's text for the beginning: for a predicted state the name of what predicted it."""
+        return self.forecast.method if self.predicted and self.forecast is not None else self.beginning.value
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the state was predicted up to the failure."""
+        return self.beginning.predicted
+
+    @property
+    def partly_predicted(self) -> bool:
+        """Whether the state of some ranks was predicted, and that of others was left when the group broke."""
+        return self.predicted and any(source.tier == "departure" for source in self.sources)
+
+    def instead(self, refusal: Refusal, recomputed: str) -> "Restored":
+        """This beginning, after a state near the failure was refused.
+
+        Args:
+            refusal: of that state.
+            recomputed: what is recomputed instead, and from where.
+        """
+        return replace(
+            self,
+            reason=f"{refusal.reason}; {recomputed}",
+            recomputes=refusal.why,
+            forecast=refusal.forecast,
+            guard=refusal.guard,
+            predict_seconds=refusal.predict_seconds,
+            inject_seconds=self.inject_seconds + refusal.inject_seconds,
+        )

@@ -1,0 +1,210 @@
+"""Sources of state behind one interface: the checkpoint on the disk, a snapshot in host memory, or from scratch."""
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cpsr.checkpoint.progress import Progress
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.errors import CheckpointError, RecoveryError
+from cpsr.journal import Beginning
+from cpsr.ranks.group import Group
+from cpsr.restart.choice import Candidate
+from cpsr.restart.engine_state import EngineState
+from cpsr.restart.ladder import Ladder
+from cpsr.restart.older_experts import OlderExperts, older_operators
+from cpsr.restart.restored import Refusal, Restored
+
+__all__ = ["FromCheckpoint", "FromMemory", "FromScratch", "RefusedError", "Restart", "StateSource", "bring"]
+
+logger = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """A state near the failure was refused; raised on every rank.
+
+    Args:
+        refusal: why, and what the attempt found.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
+class StateSource(Protocol):
+    """One state of all ranks that can be loaded into the engine."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """Which state: its iteration, which ranks' parts are lost, whether it is exact, and what it costs."""
+        ...
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Put the state into the engine; a collective.
+
+        Args:
+            refusal: of an earlier source.
+
+        Raises:
+            CheckpointError: it cannot be read, on every rank; the engine is as it was.
+            RefusedError: it was refused, on every rank; the engine may hold anything.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Facts shared by all sources of one restart.
+
+    Attributes:
+        mode: `auto`, `predict` or `exact`.
+        checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+        failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
+        progress: the ranks' counters at that time.
+        load_seconds: wall time until the sources were known.
+    """
+
+    mode: str
+    checkpoint_iteration: int | None
+    failure_iteration: int | None
+    progress: Progress | None
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class FromScratch:
+    """Start from scratch: nothing was committed, nothing is in memory, and the engine stays as constructed.
+
+    Attributes:
+        candidate: which state.
+        iteration: of the engine.
+    """
+
+    candidate: Candidate
+    iteration: int
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Leave the engine as it is."""
+        return Restored(Beginning.SCRATCH, self.iteration, None, None, "no checkpoint has been committed yet")
+
+
+@dataclass(frozen=True)
+class FromCheckpoint:
+    """The newest checkpoint, which is in the recovery buffer.
+
+    Attributes:
+        candidate: which state.
+        restart: what all sources know.
+        engine: takes the state.
+        snapshot: this rank's part.
+        older: the experts that were saved before it, if any were.
+        catch_up: whether these take longer steps until they have caught up.
+    """
+
+    candidate: Candidate
+    restart: Restart
+    engine: EngineState
+    snapshot: Snapshot
+    older: OlderExperts | None
+    catch_up: bool
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Put the checkpoint into the engine, exactly."""
+        restored = _whole(self, self.snapshot, self.restart.load_seconds, refusal)
+        if self.older is None:
+            return restored
+        how = ", with longer steps until they have caught up" if self.catch_up else ""
+        before = self.snapshot.iteration - self.older.oldest_iteration
+        return replace(
+            restored,
+            beginning=Beginning.OLDER_EXPERTS,
+            reason=f"{restored.reason}; {self.older.parameters} parameters of experts were saved up to {before} "
+            f"iterations before the checkpoint and go on as they were{how}",
+            taken_at=older_operators(self.snapshot),
+        )
+
+
+@dataclass(frozen=True)
+class FromMemory:
+    """A snapshot in this machine's host memory, or in that of a peer, from which it is fetched.
+
+    Attributes:
+        candidate: which state.
+        restart: what all sources know.
+        engine: takes the state.
+        group: the ranks.
+        ladder: reads what is in memory.
+        pool: the host buffers.
+    """
+
+    candidate: Candidate
+    restart: Restart
+    engine: EngineState
+    group: Group
+    ladder: Ladder
+    pool: SnapshotPool
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Load the snapshot into the recovery buffer, and put it into the engine, exactly."""
+        started = time.perf_counter()
+        snapshot = self._load()
+        return _whole(self, snapshot, self.restart.load_seconds + time.perf_counter() - started, refusal)
+
+    def _load(self) -> Snapshot:
+        own = self.candidate.parts[self.group.rank]
+        snapshot = self.pool.acquire(own.iteration, {entry.name for entry in own.entries})
+        if snapshot is None:
+            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        try:
+            self.ladder.bring(self.candidate.parts)
+            snapshot.scalars = self.ladder.load(own, snapshot.shard)
+        except CheckpointError:
+            self.pool.release(snapshot)
+            raise
+        self.pool.keep(snapshot)
+        self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
+        return snapshot
+
+
+def bring(sources: list[StateSource], refusal: Refusal | None) -> Restored | None:
+    """Load the first source that can be loaded; a collective.
+
+    Args:
+        sources: in the order of the choice.
+        refusal: why none of them is near the failure.
+
+    Returns:
+        None where none can be loaded; the engine is then unchanged.
+    """
+    for source in sources:
+        try:
+            return source.bring(refusal)
+        except RefusedError as error:
+            refusal = error.refusal
+        except CheckpointError as error:
+            logger.warning("%s cannot be used, and the next state is tried: %s", _place(source.candidate), error)
+    return None
+
+
+def _whole(
+    source: FromCheckpoint | FromMemory, snapshot: Snapshot, load_seconds: float, refusal: Refusal | None
+) -> Restored:
+    """Load a whole state into the engine, and state the reason for it."""
+    restart, parts = source.restart, source.candidate.parts
+    c, f = restart.checkpoint_iteration, restart.failure_iteration
+    restored = source.engine.restore(snapshot, parts, c, f, load_seconds)
+    place, lost = _place(source.candidate), 0 if f is None else source.candidate.cost_iterations(f)
+    if lost == 0:
+        return replace(restored, reason=f"exactly at {place}; nothing is lost")
+    recomputed = f"{lost} iterations are recomputed from {place}"
+    if refusal is None:
+        return replace(restored, reason=f"mode {restart.mode}: {recomputed}")
+    return restored.instead(refusal, recomputed)
+
+
+def _place(candidate: Candidate) -> str:
+    if candidate.in_memory:
+        return f"the state of iteration {candidate.iteration} in memory"
+    return f"checkpoint {candidate.iteration}"

@@ -1,0 +1,1 @@
+"""When a rank saves, and the result; capture of the small state."""

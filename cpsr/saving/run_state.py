@@ -1,0 +1,242 @@
+"""The small exact state of a running job: captured with every checkpoint, restored at every restart."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from cpsr.engines import optimizer_state
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import ConfigError
+from cpsr.job import Part, Rewind
+from cpsr.learning.learner import Learner
+from cpsr.restart.probes import Probes
+from cpsr.restart.restore import Restored
+from cpsr.state import codec
+from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
+from cpsr.state.losses import LossRecorder
+from cpsr.state.scalars import DataPosition, Scalars, capture_rng, restore_rng
+from cpsr.state.stateful import Stateful, stateful
+
+__all__ = ["RunState"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunState(Part):
+    """Keeps counters that the engine lacks, and collects the state of a checkpoint beside its tensors.
+
+    Args:
+        adapter: the engine.
+        losses: this rank's training losses.
+        probes: recent inputs.
+        learner: its predictor's state is saved with every checkpoint.
+        waiting: as in `ResumableLoader`.
+    """
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        losses: LossRecorder,
+        probes: Probes,
+        learner: Learner,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._adapter = adapter
+        self._losses = losses
+        self._probes = probes
+        self._learner = learner
+        self._waiting = waiting
+        self._registered: dict[str, Stateful] = {}
+        self.objects: list[Any] = []  # as they were registered
+        self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
+        self._restored = self._warned = False
+        self._rates: tuple[int, list[dict[str, Any]]] = -1, []  # parameter groups as restored, and at which iteration
+        self._pending_rng: dict[str, Any] | None = None
+        self._stream: ResumableLoader | None = None
+        self._data = DataPosition()
+        self._cumulative_learning_rate = 0.0
+        self._peak_learning_rate = 0.0
+        self._lineage: list[dict[str, int]] = []
+        self.history_start = 0
+        self.on_batch: list[Callable[[Any], None]] = [probes.on_batch]  # called with every batch before it is returned
+        self.on_request: Callable[[], None] = lambda: None  # called when the loop asks for a further batch
+
+    @property
+    def position(self) -> DataPosition:
+        """The position in the data; the end of a pass is the start of the next."""
+        return (self._data if self._stream is None else self._stream.position).advanced(0)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Largest learning rate of the updates so far."""
+        return self._peak_learning_rate
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether a roll-back can return to earlier batches."""
+        return self._stream is None or self._stream.can_seek
+
+    def stream(self, loader: Iterable[Any], epochs: int | None, repeat: bool) -> ResumableLoader:
+        """The loader from the current position on: to the end of the current pass, of `epochs` passes, or forever."""
+        position = self.position
+        repeat = repeat or (epochs is None and is_repeating(loader))
+        if self._stream is not None and position.batch and self._stream.loader is not loader:
+            logger.warning(
+                "resume() was given another loader in the middle of a pass (after %d batches): the pass counts as "
+                "over. Pass only training data to resume()",
+                position.batch,
+            )
+        if self._stream is not None:
+            # A new pass in this process: no states to restore, and a pass that the loop left early is over.
+            position = replace(position, epoch=position.epoch + (position.batch > 0), batch=0, states=None)
+        self._stream = ResumableLoader(
+            loader,
+            position,
+            until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
+            sets_epoch=repeat or epochs is not None,
+            hooks=LoaderHooks(self._put_back_rng, self._deal, lambda: self.on_request(), self._waiting),
+        )
+        return self._stream
+
+    def register(self, name: str, given: Any) -> None:
+        """Save and restore a user's object with every checkpoint.
+
+        Args:
+            name: unique in the run.
+            given: as for `stateful`.
+
+        Raises:
+            ConfigError: the name is taken, or the object has no state.
+            UnsupportedEngineError: its state is not plain data and tensors.
+        """
+        if name in self._registered:
+            raise ConfigError(f"an object named '{name}' is registered already")
+        item = stateful(name, given)
+        codec.encode(item.state_dict(), name)
+        self._registered[name] = item
+        self.objects.append(given)
+        if name in self._unclaimed:
+            item.load_state_dict(self._unclaimed.pop(name))
+            self._put_back_rates()
+        elif self._restored:
+            logger.warning("'%s' is registered, but the checkpoint has no state of that name: it keeps its own", name)
+
+    def _put_back_rates(self) -> None:
+        """Restore the learning rates: a schedule created after the restart has reset them to their initial values."""
+        iteration, rates = self._rates
+        if self._adapter.iteration == iteration:
+            optimizer_state.load_hyperparameters(self._adapter.optimizer, rates)
+
+    def count_update(self, learning_rate: float) -> None:
+        """Count an applied update with this learning rate."""
+        self._cumulative_learning_rate += learning_rate
+        self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
+
+    def capture(self) -> Scalars:
+        """The exact state at this step boundary, including restored state of objects not registered (yet)."""
+        if self._unclaimed and not self._warned:
+            logger.warning("the checkpoint has state of %s, not registered in this job", sorted(self._unclaimed))
+            self._warned = True
+        return Scalars(
+            iteration=self._adapter.iteration,
+            cumulative_learning_rate=self._cumulative_learning_rate,
+            learning_rate=self._adapter.learning_rate(),
+            peak_learning_rate=self._peak_learning_rate,
+            origin="predicted" if self._lineage else "trained",
+            lineage=list(self._lineage),
+            history_start=self.history_start,
+            engine=self._adapter.scalars(),
+            rng=capture_rng(),
+            data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
+            registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
+            recent_losses=list(self._losses.recent),
+            probes=self._probes.saved(),
+            learned=self._learner.state_dict(),
+        )
+
+    def place(self) -> dict[str, Any]:
+        """The part of the small state that a history needs: its place on the predictor's time axis, and its label."""
+        return {
+            "iteration": self._adapter.iteration,
+            "cumulative_learning_rate": self._cumulative_learning_rate,
+            "learning_rate": self._adapter.learning_rate(),
+            "origin": "predicted" if self._lineage else "trained",
+        }
+
+    def left(self) -> dict[str, Any]:
+        """The part of the small state that is known at any time between two steps; names as in `Scalars`."""
+        return {
+            "engine": self._adapter.scalars(),
+            "cumulative_learning_rate": self._cumulative_learning_rate,
+            "peak_learning_rate": self._peak_learning_rate,
+            "lineage": list(self._lineage),
+        }
+
+    def take(self, restored: Restored) -> None:
+        """Continue from a restored state; the engine has its own already."""
+        scalars = restored.scalars
+        self._data = restored.data
+        if scalars is None:
+            return
+        self._cumulative_learning_rate = restored.cumulative_learning_rate
+        self._peak_learning_rate = scalars.peak_learning_rate
+        self.history_start = scalars.history_start
+        self._lineage = list(scalars.lineage)
+        if restored.beginning.labelled:
+            checkpoint = restored.checkpoint_iteration or 0
+            self._lineage.append({"failure_iteration": restored.restored_iteration, "checkpoint_iteration": checkpoint})
+        self._losses.restart(scalars.recent_losses)
+        self._restored = True
+        # Copies: objects may change their state in place, and a roll-back needs it once more.
+        for name, state in copy.deepcopy(scalars.registered).items():
+            if name in self._registered:
+                self._registered[name].load_state_dict(state)
+            else:
+                self._unclaimed[name] = state
+        self._rates = self._adapter.iteration, optimizer_state.hyperparameters(self._adapter.optimizer)
+        restore_rng(scalars.rng)
+        self._pending_rng = scalars.rng  # restored again after the loader is positioned, which draws random numbers
+        if self._stream is not None:
+            self._stream.seek(self._data)
+
+    def rewound(self, to: Rewind) -> None:
+        """Drop losses and history if the new state comes from outside of the run."""
+        if to.checkpoint_iteration is None:
+            self.history_start = to.iteration
+            self._losses.restart([])
+
+    def put_back(self, scalars: Scalars) -> None:
+        """Restore random states and registered objects as they were at `capture`."""
+        for name, item in self._registered.items():
+            state = scalars.registered.get(name)  # None if a restored checkpoint is older than the registration
+            if state is not None and not codec.same(item.state_dict(), state):
+                item.load_state_dict(copy.deepcopy(state))
+        restore_rng(scalars.rng)
+
+    def of_loop(self) -> dict[str, Any]:
+        """A copy of what a loop changes between steps: random states, registered objects, parameter groups."""
+        registered = {name: item.state_dict() for name, item in self._registered.items()}
+        state = {"rng": capture_rng(), "engine": self._adapter.scalars(), "registered": registered}
+        copied: dict[str, Any] = codec.decode(*codec.encode(state))
+        return copied
+
+    def is_unchanged(self, copied: dict[str, Any]) -> bool:
+        """Whether the loop has changed nothing since `of_loop` returned this."""
+        return codec.same(copied, self.of_loop())
+
+    def take_again(self, scalars: Scalars) -> None:
+        """Undo all changes since `take`, also those of a registered schedule to the parameter groups."""
+        self.put_back(scalars)
+        self._put_back_rates()
+
+    def _deal(self, batch: Any) -> None:
+        for callback in self.on_batch:
+            callback(batch)
+
+    def _put_back_rng(self) -> None:
+        if self._pending_rng is not None:
+            restore_rng(self._pending_rng)
+            self._pending_rng = None

@@ -1,0 +1,376 @@
+"""When this rank saves, and the result: the training thread's side of checkpoints."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from cpsr.checkpoint.contents import WEIGHTS, Contents
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import DIFFERING, CheckpointStore
+from cpsr.checkpoint.write_assignment import WriteAssignment
+from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
+from cpsr.config import CPSRConfig
+from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.experts.saving import ExpertSaving
+from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.planner.cadence import Cadence, Savers
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.plan import Plan
+from cpsr.predictor.prior import MIN_CHECKPOINTS
+from cpsr.restart.restore import Restored
+from cpsr.saving.report import Origin, report_save
+from cpsr.state.scalars import Scalars
+from cpsr.state.shard import Shard
+
+__all__ = ["Saver", "disk_bytes"]
+
+
+class Saver(Part):
+    """Takes snapshots when they are due, passes them to the writer, and reports their costs to the planner.
+
+    All of it runs on the training thread. All ranks call `begin` at the same iterations, because the interval
+    changes only by agreement.
+
+    Args:
+        job: this rank's.
+        store: its attempt rises when an iteration is saved again.
+        pool: the host buffers.
+        planner: gives the first plan of a life, and receives the result of every save.
+        restored: the state that this life begins with.
+        experts: chooses the experts that a checkpoint saves; None: all of them.
+        writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
+
+    Attributes:
+        saved_iteration: newest checkpoint of all ranks; on ranks other than 0 it may be abandoned.
+        plan: the interval, agreed on by all ranks.
+        store: the run's checkpoints.
+        pool: the host buffers.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: CheckpointStore,
+        pool: SnapshotPool,
+        planner: JobPlanner,
+        restored: Restored,
+        experts: ExpertSaving | None = None,
+        writes: WriteAssignment | None = None,
+    ) -> None:
+        self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
+        self.store = store
+        self.pool = pool
+        self._writer = CheckpointWriter(store, pool, job.config.checkpoint)
+        self._planner = planner
+        self._cadence = Cadence(job.group.rank, restored.restored_iteration)
+        self._last_due = restored.restored_iteration
+        self._origins: dict[int, Origin] = {}
+        self._partial: set[int] = set()  # partial checkpoints under way
+        self._partial_iteration: int | None = None  # newest partial one; on the disk if it was committed
+        self._carried: Snapshot | None = None  # submitted together with the other ranks' copies
+        self._experts = experts
+        self._writes = writes
+        self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
+        self._sparse_iterations: set[int] = set()  # since the last with all experts of its own iteration
+        if experts is not None and any(source.tier == "memory" for source in restored.sources):
+            # The engine may have younger experts than the checkpoint of its iteration, if there is one.
+            self._sparse_iterations.add(restored.restored_iteration)
+        self._begun_at = time.perf_counter()
+        self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
+        self.saved_iteration = restored.checkpoint_iteration
+        planning = {} if restored.scalars is None else restored.scalars.planning
+        self.plan: Plan = planner.first_plan(planning)
+        job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
+        self._warned = False
+        self._warn_of_short_history()
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a checkpoint is due after this iteration."""
+        return self._cadence.is_due(self.plan, iteration)
+
+    def take(self, iteration: int) -> Savers:
+        """Count the checkpoint that is due after this iteration; returns whose it is, for `begin`."""
+        return self._cadence.take(self.plan, iteration)
+
+    def begin(
+        self, iteration: int, savers: Savers, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Start the snapshot that is due after a finished iteration; returns while it is being copied.
+
+        Args:
+            iteration: the finished one.
+            savers: as returned by `take`.
+            scalars: captures the small state for a checkpoint of all ranks.
+            place: captures the part of it for a partial checkpoint.
+        """
+        if savers == "all":
+            self._begin_for_all(iteration, scalars, whole=False)
+            return
+        self._partial.add(iteration)
+        if savers == "this":
+            self._begin(iteration, place, WEIGHTS)
+        else:
+            carried = Contents.carried_weights(frozenset(self._adapter.shard().operators))
+            self._carried = Snapshot(iteration, Shard({}), place(), contents=carried)
+
+    def _with_plan(self, scalars: Scalars) -> dict[str, Any]:
+        experts = {} if self._experts is None else self._experts.state_dict()
+        return replace(scalars, planning=self._planner.state_dict(self.plan), experts=experts).to_tree()
+
+    def _begin_for_all(self, iteration: int, scalars: Callable[[], Scalars], *, whole: bool) -> None:
+        """Start the snapshot for a checkpoint of all ranks, which agree on which rank writes which state."""
+        chosen = self._chosen(iteration, whole=whole)
+        self._begin(iteration, lambda: self._with_plan(scalars()), self._contents(chosen))
+
+    def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
+        """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
+        if self._experts is None:
+            return None
+        chosen = self._experts.choose(self.saved_iteration, whole=whole or self._all_experts)
+        self._experts.began(iteration)
+        self._all_experts = False
+        if chosen is None:
+            self._sparse_iterations.clear()
+        else:
+            self._sparse_iterations.add(iteration)
+        return chosen
+
+    def _contents(self, chosen: frozenset[str] | None) -> Contents:
+        """What this rank's part of a checkpoint of all ranks holds, and who writes it; a collective.
+
+        Args:
+            chosen: experts that the checkpoint saves; None: all there are.
+        """
+        self._stop_sharing()
+        units = {} if self._experts is None else self._experts.units
+        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
+        contents = Contents.sparse(frozenset(units), saved)
+        if self._writes is None:
+            return contents
+        return replace(contents, writers=self._writes.writers(chosen), replicated=self._writes.replicated)
+
+    def _stop_sharing(self) -> bool:
+        """Let each rank write its own state if rank 0 has found differences; returns whether that is new."""
+        if self._writes is None or self._group.all(self.store.drifted is None):
+            return False
+        self._writes = None
+        if self._experts is not None:
+            self._experts.shares_rest(None)
+        if self.store.drifted is not None:
+            self._journal.event(
+                "ranks differ",
+                f"{self.store.drifted}. State that one rank wrote for others is not committed. From now on each rank "
+                "writes all of its own state, in later lives too, as with checkpoint.replicated 'each'. If the ranks "
+                "should train one model, look for gradients that are not averaged, or for a faulty machine; once the "
+                f"ranks are equal, {self._config.run_dir / DIFFERING} may be removed",
+                level=logging.ERROR,
+            )
+        return True
+
+    def _begin(
+        self,
+        iteration: int,
+        scalars: Callable[[], dict[str, Any]],
+        contents: Contents,
+    ) -> None:
+        started = time.perf_counter()
+        self._last_due = iteration
+        if contents.moments:
+            self._planner.begun()
+            self._interval_seconds, self._begun_at = started - self._begun_at, started
+        try:
+            captured = scalars()
+            self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
+            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents)
+        except (SaveError, UnsupportedEngineError) as error:
+            self._all_experts = True  # now: the outcome may be queued behind a slow save
+            self._writer.skip(iteration, str(error))
+            return
+        if snapshot is None:
+            self._all_experts = True
+            self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
+            return
+        snapshot.stall_seconds = time.perf_counter() - started
+
+    def before_update(self) -> None:
+        """Wait for a running copy: the optimizer is about to change its source."""
+        self.finish()
+
+    def finish(self) -> Snapshot | None:
+        """Wait for a running copy, and return its snapshot, if there was one."""
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            self._writer.submit(carried)
+        try:
+            snapshot = self.pool.finish()
+        except SaveError as error:
+            self._all_experts = True
+            self._writer.skip(self._last_due, str(error))
+            return None
+        if snapshot is not None:
+            self._writer.submit(snapshot)
+        return snapshot
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is being copied or written; False after the timeout."""
+        self.finish()
+        settled = self.drain(timeout_seconds)
+        self.surface()
+        return settled
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is being written; False after the timeout."""
+        return self._writer.drain(timeout_seconds)
+
+    def discard(self) -> None:
+        """Drop a running snapshot (its iteration is about to be undone)."""
+        self._carried = None
+        snapshot = self.pool.finish()
+        if snapshot is not None:
+            self.pool.release(snapshot)
+
+    def save_now(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+        """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
+        self.finish()
+        standing = self._committed_at(iteration)
+        if standing == "whole":
+            return True
+        self.store.attempt += 1  # a save of this iteration may have been abandoned just now
+        if standing == "partial":
+            self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
+            self._group.barrier()
+        if self._save_whole(iteration, scalars):
+            return True
+        # If ranks were found to differ in this one, save once more with each rank writing its own.
+        if not self._stop_sharing():
+            return False
+        self.store.attempt += 1
+        return self._save_whole(iteration, scalars)
+
+    def replace(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+        """Save an iteration again that `save_now` has committed; a collective.
+
+        Returns:
+            Whether the new one is committed. Otherwise, also after a kill meanwhile, the old one remains.
+        """
+        self.store.attempt += 1
+        self.store.begin_replacement(iteration)
+        self._group.barrier()
+        standing, self.saved_iteration = self.saved_iteration, None
+        replaced = self._save_whole(iteration, scalars)
+        self.saved_iteration = standing
+        self.store.settle_replacement()
+        return replaced
+
+    def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+        self._cadence.restart(iteration)
+        self._begin_for_all(iteration, scalars, whole=True)
+        self.finish()
+        return self._committed_at(iteration) == "whole"
+
+    def rewound(self, to: Rewind) -> None:
+        """Count intervals from the iteration of the state; its checkpoint becomes the newest one."""
+        self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
+        self._cadence.restart(to.iteration)
+        self._last_due = to.iteration
+        self.saved_iteration = to.checkpoint_iteration
+        self._partial_iteration = None
+        self._all_experts = True
+
+    def close(self, ending: Ending) -> None:
+        """Wait for running writes: only briefly after an error, when a restart is waiting."""
+        checkpoint = self._config.checkpoint
+        self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
+        self.surface()
+
+    def _committed_at(self, iteration: int) -> Literal["whole", "partial", "nothing"]:
+        """Whether this iteration is committed, according to rank 0, once no rank is writing."""
+        self._writer.drain(self._config.checkpoint.save_timeout_seconds)
+        self.surface()
+        standing: Literal["whole", "partial", "nothing"] = "nothing"
+        if self.saved_iteration == iteration:
+            standing = "partial" if iteration in self._sparse_iterations else "whole"
+        elif self._partial_iteration == iteration:
+            standing = "partial"
+        agreed: Literal["whole", "partial", "nothing"] = self._group.broadcast(standing)
+        return agreed
+
+    def surface(self) -> None:
+        """Log and record how saves ended since the last call."""
+        for outcome in self._writer.outcomes():
+            origin = self._origins.pop(outcome.iteration, "trained")
+            if outcome.iteration in self._partial:
+                self._partial.remove(outcome.iteration)
+                self._surface_partial(outcome, origin)
+                continue
+            report_save(self._journal, outcome, origin)
+            if outcome.status in ("committed", "written"):
+                self.saved_iteration = outcome.iteration
+                self._planner.note(outcome)
+                if self._experts is not None:
+                    self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
+            else:
+                self._all_experts = True  # the experts that it left out may not be in any kept checkpoint
+
+    def _surface_partial(self, outcome: SaveOutcome, origin: Origin) -> None:
+        """Report a partial checkpoint: the journal does not count it, and its cost says nothing about whole ones."""
+        if outcome.status not in ("committed", "written"):
+            report_save(self._journal, outcome, origin)
+            return
+        self._partial_iteration = outcome.iteration
+        if outcome.status == "committed":
+            durable = outcome.write_seconds + outcome.commit_seconds
+            self._journal.event(
+                "partial checkpoint",
+                f"checkpoint {outcome.iteration} has the weights of the ranks that were due, and older ones of the "
+                f"others: durable after {durable:.2f} s, stall {1e3 * outcome.stall_seconds:.1f} ms. {outcome.reason}",
+                outcome.iteration,
+            )
+
+    def adopt(self, plan: Plan, iteration: int) -> None:
+        """Use an agreed plan from here on."""
+        self.plan = plan
+        self._journal.record(plan.row(self._journal.life, iteration))
+        self._warn_of_short_history()
+
+    def _warn_of_short_history(self) -> None:
+        """Warn once if experts are saved too rarely for the history to contain enough snapshots for a prediction."""
+        rounds = None if self._experts is None else self._experts.checkpoints_of_a_round
+        if rounds is None or self._warned or self._group.rank != 0:
+            return
+        needed = MIN_CHECKPOINTS * rounds * self.plan.interval_iterations
+        span = self._config.checkpoint.history_span_iterations
+        if needed > span:
+            self._warned = True
+            self._journal.event(
+                "experts saved rarely",
+                f"each expert is in one of {rounds} checkpoints, every {rounds * self.plan.interval_iterations} "
+                f"iterations: for {MIN_CHECKPOINTS} snapshots of it, which a prediction needs, "
+                f"checkpoint.history_span_iterations must be {needed} and is {span}. Until then experts continue as "
+                "they were saved; or raise experts.experts_per_layer",
+                level=logging.WARNING,
+            )
+
+
+def disk_bytes(shard: Shard, config: CPSRConfig, share: float = 1.0) -> int:
+    """Disk space of this rank's checkpoints: full ones, the one being written, and the weights of the history.
+
+    Args:
+        shard: of this rank.
+        config: the run's.
+        share: the share of it that this rank writes.
+    """
+    checkpoint = config.checkpoint
+    rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
+    copied = int(checkpoint.target is not None)  # stays whole while it is read
+    full = (checkpoint.full_checkpoints + 1 + rehearsed + copied) * shard.state_bytes
+    # If the planner chooses the interval, it is not known yet: assume the longest.
+    interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
+    entries = checkpoint.history_checkpoints(interval)
+    weights = sum(operator.parameter.values.nbytes for operator in shard.operators.values())
+    history = entries * weights
+    if checkpoint.disk_limit_bytes is not None:
+        history = min(history, max(checkpoint.disk_limit_bytes - full, 0))  # retention drops history first
+    return round(share * (full + history))

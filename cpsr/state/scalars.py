@@ -1,0 +1,125 @@
+"""The small exact state of a run: random states, data position, schedule, counters, and registered objects."""
+
+import random
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy
+import torch
+
+__all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
+
+
+def capture_host_rng() -> dict[str, Any]:
+    """Random states of Python, NumPy's global generator and torch on the CPU, as plain data."""
+    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def restore_host_rng(state: dict[str, Any]) -> None:
+    """Restore what `capture_host_rng` returned."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+
+
+def capture_rng() -> dict[str, Any]:
+    """Random states of the host (see `capture_host_rng`) and of every CUDA device, as plain data."""
+    return {"host": capture_host_rng(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restore what `capture_rng` returned.
+
+    Raises:
+        RuntimeError: this process sees fewer CUDA devices than the one that captured the state.
+    """
+    restore_host_rng(state["host"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The progress of one rank in its data.
+
+    Attributes:
+        batches: batches yielded since the start of the run.
+        epoch: passes over the loader that are complete.
+        batch: batches yielded of the current pass.
+        batches_per_epoch: length of the loader; None if it has none.
+        states_epoch: the pass at whose start `states` was taken.
+        states: random states that decide the order of that pass (see `cpsr.state.loader`).
+    """
+
+    batches: int = 0
+    epoch: int = 0
+    batch: int = 0
+    batches_per_epoch: int | None = None
+    states_epoch: int = 0
+    states: dict[str, Any] | None = None
+
+    def advanced(self, batches: int) -> "DataPosition":
+        """The position so many batches later; crosses the end of a pass if the length is known."""
+        epoch, batch = self.epoch, self.batch + batches
+        if self.batches_per_epoch:
+            epoch, batch = epoch + batch // self.batches_per_epoch, batch % self.batches_per_epoch
+        return DataPosition(
+            self.batches + batches, epoch, batch, self.batches_per_epoch, self.states_epoch, self.states
+        )
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Everything of one rank that is not a tensor of the model or the optimizer; saved exactly.
+
+    Attributes:
+        iteration: optimizer steps taken.
+        cumulative_learning_rate: sum of the learning rates of all applied steps: the predictor's time axis.
+        learning_rate: learning rate of the next step.
+        peak_learning_rate: largest learning rate so far.
+        origin: `trained`, or `predicted` for every state that descends from a predicted one.
+        lineage: past restarts from a state that was predicted, or had experts older than the rest, as
+            `{"failure_iteration", "checkpoint_iteration"}`.
+        history_start: first iteration whose checkpoints lead to this state; older ones belong to another branch.
+        engine: what `EngineAdapter.scalars` returned.
+        rng: what `capture_rng` returned.
+        data: the data position.
+        registered: `state_dict()` of the user's registered objects, by name.
+        recent_losses: this rank's last training losses, oldest first, for the guard's comparison.
+        probes: recent forward inputs or batches for the guard's loss veto.
+        learned: state of the predictor.
+        planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
+        experts: tokens routed to experts, and those not saved yet, if checkpoints leave experts out.
+    """
+
+    iteration: int
+    cumulative_learning_rate: float
+    learning_rate: float
+    peak_learning_rate: float
+    origin: str
+    lineage: list[dict[str, int]]
+    history_start: int
+    engine: dict[str, Any]
+    rng: dict[str, Any]
+    data: DataPosition
+    registered: dict[str, Any] = field(default_factory=dict)
+    recent_losses: list[float] = field(default_factory=list)
+    probes: list[Any] = field(default_factory=list)
+    learned: dict[str, Any] = field(default_factory=dict)
+    planning: dict[str, Any] = field(default_factory=dict)
+    experts: dict[str, Any] = field(default_factory=dict)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain data for `cpsr.state.codec.encode`."""
+        tree = {item.name: getattr(self, item.name) for item in fields(self)}
+        tree["data"] = {item.name: getattr(self.data, item.name) for item in fields(self.data)}
+        return tree
+
+    @classmethod
+    def from_tree(cls, tree: dict[str, Any]) -> "Scalars":
+        """What `to_tree` returned.
+
+        Raises:
+            TypeError: a field is missing or unknown: the checkpoint was written by another version.
+        """
+        return cls(**{**tree, "data": DataPosition(**tree["data"])})

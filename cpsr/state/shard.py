@@ -1,0 +1,110 @@
+"""The part of the training state that one rank owns, by operator name.
+
+An *operator* is one named parameter tensor of the model. A rank owns one contiguous range of the flattened tensor
+(all of it without ZeRO, a slice with it). Everything here is a **view**: no byte is copied by building a `Shard`,
+and writing into the views writes into the engine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["OperatorState", "ParamSlice", "Shard"]
+
+SAMPLED_MOMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ParamSlice:
+    """The range of one parameter that this rank owns.
+
+    Attributes:
+        values: 1-D view of the authoritative weights, `(numel,)`: the fp32 master copy if the engine keeps one,
+            else the parameter itself in its own dtype.
+        global_shape: shape of the whole parameter, before it was split over ranks.
+        offset: index of `values[0]` in the flattened whole parameter.
+    """
+
+    values: torch.Tensor
+    global_shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank owns."""
+        return self.values.numel()
+
+
+@dataclass(frozen=True)
+class OperatorState:
+    """This rank's part of one operator.
+
+    Attributes:
+        name: the parameter's name in the model (`transformer.h.0.attn.weight`).
+        parameter: the owned slice of the weights.
+        moments: the optimizer's tensors for that slice by the optimizer's own key (`exp_avg`, `exp_avg_sq`,
+            `momentum_buffer`), each a 1-D view of `parameter.numel` elements.
+        iteration: the iteration at which these values were taken. The operators of one shard may differ
+            (sparse expert snapshots).
+    """
+
+    name: str
+    parameter: ParamSlice
+    moments: dict[str, torch.Tensor]
+    iteration: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weights and moments, on the engine's device."""
+        return self.parameter.values.nbytes + sum(values.nbytes for values in self.moments.values())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """All tensors that one rank must save for a restart.
+
+    Attributes:
+        operators: the tensors that the optimizer updates, and that can be predicted.
+        others: buffers and parameters outside the optimizer, whole and of any dtype; copied, never predicted.
+    """
+
+    operators: dict[str, OperatorState]
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor with its key on disk.
+
+        Keys: `param/<operator>`, `moment/<moment>/<operator>`, `other/<name>`.
+        """
+        for name, operator in self.operators.items():
+            yield f"param/{name}", operator.parameter.values
+            for moment, values in operator.moments.items():
+                yield f"moment/{moment}/{name}", values
+        for name, values in self.others.items():
+            yield f"other/{name}", values
+
+    @property
+    def parameters(self) -> int:
+        """Weights that this rank owns."""
+        return sum(operator.parameter.numel for operator in self.operators.values())
+
+    def mean_second_moment(self) -> float | None:
+        """Mean of `exp_avg_sq` over this rank's weights; None if the optimizer keeps none.
+
+        Uses at most a million of them, evenly spread and always the same ones: only its changes matter, and a pass over
+        all would cost as much as hashing them.
+        """
+        stride = max(1, self.parameters // SAMPLED_MOMENTS)
+        sampled = [
+            operator.moments["exp_avg_sq"][::stride]
+            for operator in self.operators.values()
+            if "exp_avg_sq" in operator.moments
+        ]
+        count = sum(values.numel() for values in sampled)
+        return sum(float(values.double().sum()) for values in sampled) / count if count else None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all tensors together, on the engine's device."""
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())

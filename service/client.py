@@ -1,0 +1,220 @@
+"""A client of the HTTP service (`cpsr serve`), for programs."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from cpsr.errors import ServiceError
+
+__all__ = ["Client"]
+
+TIMEOUT_SECONDS = 10.0
+# A stream of events sends something at least every 15 s.
+STREAM_SECONDS = 60.0
+
+
+class Client:
+    """Asks one service. Answers are the service's JSON, as `GET /openapi.json` describes it.
+
+    Every method raises `ServiceError` where the service cannot be reached or refuses.
+
+    Args:
+        url: of the service.
+        token: of the service; None where it has none.
+        run: name of the run, where the service is over several.
+        transport: of httpx, for a service in this process.
+
+    Example::
+
+        with Client("http://127.0.0.1:8712") as client:
+            print(client.plan()["ranks"][0]["interval_iterations"])
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8712",
+        token: str | None = None,
+        run: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._url = url
+        self._run = {} if run is None else {"run": run}
+        try:
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, transport=transport)
+        except httpx.InvalidURL as error:
+            raise ServiceError(f"{url!r} is no address of a service: {error}") from error
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def plan(self) -> dict[str, Any]:
+        """The current interval of every rank, and why."""
+        return self._ask("GET", "/plan")
+
+    def plan_history(self, **window: float) -> dict[str, Any]:
+        """Plans in force; `window`, here and below: `limit`, `since_unix_seconds`, `until_unix_seconds`."""
+        return self._ask("GET", "/plan/history", window)
+
+    def preview(self, **changes: float) -> dict[str, Any]:
+        """The plan for other `mtbf_hours`, `state_bytes`, `snapshot_` or `persist_bytes_per_second`."""
+        return self._ask("POST", "/plan/preview", body=changes)
+
+    def override(
+        self,
+        reason: str,
+        *,
+        interval_iterations: int | None = None,
+        interval_min_iterations: int | None = None,
+        interval_max_iterations: int | None = None,
+        expires_in_seconds: float = 3600.0,
+    ) -> dict[str, Any]:
+        """Pin or bound the interval for a while."""
+        bounds = {
+            "interval_iterations": interval_iterations,
+            "interval_min_iterations": interval_min_iterations,
+            "interval_max_iterations": interval_max_iterations,
+        }
+        body = {"reason": reason, "expires_in_seconds": expires_in_seconds}
+        return self._ask(
+            "PUT", "/plan/override", body=body | {name: at for name, at in bounds.items() if at is not None}
+        )
+
+    def withdraw_override(self) -> dict[str, Any]:
+        """End the current override."""
+        return self._ask("DELETE", "/plan/override")
+
+    def phases(self, **window: float) -> dict[str, Any]:
+        """Phases of the training that have ended."""
+        return self._ask("GET", "/phases", window)
+
+    def fits(self, kind: str | None = None, **window: float) -> dict[str, Any]:
+        """Fitted curves, of all kinds or of `loss`, `predictor` or `failure_rate`."""
+        return self._ask("GET", "/fits", window if kind is None else {**window, "kind": kind})
+
+    def checkpoints(self, **window: float) -> dict[str, Any]:
+        """Checkpoints that were due."""
+        return self._ask("GET", "/checkpoints", window)
+
+    def failures(self, **window: float) -> dict[str, Any]:
+        """Failures that the job detected, and reported ones."""
+        return self._ask("GET", "/failures", window)
+
+    def report_failure(self, description: str, failed_unix_seconds: float | None = None) -> dict[str, Any]:
+        """Report a failure without a restart of the job; by default at the present time."""
+        when = {} if failed_unix_seconds is None else {"failed_unix_seconds": failed_unix_seconds}
+        return self._ask("POST", "/failures", body={"description": description, **when})
+
+    def recoveries(self, **window: float) -> dict[str, Any]:
+        """How lives began after failures."""
+        return self._ask("GET", "/recoveries", window)
+
+    def rehearsals(self, **window: float) -> dict[str, Any]:
+        """Recoveries that were rehearsed."""
+        return self._ask("GET", "/rehearsals", window)
+
+    def backtests(self, **window: float) -> dict[str, Any]:
+        """Backtests of the predictor."""
+        return self._ask("GET", "/backtests", window)
+
+    def bubbles(self, **window: float) -> dict[str, Any]:
+        """Waits of the ranks' training threads, and what was done in them."""
+        return self._ask("GET", "/bubbles", window)
+
+    def runs(self, limit: int = 100) -> dict[str, Any]:
+        """The runs of the service."""
+        return self._ask("GET", "/runs", {"limit": limit})
+
+    def health(self) -> dict[str, Any]:
+        """Health of the run; an unhealthy run raises no error."""
+        return self._ask("GET", "/healthz", accepted=503)
+
+    def metrics(self) -> str:
+        """The figures of all runs, in Prometheus' text form."""
+        return self._send("GET", "/metrics").text
+
+    def events(self, after: str | None = None) -> Iterator[dict[str, Any]]:
+        """New rows of the journal as they arrive: `id` (None where there is none to continue from), `event` and `data`.
+
+        Args:
+            after: the `id` to continue from; `start` for everything; by default from now on.
+        """
+        asked = self._run if after is None else {**self._run, "after": after}
+        timeout = httpx.Timeout(TIMEOUT_SECONDS, read=STREAM_SECONDS)
+        try:
+            with self._http.stream("GET", "/events", params=asked, timeout=timeout) as reply:
+                if reply.is_error:
+                    reply.read()
+                    raise self._refused(reply)
+                yield from _events(reply.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+        accepted: int | None = None,
+    ) -> dict[str, Any]:
+        reply = self._send(method, path, parameters, body, accepted)
+        with suppress(ValueError):
+            content = reply.json()
+            if isinstance(content, dict):
+                return content
+        raise ServiceError(f"{self._url}{path} did not answer with a JSON object; is it the address of `cpsr serve`?")
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        parameters: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | None = None,
+        accepted: int | None = None,
+    ) -> httpx.Response:
+        try:
+            reply = self._http.request(method, path, params={**self._run, **(parameters or {})}, json=body)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if not reply.is_success and reply.status_code != accepted:
+            raise self._refused(reply)
+        return reply
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServiceError:
+        what = str(error) or type(error).__name__
+        return ServiceError(f"the service at {self._url} cannot be reached: {what}; start it with `cpsr serve`")
+
+    def _refused(self, reply: httpx.Response) -> ServiceError:
+        refusal: dict[str, Any] = {}
+        with suppress(ValueError):
+            refusal = reply.json()
+        if not isinstance(refusal, dict) or "code" not in refusal:
+            return ServiceError(f"{self._url} answered with status {reply.status_code}", status=reply.status_code)
+        message = f"{self._url} refuses: {refusal.get('message')}; {refusal.get('hint')}"
+        return ServiceError(message, str(refusal["code"]), reply.status_code)
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Server-sent events from their lines; a comment is none."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(": ")
+        if line and name:
+            fields[name] = value
+        elif not line and "data" in fields:
+            yield {"id": fields.get("id"), "event": fields.get("event", "message"), "data": json.loads(fields["data"])}
+            fields = {}

@@ -1,0 +1,211 @@
+"""`cpsr status`: the state of a run in a few lines, from its directory or from a service."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
+from cpsr.checkpoint.orphans import runs_in_memory
+from cpsr.errors import RunMismatchError, ServiceError
+from cpsr.service.access import TOKEN_VARIABLE
+from cpsr.service.bubbles import list_bubbles
+from cpsr.service.client import Client
+from cpsr.service.health import health_of
+from cpsr.service.identity import identity_of
+from cpsr.service.parameters import Window
+from cpsr.service.plan import plan_of
+
+__all__ = ["run_status"]
+
+HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
+BASELINES_SHOWN = ("young", "checkfreq")
+ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
+ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
+BUBBLE_ROWS = 1000  # the newest; the most that a service gives at once
+BUBBLE_SUMS = (
+    "seconds",
+    "iterations",
+    "bubble_seconds",
+    "used_seconds",
+    "late_seconds",
+    "outside_seconds",
+    "copied_seconds",
+)
+
+
+def run_status(location: str, run: str | None, as_json: bool) -> None:
+    """Print the state of a run.
+
+    Args:
+        location: a run directory, or the URL of a service; its token is taken from the environment.
+        run: name of the run, where the service is over several.
+        as_json: print one JSON object with `health`, `plan` (null before the first one), `bubbles` (of each rank that
+            has waited in the newest life, the sums of its newest rows) and `memory` (what the run holds of this
+            machine's memory, and what others do whose directory is gone, or may be; null from a service, which may be
+            on another machine).
+
+    Raises:
+        RunMismatchError: there is no run in the directory.
+        JournalError: its journal cannot be read.
+        ServiceError: the service cannot be reached, or refuses.
+    """
+    found = _of_service(location, run) if "://" in location else _of_directory(Path(location))
+    if as_json:
+        print(json.dumps(found, allow_nan=False))  # noqa: T201
+        return
+    console = Console(highlight=False)
+    lines = _lines(found["health"], found["plan"])
+    for line in [*lines, *_bubble_lines(found["bubbles"]), *_memory_lines(found["memory"])]:
+        console.print(line, soft_wrap=not console.is_terminal)
+
+
+def _of_directory(run_dir: Path) -> dict[str, Any]:
+    if not (run_dir / "journal.db").exists():
+        raise RunMismatchError(f"{run_dir} is no run directory (no journal.db in it); name the run_dir of the training")
+    plan = plan_of(run_dir)
+    return {
+        "health": health_of(run_dir).model_dump(mode="json"),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+        "bubbles": _bubble_sums(list_bubbles(run_dir, Window(BUBBLE_ROWS)).model_dump(mode="json")["bubbles"]),
+        "memory": _memory_here(run_dir),
+    }
+
+
+def _memory_here(run_dir: Path) -> dict[str, Any]:
+    own = identity_of(run_dir)[0].get("run_id")
+    found = runs_in_memory(SHARED_MEMORY)
+    orphans = [run for run in found if run.run_id != own and run.standing in ORPHANED]
+    return {
+        "bytes": sum(run.bytes for run in found if run.run_id == own),
+        "orphaned_runs": len(orphans),
+        "orphaned_bytes": sum(run.bytes for run in orphans),
+    }
+
+
+def _memory_lines(memory: dict[str, Any] | None) -> list[str]:
+    if memory is None:
+        return []
+    lines = [f"host memory of this machine: {memory['bytes'] / 1e6:,.1f} MB"] if memory["bytes"] else []
+    if count := memory["orphaned_runs"]:
+        which = "1 run whose directory is" if count == 1 else f"{count} runs whose directories are"
+        size = f"{memory['orphaned_bytes'] / 1e6:,.1f} MB"
+        lines.append(f"{which} gone, or not in sight, left {size} of it as well: cpsr release --orphans")
+    return lines
+
+
+def _of_service(url: str, run: str | None) -> dict[str, Any]:
+    with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
+        bubbles = _bubble_sums(client.bubbles(limit=BUBBLE_ROWS)["bubbles"])
+        found = {"health": client.health(), "bubbles": bubbles, "memory": None}
+        try:
+            return {**found, "plan": client.plan()}
+        except ServiceError as error:
+            if error.code != "no_plan_yet":
+                raise
+            return {**found, "plan": None}
+
+
+def _bubble_sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bubbles of each rank of the newest life, by rank."""
+    sums: dict[int, dict[str, Any]] = {}
+    life = max((row["life"] for row in rows), default=0)
+    for row in rows:
+        if row["life"] == life:
+            rank = sums.setdefault(row["rank"], {"rank": row["rank"], **dict.fromkeys(BUBBLE_SUMS, 0)})
+            for name in BUBBLE_SUMS:
+                rank[name] += row[name] or 0  # null where copies do not use waits
+    return [sums[rank] for rank in sorted(sums)]
+
+
+def _bubble_lines(ranks: list[dict[str, Any]]) -> list[str]:
+    total = {name: sum(rank[name] for rank in ranks) for name in BUBBLE_SUMS}
+    if not total["bubble_seconds"] or not total["seconds"]:
+        return []
+    waited, used = total["bubble_seconds"] / total["seconds"], total["used_seconds"] / total["bubble_seconds"]
+    copied = total["copied_seconds"] / total["bubble_seconds"]
+    count = f"{len(ranks)} rank" + "s" * (len(ranks) > 1)
+    return [
+        f"bubbles: training waited {waited:.1%} of the time on {count}, the predictor worked in {used:.1%} of that, "
+        f"snapshots were copied in {copied:.1%}; {_duration(total['late_seconds'])} past the end of waits"
+    ]
+
+
+def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
+    well = health["status"] == "ok"
+    state = "[green]ok[/]" if well else f"[red]degraded[/]: {escape(str(health['reason']))}"
+    state += ENDINGS.get(health["life"], "")
+    at = "no step yet" if health["last_iteration"] is None else f"iteration {health['last_iteration']}"
+    name = "run" if plan is None or plan["run_id"] is None else f"run {escape(plan['run_id'])}"
+    lines = [f"{name}: {state}, {at}"]
+    if plan is None:
+        return [*lines, "no plan yet"]
+    lines.append(_plan_line(plan))
+    if plan["override"] is not None:
+        lines.append(_override_line(plan["override"]))
+    baselines = {one["name"]: one["interval_iterations"] for one in plan["rivals"]}
+    shown = [f"{name} {baselines[name]}" for name in BASELINES_SHOWN if name in baselines]
+    if shown:
+        lines.append(f"others would choose: {', '.join(shown)}")
+    lines += [line for line in (_checkpoint_line(plan), _recovery_line(plan), _rehearsal_line(plan)) if line]
+    if plan["descends_from_predicted"]:
+        lines.append("[yellow]the state descends from a predicted one[/]")
+    return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
+
+
+def _plan_line(plan: dict[str, Any]) -> str:
+    intervals = sorted({rank["interval_iterations"] for rank in plan["ranks"]})
+    every = str(intervals[0]) if len(intervals) == 1 else f"{intervals[0]} to {intervals[-1]}"
+    seconds = plan["ranks"][0]["interval_seconds"]
+    took = "" if seconds is None else f" ({_duration(seconds)})"
+    mode = "" if plan["recovery_mode"] is None else f", after a failure: {plan['recovery_mode']}"
+    bound = "" if plan["bound"] in (None, "none") else f", bound: {plan['bound']}"
+    phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
+    return f"a checkpoint every {every} iterations{took}, by {escape(plan['ranks'][0]['origin'])}{bound}{phase}{mode}"
+
+
+def _override_line(override: dict[str, Any]) -> str:
+    low, high = override["interval_min_iterations"], override["interval_max_iterations"]
+    what = f"{low}" if low == high else f"{low or 1} to {'any' if high is None else high}"
+    left = _duration(max(0.0, override["expires_unix_seconds"] - time.time()))
+    taken = "" if override["taken_up"] else ", not applied yet"
+    return f"override: {what} iterations for {left}{taken} ({escape(override['reason'])})"
+
+
+def _checkpoint_line(plan: dict[str, Any]) -> str:
+    checkpoint = plan["newest_checkpoint"]
+    if checkpoint is None:
+        return "no checkpoint yet"
+    size = "" if checkpoint["bytes"] is None else f", {checkpoint['bytes'] / 1e6:,.1f} MB"
+    age = _duration(max(0.0, time.time() - checkpoint["created_unix_seconds"]))
+    return f"newest checkpoint: iteration {checkpoint['iteration']}{size}, {age} ago, {checkpoint['origin']}"
+
+
+def _recovery_line(plan: dict[str, Any]) -> str:
+    recovery = plan["last_recovery"]
+    if recovery is None:
+        return ""
+    failed = "" if recovery["failure_iteration"] is None else f" from a failure at {recovery['failure_iteration']}"
+    return (
+        f"last recovery: {escape(recovery['method'])}{failed}, continued at {recovery['restored_iteration']}, "
+        f"{recovery['outcome']}"
+    )
+
+
+def _rehearsal_line(plan: dict[str, Any]) -> str:
+    rehearsal = plan["last_rehearsal"]
+    if rehearsal is None:
+        return ""
+    lag = rehearsal["lag_iterations"]
+    measured = "" if lag is None else f", a lag of {lag:+.0f} iterations"
+    return f"last rehearsal: at iteration {rehearsal['iteration']}, {rehearsal['outcome']}{measured}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= HOUR_SECONDS:
+        return f"{seconds / HOUR_SECONDS:.1f} h"
+    return f"{seconds / MINUTE_SECONDS:.1f} min" if seconds >= MINUTE_SECONDS else f"{seconds:.3g} s"

@@ -1,0 +1,216 @@
+"""Runs with checkpoints, targets that fail when told to, and the oracle that the tests of this room share."""
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from cpsr.checkpoint.remote.catalogue import scan
+from cpsr.checkpoint.remote.identity import Identity, read_identity
+from cpsr.checkpoint.remote.place import Place
+from cpsr.checkpoint.remote.restart import Fetcher
+from cpsr.checkpoint.remote.upload import Uploaded, upload
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import verify_checkpoint
+from cpsr.ranks.group import Group
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
+
+RUN = "0f" * 16
+IDENTITY = {
+    "run_id": RUN,
+    "world_size": 1,
+    "mode": "exact",
+    "tensors": {"layers.0/weight é": [7, 1]},
+    "engine": "torch",
+    "zero_stage": 0,
+    "precision": "fp32",
+    "optimizer": "Adam",
+    "module": "Net",
+}
+HANG_SECONDS = 20.0  # no test lets it hang for longer
+
+
+class FaultySystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The memory file system, whose call number `fails_at` raises instead of being made, and all later ones too.
+
+    One write into an open file is a call as well: a file may end in the middle.
+    """
+
+    protocol = "faulty"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    calls = 0
+    fails_at: int | None = None
+    heals = False  # later calls succeed again
+    hangs_at: int | None = None
+    answers = threading.Event()  # while it is not set, calls hang
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+        cls.arm(None)
+
+    @classmethod
+    def arm(cls, fails_at: int | None, *, heals: bool = False, hangs_at: int | None = None) -> None:
+        cls.calls, cls.fails_at, cls.heals, cls.hangs_at = 0, fails_at, heals, hangs_at
+        cls.answers.set()
+
+    @classmethod
+    def count(cls) -> None:
+        cls.calls += 1
+        if cls.calls == cls.hangs_at:
+            cls.answers.clear()
+        assert cls.answers.wait(HANG_SECONDS)
+        if cls.fails_at is not None and (cls.calls == cls.fails_at if cls.heals else cls.calls >= cls.fails_at):
+            raise ConnectionError("the target does not answer")
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        self.count()
+        return super().ls(path, detail, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        self.count()
+        return super().cat_file(*args, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        try:
+            self.count()
+        except ConnectionError:
+            super().pipe_file(path, value[: len(value) // 2], mode, **kwargs)
+            raise
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def mkdir(self, *args: Any, **kwargs: Any) -> None:
+        self.count()
+        super().mkdir(*args, **kwargs)
+
+    def rm_file(self, path: str) -> None:
+        self.count()
+        super().rm_file(path)
+
+    def rm(self, path: str, **kwargs: Any) -> None:
+        for file in self.find(path):
+            self.rm_file(file)
+        super().rm(path, **kwargs)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        self.count()
+        opened = super()._open(path, mode, **kwargs)
+        if mode == "wb":
+            write = opened.write
+
+            def counted(data: bytes) -> int:
+                try:
+                    self.count()
+                except ConnectionError:
+                    write(data[: len(data) // 2])
+                    raise
+                return int(write(data))
+
+            opened.write = counted
+        return opened
+
+
+fsspec.register_implementation("faulty", FaultySystem, clobber=True)
+
+
+@pytest.fixture
+def faulty() -> Iterator[type[FaultySystem]]:
+    FaultySystem.reset()
+    yield FaultySystem
+    FaultySystem.reset()
+
+
+@pytest.fixture
+def fast_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is a tmpfs: hundreds of passes, each with dozens of fsyncs, that no test can undo."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Two real targets; the memory one is emptied."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/target"
+        return
+    _empty(MemoryFileSystem)
+    yield "memory://bucket/target"
+    _empty(MemoryFileSystem)
+
+
+def _empty(system: Any) -> None:
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+def new_run(run_dir: Path, world_size: int = 1, run_id: str = RUN, life: int = 1) -> list[CheckpointStore]:
+    """A run directory with its identity, and the store of every rank."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    content = IDENTITY | {"run_id": run_id, "world_size": world_size}
+    (run_dir / "run.json").write_text(json.dumps(content))
+    stores = [CheckpointStore(run_dir, rank, world_size, run_id, life, fsync=False) for rank in range(world_size)]
+    stores[0].prepare()
+    return stores
+
+
+def commit(stores: list[CheckpointStore], iteration: int) -> Path:
+    """One whole checkpoint of all ranks, whose values follow from iteration and rank."""
+    for rank, store in enumerate(stores):
+        store.write(make_snapshot(iteration, seed=iteration + rank))
+    assert stores[0].commit(iteration, 5.0, threading.Event()).committed
+    return stores[0].directory / f"step-{iteration:010d}"
+
+
+def identity_of(run_dir: Path) -> Identity:
+    identity = read_identity(run_dir)
+    assert identity is not None
+    return identity
+
+
+def send(place: Place, run_dir: Path, directory: Path) -> Uploaded:
+    return upload(place, directory, identity_of(run_dir), lambda: False)
+
+
+def committed_at(place: Place) -> list[int]:
+    """Iterations of the copies, oldest commit first."""
+    return [copy.manifest.iteration for copy in scan(place).copies]
+
+
+def silent(kind: str, message: str, iteration: int | None, level: int) -> None:
+    """Takes what is said and drops it."""
+
+
+def fetched(place: Place, run_dir: Path) -> int | None:
+    """What a new disk gets from the target, checked bit for bit (a run of one rank)."""
+    fetcher = Fetcher(place, run_dir, silent)
+    fetcher.adopt_run(Group())
+    identity = read_identity(run_dir)
+    if identity is None:
+        return None
+    store = CheckpointStore(run_dir, 0, 1, identity.run_id, 9, fsync=False)
+    store.prepare()
+    iteration = fetcher.fetch(store, Group(), ())
+    if iteration is not None:
+        assert verify_run(run_dir) == []
+        assert_whole(store, iteration)
+    return iteration
+
+
+def assert_whole(store: CheckpointStore, iteration: int, rank: int = 0) -> None:
+    """The checkpoint in the run directory is the one that was committed, bit for bit."""
+    assert verify_checkpoint(store.directory / f"step-{iteration:010d}") == []
+    shard = make_shard(999)
+    assert store.load(iteration, shard)["step"] == iteration
+    assert_same_bits(shard, make_shard(iteration + rank, iteration=iteration))

@@ -1,0 +1,156 @@
+"""Runs copies to a local target, and fetches from it, that are SIGKILLed at a step, each in a fork of this process.
+
+Usage: kill_driver.py copy|fetch <directory> <one of so many steps of each kind>
+Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
+"""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.remote.catalogue import scan, verify
+from cpsr.checkpoint.remote.identity import read_identity
+from cpsr.checkpoint.remote.place import Place, open_place
+from cpsr.checkpoint.remote.restart import Fetcher
+from cpsr.checkpoint.remote.upload import retain, set_aside
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.ranks.group import Group
+from tests.checkpoint.kill_driver import STEPS, _in_child, chosen_steps
+from tests.checkpoint.remote.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, silent
+
+
+def main() -> None:
+    mode, base, one_of = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    prepare, work, check = CAMPAIGNS[mode]
+    prepare(base / "base")
+    assert _run(base, None, work, check) == 0, "the work itself failed"
+    names: list[str] = []
+    for count in chosen_steps((base / "steps").read_text().split(), one_of):
+        assert os.WIFSIGNALED(_run(base, count, work, check)), f"the work ended before step {count}"
+        names.append((base / "step").read_text())
+    sys.stdout.write(f"{len(names)} {' '.join(sorted(set(names)))}\n")
+
+
+def _run(base: Path, count: int | None, work: Callable[[Path], None], check: Callable[[Path, bool], None]) -> int:
+    """The wait status of the work, killed at a step or not at all, once what it left was checked."""
+    case = base / "case"
+    shutil.rmtree(case, ignore_errors=True)
+    shutil.copytree(base / "base", case)
+    status = _in_child(lambda: _until(count, case, work))
+    try:
+        check(case, os.WIFSIGNALED(status))
+    except Exception:
+        sys.stderr.write(f"at step {count}, wait status {status}\n")
+        raise
+    return status
+
+
+def _prepare_copy(case: Path) -> None:
+    """Two copies that stand, one that was set aside, and one that was cut off."""
+    stores = new_run(case / "run")
+    place = _place(case)
+    for iteration in (10, 20, 25):
+        send(place, case / "run", commit(stores, iteration))
+    set_aside(place, "step-0000000025", "a test")
+    shutil.rmtree(stores[0].directory / "step-0000000025")
+    cut_off = case / "target" / "checkpoints" / "step-0000000022"
+    shutil.copytree(case / "target" / "checkpoints" / "step-0000000020", cut_off)
+    (cut_off / "COMMIT").unlink()
+    commit(stores, 30)
+
+
+def _copy(case: Path) -> None:
+    send(_place(case), case / "run", case / "run" / "checkpoints" / "step-0000000030")
+    (case / "acknowledged").touch()
+    retain(_place(case), RUN, 2)
+
+
+def _check_copy(case: Path, killed: bool) -> None:
+    """The oracle: the newest committed copy is whole, bitwise right, and copying goes on."""
+    there = committed_at(_place(case))
+    assert there in ([10, 20], [10, 20, 30], [20, 30]), there
+    assert scan(_place(case)).damaged == {}
+    if (case / "acknowledged").exists():
+        assert there[-1] == 30
+    assert verify(_place(case)) == []
+    assert fetched(_place(case), case / "new") == there[-1]
+    _copy(case)
+    assert committed_at(_place(case)) == [20, 30]
+    assert _place(case).folders() == ["step-0000000020", "step-0000000030"]
+    assert not list((case / "target").rglob(".*"))
+    if not killed:
+        assert there == [20, 30]
+
+
+def _prepare_fetch(case: Path) -> None:
+    """A run directory without identity whose newest checkpoint is damaged, and a target that has everything."""
+    stores = new_run(case / "run")
+    for iteration in (10, 20):
+        send(_place(case), case / "run", commit(stores, iteration))
+    (stores[0].directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
+    (case / "run" / "run.json").unlink()
+
+
+def _fetch(case: Path) -> None:
+    fetcher = Fetcher(_place(case), case / "run", silent)
+    fetcher.adopt_run(Group())
+    store = CheckpointStore(case / "run", 0, 1, RUN, 2)
+    store.prepare()
+    fetcher.fetch(store, Group(), (20,) if verify_run(case / "run") else ())
+    (case / "acknowledged").touch()
+
+
+def _check_fetch(case: Path, killed: bool) -> None:
+    """The oracle: what was there before is there, and the next start has it all, whole and bitwise right."""
+    store = CheckpointStore(case / "run", 0, 1, RUN, 3)
+    assert_whole(store, 10)
+    problems = verify_run(case / "run")
+    assert {problem.iteration for problem in problems} <= {20}
+    if (case / "acknowledged").exists():
+        assert problems == []
+    _fetch(case)
+    assert_whole(store, 20)
+    assert verify_run(case / "run") == []
+    assert not (case / "run" / "fetching").exists()
+    assert read_identity(case / "run") is not None
+    if not killed:
+        assert verify(_place(case)) == []
+        commit([store], 30)
+
+
+def _place(case: Path) -> Place:
+    return open_place(f"file://{case}/target")
+
+
+def _until(count: int | None, case: Path, work: Callable[[Path], None]) -> None:
+    """Die at the given call of a file system primitive: before it, or in the middle of writing; or note them all."""
+    names: list[str] = []
+
+    def arm(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def armed(*args: Any, **kwargs: Any) -> Any:
+            names.append(name)
+            if len(names) == count:
+                (case.parent / "step").write_text(name)
+                if name == "write":
+                    real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return armed
+
+    real_write = os.write
+    for name in STEPS:
+        setattr(os, name, arm(name, getattr(os, name)))
+    work(case)
+    (case.parent / "steps").write_text(" ".join(names))
+
+
+CAMPAIGNS = {"copy": (_prepare_copy, _copy, _check_copy), "fetch": (_prepare_fetch, _fetch, _check_fetch)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Sparse checkpoints: each holds every operator, those of experts that it did not save as they were saved before."""
+
+import re
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpsr.checkpoint.commit import Attempt, abandon
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.config import CheckpointConfig
+from cpsr.engines.moe.naming import MODULE_LIST, PatternNaming
+from cpsr.errors import CheckpointCorruptError, CheckpointError, SaveError
+from cpsr.experts.completeness import wrong_experts
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
+
+NEVER = threading.Event()
+SIZES = (5, 0, 300, 7, 7, 9)
+NAMES = [f"layers.{index}/weight é" for index in range(len(SIZES))]
+EXPERTS = frozenset(NAMES[2:])
+
+
+NAMED = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])/"), re.compile(r"(?P<layer>gate)"))
+
+
+def whole(part: ParamSlice) -> ParamSlice:
+    return ParamSlice(part.values, (part.numel,))
+
+
+def sparse(*saved: str) -> Contents:
+    return Contents.sparse(EXPERTS, frozenset(saved))
+
+
+def write(store: CheckpointStore, iteration: int, *saved: str) -> Shard:
+    """A committed checkpoint that saves those experts; what a whole one of that iteration would hold."""
+    snapshot = make_snapshot(iteration, sizes=SIZES)
+    snapshot.contents = sparse(*saved)
+    store.write(snapshot)
+    assert store.commit(iteration, 5.0, NEVER).committed
+    return snapshot.shard
+
+
+def loaded(store: CheckpointStore, iteration: int) -> Shard:
+    into = make_shard(999, SIZES)
+    store.load(iteration, into)
+    return into
+
+
+def mixed(states: dict[int, Shard], newest: int, ages: dict[str, int]) -> Shard:
+    """What a checkpoint must hold: of each operator the state of its age."""
+    operators = {name: states[ages.get(name, newest)].operators[name] for name in states[newest].operators}
+    return Shard(operators, states[newest].others)
+
+
+def directory(store: CheckpointStore, iteration: int) -> Path:
+    return store.directory / f"step-{iteration:010d}"
+
+
+def test_what_is_not_saved_is_carried_along_as_it_was(store: CheckpointStore, tmp_path: Path) -> None:
+    states = {10: write(store, 10, *EXPERTS), 20: write(store, 20, NAMES[2]), 30: write(store, 30, NAMES[3])}
+    ages = {NAMES[2]: 20, NAMES[4]: 10, NAMES[5]: 10}
+    found = loaded(store, 30)
+    assert_same_bits(found, mixed(states, 30, ages))
+    assert {name: one.iteration for name, one in found.operators.items()} == dict.fromkeys(NAMES, 30) | ages
+    assert verify_run(tmp_path) == []
+
+
+def test_carried_experts_take_no_more_room_and_outlive_the_checkpoint_that_saved_them(store: CheckpointStore) -> None:
+    write(store, 10, *EXPERTS)
+    name = "rank-00000.experts-0000000010.moments.safetensors"
+    written = store.write(sparse_snapshot(20, NAMES[2]))
+    assert store.commit(20, 5.0, NEVER).committed
+    assert (directory(store, 20) / name).samefile(directory(store, 10) / name)
+    new = [path for path in directory(store, 20).glob("*.safetensors") if "experts-0000000010" not in path.name]
+    assert written.bytes == sum(path.stat().st_size for path in new)
+    state = loaded(store, 20)
+    write(store, 30, NAMES[3])
+    store.retain(CheckpointConfig(full_checkpoints=2, history_span_iterations=0, history_min_checkpoints=2))
+    assert [info.iteration for info in store.catalogue()] == [20, 30]
+    assert_same_bits(loaded(store, 20), state)
+
+
+def test_a_file_goes_once_each_expert_in_it_was_saved_again(store: CheckpointStore) -> None:
+    write(store, 10, *EXPERTS)
+    write(store, 20, *NAMES[2:4])
+    write(store, 30, *NAMES[4:])
+    ages = sorted({path.name.split(".")[1] for path in directory(store, 30).glob("*.experts-*")})
+    assert ages == ["experts-0000000020", "experts-0000000030"]
+
+
+def test_a_checkpoint_may_save_no_expert(store: CheckpointStore) -> None:
+    states = {10: write(store, 10, *EXPERTS), 20: write(store, 20)}
+    assert_same_bits(loaded(store, 20), mixed(states, 20, dict.fromkeys(EXPERTS, 10)))
+
+
+def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="must save all experts"):
+        store.write(sparse_snapshot(10, NAMES[2]))
+    write(store, 10, *EXPERTS)
+    store.attempt += 1
+    with pytest.raises(SaveError, match="must save all experts"):
+        store.write(sparse_snapshot(20, NAMES[2]))
+    next_life = CheckpointStore(tmp_path, 0, 1, "run", 2, fsync=False)
+    with pytest.raises(SaveError, match="must save all experts"):
+        next_life.write(sparse_snapshot(20, NAMES[2]))
+    assert not list(directory(store, 20).glob("rank-*"))  # nothing is left of what was refused
+    write(next_life, 20, *EXPERTS)
+    write(next_life, 30, NAMES[2])
+
+
+def test_what_an_abandoned_checkpoint_saved_is_carried_from_the_one_before(store: CheckpointStore) -> None:
+    states = {10: write(store, 10, *EXPERTS)}
+    store.write(sparse_snapshot(20, NAMES[2]))
+    abandon(directory(store, 20), Attempt("run", 1, 0, 1), "another rank skipped it")
+    states[30] = write(store, 30, NAMES[3])
+    ages = dict.fromkeys(EXPERTS - {NAMES[3]}, 10)
+    assert_same_bits(loaded(store, 30), mixed(states, 30, ages))
+
+
+def test_the_history_has_each_expert_at_the_iteration_it_was_saved(store: CheckpointStore) -> None:
+    states = {10: write(store, 10, *EXPERTS), 20: write(store, 20, NAMES[2]), 30: write(store, 30, NAMES[3])}
+    store.retain(CheckpointConfig(full_checkpoints=2, history_span_iterations=100))  # the weights alone of 10
+    history = DiskHistory(store.directory, 0)
+    assert history.excluded == {}
+    assert set(history.operators) == set(NAMES)
+    ages = {NAMES[0]: [10, 20, 30], NAMES[2]: [10, 20, 20], NAMES[3]: [10, 10, 30], NAMES[5]: [10, 10, 10]}
+    for name, taken in ages.items():
+        assert [history.taken_at(name, entry) for entry in range(3)] == taken
+        for entry, iteration in enumerate(taken):
+            read = history.read(name, entry, 0, history.numel(name))
+            assert torch.equal(read, states[iteration].operators[name].parameter.values)
+    history.close()
+
+
+@pytest.mark.parametrize("kind", ["params", "moments"])
+def test_damage_in_a_carried_file_is_damage_of_each_checkpoint_that_holds_it(
+    store: CheckpointStore, tmp_path: Path, kind: str
+) -> None:
+    write(store, 10, *EXPERTS)
+    write(store, 20, NAMES[2])
+    path = directory(store, 20) / f"rank-00000.experts-0000000010.{kind}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    into = make_shard(999, SIZES)
+    for iteration in (10, 20):
+        with pytest.raises(CheckpointCorruptError, match=f"experts-0000000010.{kind}"):
+            store.load(iteration, into)
+    assert_same_bits(into, make_shard(999, SIZES))
+    assert {problem.iteration for problem in verify_run(tmp_path)} == {10, 20}
+
+
+def test_a_missing_expert_file_is_damage(store: CheckpointStore) -> None:
+    write(store, 10, *EXPERTS)
+    (directory(store, 10) / "rank-00000.experts-0000000010.moments.safetensors").unlink()
+    with pytest.raises(CheckpointCorruptError, match="is missing"):
+        loaded(store, 10)
+
+
+def test_thinned_checkpoints_are_no_place_to_restart_at(store: CheckpointStore) -> None:
+    write(store, 10, *EXPERTS)
+    write(store, 20, NAMES[2])
+    write(store, 30, NAMES[3])
+    store.retain(CheckpointConfig(full_checkpoints=2, history_span_iterations=100))
+    kept = sorted(path.name for path in directory(store, 10).glob("*.safetensors"))
+    assert kept == ["rank-00000.experts-0000000010.params.safetensors", "rank-00000.params.safetensors"]
+    with pytest.raises(CheckpointError, match="weights only"):
+        loaded(store, 10)
+    loaded(store, 30)
+
+
+def test_a_pool_that_copies_what_is_saved_alone_leaves_the_rest_where_it_is(store: CheckpointStore) -> None:
+    live = {10: make_shard(10, SIZES, 10), 20: make_shard(20, SIZES, 20)}
+    scalars = make_snapshot(10).scalars
+    pool = SnapshotPool(live[10])
+    for iteration, saved in ((10, tuple(EXPERTS)), (20, (NAMES[2],))):
+        contents = sparse(*saved)
+        contents = replace(contents, uncopied=contents.carried)
+        assert pool.begin(live[iteration], iteration, scalars, contents) is not None
+        snapshot = pool.finish()
+        assert snapshot is not None
+        store.write(snapshot)
+        assert store.commit(iteration, 5.0, NEVER).committed
+        pool.release(snapshot)
+    pool.close()
+    assert snapshot is not None
+    assert set(snapshot.shard.operators) == {*NAMES[:2], NAMES[2]}
+    assert_same_bits(loaded(store, 20), mixed(live, 20, dict.fromkeys(EXPERTS - {NAMES[2]}, 10)))
+
+
+@pytest.mark.parametrize(
+    ("experts", "missing"),
+    [
+        ({0: [0, 1], 1: [2, 3]}, ""),
+        ({0: [0, 1], 1: [3]}, "no rank has expert 2 of layer 'moe'"),
+        ({0: [0], 1: [0]}, ""),  # every rank holds all
+    ],
+)
+def test_nothing_is_committed_while_an_expert_is_on_no_rank(
+    tmp_path: Path, experts: dict[int, list[int]], missing: str
+) -> None:
+    lacking = partial(wrong_experts, naming=MODULE_LIST)
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False, missing=lacking) for rank in (0, 1)]
+    stores[0].prepare()
+    for rank in (1, 0):
+        snapshot = make_snapshot(10)
+        names = [f"moe.experts.{index}.weight" for index in experts[rank]]
+        operators = {
+            name: OperatorState(name, ParamSlice(torch.zeros(6), (3, 2)), {"exp_avg": torch.zeros(6)}, 10)
+            for name in names
+        }
+        snapshot.shard, snapshot.contents = Shard(operators), Contents.sparse(frozenset(names), frozenset(names))
+        stores[rank].write(snapshot)
+    if missing:
+        with pytest.raises(SaveError, match=missing):
+            stores[0].commit(10, 5.0, NEVER)
+    else:
+        assert stores[0].commit(10, 5.0, NEVER).committed
+    assert [info.iteration for info in stores[0].catalogue()] == ([] if missing else [10])
+
+
+def test_nothing_is_committed_without_a_trained_parameter_of_an_expert(tmp_path: Path) -> None:
+    """And what is frozen may be with the others: it is not asked for."""
+    names = ["moe.experts.0.weight", "moe.experts.0.bias"]
+    lacking = partial(wrong_experts, naming=MODULE_LIST, trained=names)
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False, missing=lacking)
+    store.prepare()
+    for iteration, own in ((10, names[:1]), (20, names)):
+        snapshot = make_snapshot(iteration)
+        operators = {
+            name: OperatorState(name, ParamSlice(torch.zeros(6), (3, 2)), {"exp_avg": torch.zeros(6)}, iteration)
+            for name in own
+        }
+        others = {"moe.experts.0.scale": torch.zeros(3)}
+        snapshot.shard, snapshot.contents = Shard(operators, others), Contents.sparse(frozenset(own), frozenset(own))
+        store.write(snapshot)
+        if own == names:
+            assert store.commit(iteration, 5.0, NEVER).committed
+        else:
+            with pytest.raises(SaveError, match=r"'moe\.experts\.0\.bias' of expert 0 of layer 'moe'"):
+                store.commit(iteration, 5.0, NEVER)
+
+
+def test_nothing_is_committed_where_ranks_have_an_expert_from_different_iterations(tmp_path: Path) -> None:
+    """As when a rank carried it from a checkpoint that was abandoned a moment later."""
+    right = partial(wrong_experts, naming=NAMED)
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False, missing=right) for rank in (0, 1)]
+    stores[0].prepare()
+
+    def put(rank: int, iteration: int, *saved: str) -> None:
+        snapshot = make_snapshot(iteration)
+        shard = {name: replace(one, parameter=whole(one.parameter)) for name, one in snapshot.shard.operators.items()}
+        experts = frozenset(NAMES[:3])
+        snapshot.shard, snapshot.contents = Shard(shard), Contents.sparse(experts, frozenset(saved))
+        stores[rank].write(snapshot)
+
+    for rank in (1, 0):
+        put(rank, 10, *NAMES[:3])
+    assert stores[0].commit(10, 5.0, NEVER).committed
+    put(1, 20, NAMES[2])
+    put(1, 30, NAMES[1])
+    abandon(directory(stores[0], 20), Attempt("run", 1, 0, 2), "rank 0 failed")
+    put(0, 30, NAMES[1])
+    with pytest.raises(SaveError, match="has expert 2 of layer 'layers' from iteration 10, and rank 1 from 20"):
+        stores[0].commit(30, 5.0, NEVER)
+    assert [info.iteration for info in stores[0].catalogue()] == [10]
+    for rank in (1, 0):
+        put(rank, 40, *NAMES[:3])
+    assert stores[0].commit(40, 5.0, NEVER).committed
+
+
+def test_what_is_carried_along_counts_once_against_the_limit_of_the_disk(store: CheckpointStore) -> None:
+    write(store, 10, *EXPERTS)
+    for iteration in range(20, 100, 10):
+        write(store, iteration)
+    files = {path.stat().st_ino: path.stat().st_size for path in store.directory.rglob("*.safetensors")}
+    limits = CheckpointConfig(disk_limit_bytes=sum(files.values()), history_span_iterations=1000)
+    assert sum(info.bytes for info in store.catalogue()) > 2 * sum(files.values())
+    store.retain(limits)
+    assert [info.iteration for info in store.catalogue()] == list(range(10, 100, 10))
+    store.retain(limits.model_copy(update={"disk_limit_bytes": 1}))
+    assert [info.iteration for info in store.catalogue()] == [90]
+
+
+def test_what_is_to_be_saved_must_be_an_expert() -> None:
+    with pytest.raises(ValueError, match=NAMES[0]):
+        sparse(NAMES[0])
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds=st.lists(st.sets(st.sampled_from(sorted(EXPERTS))), max_size=6))
+def test_any_sequence_of_choices_holds_the_newest_of_each_expert(
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[set[str]]
+) -> None:
+    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1, fsync=False)
+    store.prepare()
+    states, ages = {10: write(store, 10, *EXPERTS)}, dict.fromkeys(EXPERTS, 10)
+    for number, saved in enumerate(rounds, start=2):
+        states[10 * number] = write(store, 10 * number, *saved)
+        ages |= dict.fromkeys(saved, 10 * number)
+    newest = max(states)
+    assert_same_bits(loaded(store, newest), mixed(states, newest, ages))
+
+
+def sparse_snapshot(iteration: int, *saved: str) -> Snapshot:
+    snapshot = make_snapshot(iteration, sizes=SIZES)
+    snapshot.contents = sparse(*saved)
+    return snapshot

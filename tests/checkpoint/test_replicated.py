@@ -1,0 +1,279 @@
+"""Checkpoints for which ranks that hold the same write one part of it each."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.commit import CommitResult
+from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.loading import operator_record
+from cpsr.checkpoint.manifest import MANIFEST, RankManifest, commit_record, rank_manifest_name
+from cpsr.checkpoint.replicated import state_hash
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.config import CheckpointConfig
+from cpsr.errors import CheckpointCorruptError, SaveError
+from cpsr.peers.twins import Twins
+from cpsr.state.shard import Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
+
+NEVER = threading.Event()
+SIZES = (5, 0, 300, 7, 7, 9)
+NAMES = [f"layers.{index}/weight é" for index in range(len(SIZES))]
+# Each is written by the rank of its turn; the last two are experts.
+WRITERS = {name: index % 2 for index, name in enumerate(NAMES)}
+EXPERTS = frozenset(NAMES[4:])
+
+Ranks = tuple[CheckpointStore, CheckpointStore]
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    """The stores of two ranks of one run."""
+    found = tuple(CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False) for rank in range(2))
+    found[0].prepare()
+    return found[0], found[1]
+
+
+def replicated(rank: int, contents: Contents = WHOLE, writers: Mapping[str, int] = WRITERS) -> Contents:
+    """What a rank's part holds where the two ranks write for each other."""
+    alike = {name: operator_record(one).described for name, one in make_shard(sizes=SIZES).operators.items()}
+    others = {name: writer for name, writer in writers.items() if writer != rank}
+    return replace(contents, writers=others, replicated=alike)
+
+
+def snapshot(iteration: int, rank: int, writers: Mapping[str, int] = WRITERS) -> Snapshot:
+    found = make_snapshot(iteration, sizes=SIZES)
+    found.contents = replicated(rank, writers=writers)
+    return found
+
+
+def commit(ranks: Ranks, iteration: int, make: Callable[[int], Snapshot] | None = None) -> CommitResult:
+    for store in reversed(ranks):
+        store.write(snapshot(iteration, store.rank) if make is None else make(store.rank))
+    return ranks[0].commit(iteration, 5.0, NEVER)
+
+
+def loaded(store: CheckpointStore, iteration: int) -> Shard:
+    into = make_shard(999, SIZES)
+    store.load(iteration, into)
+    return into
+
+
+def directory(store: CheckpointStore, iteration: int) -> Path:
+    return store.directory / f"step-{iteration:010d}"
+
+
+def test_each_rank_comes_back_whole_from_what_both_wrote(ranks: Ranks, tmp_path: Path) -> None:
+    assert commit(ranks, 10).committed
+    for store in ranks:
+        assert_same_bits(loaded(store, 10), make_shard(10, SIZES))
+    assert verify_run(tmp_path) == []
+
+
+def test_each_operator_is_written_once(ranks: Ranks) -> None:
+    assert commit(ranks, 10).committed
+    held = {"param/" + name for name in NAMES}
+    for kind in ("params", "moments"):
+        sizes = [(directory(ranks[0], 10) / f"rank-0000{rank}.{kind}.safetensors").stat().st_size for rank in range(2)]
+        one = sum(4 * size for size in SIZES) * (1 if kind == "params" else 2)
+        assert one < sum(sizes) < one + 4000  # with the headers
+    record = RankManifest.parse((directory(ranks[0], 10) / rank_manifest_name(1)).read_bytes())
+    assert {"param/" + name for name in record.operators} == held
+    assert {name: one.saved_by for name, one in record.operators.items()} == {
+        name: None if writer == 1 else 0 for name, writer in WRITERS.items()
+    }
+
+
+def test_shares_may_differ_from_checkpoint_to_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    turned = {name: 1 - writer for name, writer in WRITERS.items()}
+    assert commit(ranks, 10).committed
+    assert commit(ranks, 20, lambda rank: snapshot(20, rank, writers=turned)).committed
+    assert commit(ranks, 30, lambda rank: make_snapshot(30, sizes=SIZES)).committed  # each writes its own
+    for store in ranks:
+        history = DiskHistory(store.directory, store.rank)
+        assert [entry.iteration for entry in history.entries] == [10, 20, 30]
+        assert set(history.operators) == set(NAMES)
+        for entry, iteration in enumerate((10, 20, 30)):
+            for name, one in make_shard(iteration, SIZES).operators.items():
+                assert torch.equal(history.read(name, entry, 0, history.numel(name)), one.parameter.values)
+        again = DiskHistory(store.directory, store.rank, known=history.known)
+        assert again.known == history.known
+        again.close()
+        history.close()
+    ranks[0].retain(CheckpointConfig(full_checkpoints=2, history_span_iterations=100))  # the weights alone of 10
+    history = DiskHistory(ranks[1].directory, 1)
+    assert history.excluded == {}
+    assert len(history.entries) == 3
+    history.close()
+    assert verify_run(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["params", "moments"])
+@pytest.mark.parametrize("reader", [0, 1])
+def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(ranks: Ranks, kind: str, reader: int) -> None:
+    assert commit(ranks, 10).committed
+    path = directory(ranks[0], 10) / f"rank-00001.{kind}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    into = make_shard(999, SIZES)
+    with pytest.raises(CheckpointCorruptError, match=path.name):
+        ranks[reader].load(10, into)
+    assert_same_bits(into, make_shard(999, SIZES))
+    excluded = DiskHistory(ranks[reader].directory, reader).excluded
+    assert (10 in excluded) == (kind == "params")
+
+
+def test_nothing_is_committed_where_ranks_differ(ranks: Ranks) -> None:
+    """A rank that trained on by itself, or whose memory changed, must not be restored from another's state."""
+
+    def of_two_models(rank: int) -> Snapshot:
+        found = snapshot(20, rank)
+        if rank == 1:
+            found.shard.operators[NAMES[2]].moments["exp_avg"][299] += 1e-7
+        return found
+
+    assert commit(ranks, 10).committed
+    with pytest.raises(SaveError, match=r"ranks 0 and 1 .*layers\.2/weight"):
+        commit(ranks, 20, of_two_models)
+    assert ranks[0].drifted is not None
+    assert (ranks[0].drifted.operator, ranks[0].drifted.iteration) == (NAMES[2], 20)
+    assert [info.iteration for info in ranks[0].catalogue()] == [10]
+
+
+def test_nothing_is_committed_that_nobody_wrote(ranks: Ranks) -> None:
+    both = {**WRITERS, NAMES[2]: 1}  # rank 1 thinks that rank 0 writes it, and rank 0 that rank 1 does
+    with pytest.raises(SaveError, match=r"rank 0 leaves 'layers\.2/weight é' of iteration 10 to rank 1"):
+        commit(ranks, 10, lambda rank: snapshot(10, rank, writers=both if rank == 0 else WRITERS))
+    assert ranks[0].catalogue() == []
+    assert ranks[0].drifted is None
+
+
+def test_a_manifest_that_leaves_to_others_what_they_did_not_write_is_damage(ranks: Ranks, tmp_path: Path) -> None:
+    """Whoever forged it: a restart must not take what is not there for zeros, or for another operator."""
+    assert commit(ranks, 10).committed
+    folder = directory(ranks[0], 10)
+    record = RankManifest.parse((folder / rank_manifest_name(0)).read_bytes())
+    for writer in (1, 7):
+        forged = {**record.operators, NAMES[0]: record.operators[NAMES[0]].model_copy(update={"saved_by": writer})}
+        sealed_again(folder, record.model_copy(update={"operators": forged}))
+        with pytest.raises(CheckpointCorruptError, match=f"rank {writer}"):
+            loaded(ranks[0], 10)
+        assert any(f"to rank {writer}" in problem.what for problem in verify_run(tmp_path))
+
+
+def sealed_again(folder: Path, record: RankManifest) -> None:
+    """Put a rank's manifest into a committed checkpoint, with all hashes above it made to fit."""
+    (folder / rank_manifest_name(record.rank)).write_bytes(record.to_bytes())
+    manifest = read_manifest(folder)
+    said = manifest.ranks[record.rank].model_copy(update={"sha256": hashlib.sha256(record.to_bytes()).hexdigest()})
+    data = manifest.model_copy(update={"ranks": {**manifest.ranks, record.rank: said}}).to_bytes()
+    (folder / MANIFEST).write_bytes(data)
+    (folder / "COMMIT").write_bytes(commit_record(data))
+
+
+def test_experts_that_both_ranks_hold_are_carried_by_the_one_that_writes_them(ranks: Ranks, tmp_path: Path) -> None:
+    states = {iteration: make_shard(iteration, SIZES) for iteration in (10, 20, 30)}
+    for iteration, saved in {10: NAMES[4:], 20: [NAMES[4]], 30: [NAMES[5]]}.items():
+        assert commit(ranks, iteration, partial(sparse, iteration, saved)).committed
+    ages = {NAMES[4]: 20, NAMES[5]: 30}
+    for store in ranks:
+        found = loaded(store, 30)
+        assert {name: one.iteration for name, one in found.operators.items()} == dict.fromkeys(NAMES, 30) | ages
+        operators = {name: states[ages.get(name, 30)].operators[name] for name in NAMES}
+        assert_same_bits(found, Shard(operators, states[30].others))
+        history = DiskHistory(store.directory, store.rank)
+        assert history.excluded == {}
+        for name, taken in {NAMES[4]: [10, 20, 20], NAMES[5]: [10, 10, 30]}.items():
+            assert [history.taken_at(name, entry) for entry in range(3)] == taken
+            read = [history.read(name, entry, 0, history.numel(name)) for entry in range(3)]
+            assert all(
+                torch.equal(values, states[at].operators[name].parameter.values)
+                for values, at in zip(read, taken, strict=True)
+            )
+        history.close()
+    assert verify_run(tmp_path) == []
+
+
+def sparse(iteration: int, saved: Collection[str], rank: int) -> Snapshot:
+    found = make_snapshot(iteration, sizes=SIZES)
+    found.contents = replicated(rank, Contents.sparse(EXPERTS, frozenset(saved)))
+    return found
+
+
+def test_damage_in_a_share_that_did_not_change_is_seen(ranks: Ranks) -> None:
+    """Another rank's file with the bytes of one that was checked is a file of its own, and none that was carried."""
+    assert commit(ranks, 10).committed
+    known = DiskHistory(ranks[0].directory, 0)
+    assert commit(ranks, 20, unchanged_since_10).committed
+    path = directory(ranks[0], 20) / "rank-00001.params.safetensors"
+    content = bytearray(path.read_bytes())
+    assert content == (directory(ranks[0], 10) / path.name).read_bytes()
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for store in ranks:
+        assert list(DiskHistory(store.directory, store.rank, known=known.known).excluded) == [20]
+    known.close()
+
+
+def unchanged_since_10(rank: int) -> Snapshot:
+    found = snapshot(20, rank)
+    found.shard = make_shard(10, SIZES, 20)
+    return found
+
+
+def test_the_first_of_a_life_must_save_all_experts(ranks: Ranks) -> None:
+    for store in ranks:
+        with pytest.raises(SaveError, match="must save all experts"):
+            store.write(sparse(10, [NAMES[4 + store.rank]], store.rank))
+
+
+def test_a_rank_does_not_carry_what_it_left_to_another(ranks: Ranks) -> None:
+    """Ranks that no longer share are to save all experts first."""
+    assert commit(ranks, 10, partial(sparse, 10, EXPERTS)).committed
+    alone = make_snapshot(20, sizes=SIZES)
+    alone.contents = Contents.sparse(EXPERTS, frozenset())
+    for store in ranks:
+        with pytest.raises(SaveError, match="must save all experts"):
+            store.write(alone)
+
+
+def test_ranks_that_say_all_hashes_are_known_as_twins(ranks: Ranks) -> None:
+    assert commit(ranks, 10).committed
+    words = Twins(ranks[0].directory).words(0, 1)
+    assert words is not None
+    assert words[0] == words[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_hash_sees_every_bit(dtype: torch.dtype) -> None:
+    one = make_shard(3, SIZES).operators[NAMES[2]]
+    values = one.parameter.values.to(dtype)
+    first = state_hash(type(one)(one.name, type(one.parameter)(values, (values.numel(),)), {}, 0))
+    values.view(torch.uint8)[-1] ^= 1
+    assert state_hash(type(one)(one.name, type(one.parameter)(values, (values.numel(),)), {}, 0)) != first
+
+
+def test_another_rank_writes_only_what_this_one_holds_too() -> None:
+    with pytest.raises(ValueError, match="operators that it holds, too"):
+        Contents(writers={"weight": 1})
+
+
+def test_a_rank_may_write_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    one_writes = dict.fromkeys(NAMES, 0)
+    assert commit(ranks, 10, lambda rank: snapshot(10, rank, writers=one_writes)).committed
+    for store in ranks:
+        assert_same_bits(loaded(store, 10), make_shard(10, SIZES))
+        history = DiskHistory(store.directory, store.rank)
+        assert (history.excluded, set(history.operators)) == ({}, set(NAMES))
+        history.close()
+    assert verify_run(tmp_path) == []

@@ -1,0 +1,84 @@
+"""Layers of experts, their load, and the strategies that draw them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy
+from hypothesis import strategies as st
+
+from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
+from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.popularity import PerExpert, Popularity, zeros
+from cpsr.experts.budget import Budget
+from cpsr.experts.policy import Policy
+from tests.experts.ledger import Ledger
+
+
+def mixture(*experts: int, ranks: int = 1, rank: int = 0, expert_bytes: int = 10) -> tuple[ExpertLayer, ...]:
+    """One layer for each number of experts."""
+    group = ExpertParallel(ranks, rank)
+    return tuple(ExpertLayer(f"blocks.{place}", count, expert_bytes, group) for place, count in enumerate(experts))
+
+
+def load(*tokens: Sequence[float], ages: Sequence[Sequence[float]] | None = None) -> Popularity:
+    """Unsaved tokens of each layer, which are its scores too."""
+    unsaved = tuple(numpy.array(layer, dtype=numpy.float64) for layer in tokens)
+    old = tuple(numpy.array(layer, dtype=numpy.float64) for layer in ages or [[0] * len(layer) for layer in tokens])
+    return Popularity(unsaved, unsaved, old)
+
+
+def no_load(layers: Sequence[ExpertLayer]) -> Popularity:
+    """No token has been routed."""
+    return Popularity(zeros(layers), zeros(layers), zeros(layers))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, layers: int = 5, experts_per_rank: int = 4) -> tuple[ExpertLayer, ...]:
+    """Layers of different sizes, over one group of ranks."""
+    ranks = draw(st.integers(1, 4))
+    own = draw(st.lists(st.integers(1, experts_per_rank), min_size=1, max_size=layers))
+    return mixture(*(ranks * count for count in own), ranks=ranks, rank=draw(st.integers(0, ranks - 1)))
+
+
+@st.composite
+def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Popularity:
+    """Tokens with ties and zeros among them, and ages at which no expert is overdue."""
+
+    def of(largest: int) -> PerExpert:
+        return tuple(
+            numpy.array(
+                draw(st.lists(st.integers(0, largest), min_size=layer.experts, max_size=layer.experts)),
+                dtype=numpy.float64,
+            )
+            for layer in layers
+        )
+
+    tokens = of(draw(st.sampled_from([0, 3, 1000])))
+    return Popularity(tokens, tokens, of(5))
+
+
+def selections(
+    policy: Policy, layers: Sequence[ExpertLayer], tokens: Sequence[Sequence[float]], budget: Budget, steps: int
+) -> list[set[Expert]]:
+    """What a policy saves, snapshot by snapshot, where every iteration routes the same tokens."""
+    ledger, found = Ledger(layers), []
+    for step in range(steps):
+        ledger.observe(tokens)
+        chosen = {one for one in policy.select(step, ledger.popularity, budget) if isinstance(one, Expert)}
+        ledger.saved(chosen)
+        found.append(chosen)
+    return found
+
+
+def longest_wait(saved: Sequence[set[Expert]], layers: Sequence[ExpertLayer]) -> int:
+    """The most snapshots of any expert from one that holds it to the next, the beginning and the end counted as such.
+
+    Args:
+        saved: of each snapshot.
+        layers: of the model.
+    """
+    waits = []
+    for expert in (Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)):
+        held = [-1, *(step for step, chosen in enumerate(saved) if expert in chosen), len(saved)]
+        waits += [later - earlier for earlier, later in pairwise(held)]
+    return max(waits)

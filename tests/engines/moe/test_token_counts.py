@@ -1,0 +1,192 @@
+"""Token counts of a layer of experts in plain torch."""
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cpsr.engines.moe.measures import HardCount, TimeDecayed
+from cpsr.engines.moe.token_counts import Counted, HookedTokenCounts, RoutingLayer, TokenCounts
+from tests.engines.moe.mixtures import mixture
+
+EXPERTS = (3, 2)
+
+
+class Layer(nn.Module):
+    """Sends token t to expert t modulo the number of experts, and keeps how many it sent to each."""
+
+    counts: torch.Tensor
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(tokens)) % len(self.experts)
+        self.counts = torch.bincount(places, minlength=len(self.experts))
+        return torch.stack([self.experts[int(place)](token) for place, token in zip(places, tokens, strict=True)])
+
+
+class Model(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(experts) for experts in EXPERTS)
+        self.reentrant = reentrant
+        self.leave_out: set[int] = set()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        for place, layer in enumerate(self.layers):
+            if place in self.leave_out:
+                continue
+            if self.reentrant is None:
+                tokens = layer(tokens)
+            else:
+                tokens = checkpoint(layer, tokens, use_reentrant=self.reentrant)
+        return tokens.sum()
+
+
+def counts_of(layer: nn.Module) -> torch.Tensor:
+    assert isinstance(layer, Layer)
+    return layer.counts
+
+
+def test_a_list_that_nothing_routes_to_is_named() -> None:
+    """As an ensemble that is called `experts`."""
+    counts = HookedTokenCounts([RoutingLayer("ensemble", Layer(1), 1)], lambda layer: layer.routed)  # type: ignore[arg-type, return-value] # no layer has it
+    counts.begin_forward()
+    with pytest.raises(AttributeError) as raised:
+        counts._layers[0].module(torch.zeros(3, 2))
+    assert "'ensemble'" in raised.value.__notes__[0]
+    assert "naming" in raised.value.__notes__[0]
+
+
+def counting(model: Model) -> HookedTokenCounts:
+    layers = [
+        RoutingLayer(f"layers.{place}", layer, experts)
+        for place, (layer, experts) in enumerate(zip(model.layers, EXPERTS, strict=True))
+    ]
+    return HookedTokenCounts(layers, counts_of)
+
+
+def train(model: Model, counts: HookedTokenCounts, iteration: int, *sizes: int, applied: bool = True) -> None:
+    """One iteration of a micro-batch for each size, in tokens."""
+    for size in sizes:
+        counts.begin_forward()
+        model(torch.ones(size, 2, requires_grad=True)).backward()
+    counts.end_iteration(iteration, applied)
+
+
+def told(taken: list[Counted]) -> list[tuple[int, list[list[int]]]]:
+    return [(one.iteration, [numpy.asarray(layer).tolist() for layer in one.routed.tokens]) for one in taken]
+
+
+def test_iterations_are_given_once_and_feed_accounts_and_measures() -> None:
+    model = Model()
+    counts: TokenCounts = (hooked := counting(model))
+    assert counts.layer_names == ("layers.0", "layers.1")
+    train(model, hooked, 1, 5)
+    train(model, hooked, 2, 3, 1)
+    layers = mixture(*EXPERTS)
+    hard, decayed = HardCount(layers), TimeDecayed(layers, 0.5)
+    taken = counts.take()
+    assert told(taken) == [(1, [[2, 2, 1], [3, 2]]), (2, [[2, 1, 1], [3, 1]])]
+    for one in taken:
+        hard.observe(one.routed)
+        decayed.observe(one.routed)
+    assert [layer.tolist() for layer in hard.scores] == [[4, 3, 2], [6, 3]]
+    assert [layer.tolist() for layer in decayed.scores] == [[1.5, 1.0, 0.75], [2.25, 1.0]]
+    assert counts.take() == []
+    train(model, hooked, 3, 1)
+    assert told(counts.take()) == [(3, [[1, 0, 0], [1, 0]])]
+
+
+def test_probabilities_are_added_up_beside_the_tokens() -> None:
+    model = Model()
+    layer, (tokens, *_) = RoutingLayer("moe", model.layers[0], EXPERTS[0]), EXPERTS
+    counts = HookedTokenCounts(
+        [layer], counts_of, probabilities_of=lambda _, args: torch.full((tokens,), len(args[0]) / tokens)
+    )
+    train(model, counts, 1, 6, 3)
+    train(model, counts, 2, 3)
+    shown = [one.routed.probabilities for one in counts.take()]
+    assert [numpy.asarray(own).tolist() for own in shown] == [[[3, 3, 3]], [[1, 1, 1]]]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_that_a_backward_repeats_counts_once(reentrant: bool) -> None:
+    model = Model(reentrant)
+    counts = counting(model)
+    train(model, counts, 1, 5, 1)
+    assert told(counts.take()) == [(1, [[3, 2, 1], [4, 2]])]
+
+
+def test_what_is_not_trained_on_is_not_counted() -> None:
+    model = Model()
+    counts = counting(model)
+    model(torch.ones(4, 2))  # before any step: nobody said that it is training
+    counts.begin_forward()
+    model(torch.ones(2, 2)).backward()
+    model.eval()
+    model(torch.ones(4, 2))
+    model.train()
+    counts.end_iteration(1, applied=True)
+    model(torch.ones(4, 2)).backward()  # between two steps, as rehearsals are
+    train(model, counts, 2, 4, applied=False)
+    train(model, counts, 3, 1)
+    assert told(counts.take()) == [(1, [[1, 1, 0], [1, 1]]), (3, [[1, 0, 0], [1, 0]])]
+
+
+def test_layers_that_were_left_out_routed_nothing() -> None:
+    model = Model()
+    counts = counting(model)
+    model.leave_out = {0}
+    train(model, counts, 1, 2)
+    model.leave_out = {0, 1}
+    train(model, counts, 2, 2)
+    assert told(counts.take()) == [(1, [[0, 0, 0], [1, 1]]), (2, [[0, 0, 0], [0, 0]])]
+
+
+def test_no_step_reads_what_was_counted() -> None:
+    """Tensors of the meta device have no values: what would make the host wait for a device fails on them."""
+    model = Model()
+    layers = [RoutingLayer("moe", model.layers[0], EXPERTS[0])]
+    counts = HookedTokenCounts(layers, lambda _: torch.empty(EXPERTS[0], dtype=torch.int32, device="meta"))
+    for iteration in range(1, 4):
+        train(model, counts, iteration, 2, 3)
+    with pytest.raises(NotImplementedError, match="meta"):
+        counts.take()
+
+
+def test_what_was_undone_is_forgotten() -> None:
+    model = Model()
+    counts = counting(model)
+    train(model, counts, 1, 5)
+    counts.begin_forward()
+    model(torch.ones(4, 2)).backward()
+    counts.forget()
+    assert counts.take() == []
+    train(model, counts, 1, 1)
+    assert told(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
+
+
+def test_nothing_is_left_on_the_layers() -> None:
+    model = Model()
+    counts = counting(model)
+    train(model, counts, 1, 1)
+    counts.remove()
+    assert all(not layer._forward_hooks for layer in model.layers)
+    assert told(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
+
+
+def test_counts_of_other_experts_are_refused() -> None:
+    model = Model()
+    counts = HookedTokenCounts([RoutingLayer("moe", model.layers[0], 4)], counts_of)
+    counts.begin_forward()
+    with pytest.raises(ValueError, match=r"layer 'moe' reported the tokens of \(3,\) experts and has 4"):
+        model(torch.ones(4, 2))
+
+
+def test_a_model_without_experts_has_nothing_to_count() -> None:
+    with pytest.raises(ValueError, match="no layers of experts"):
+        HookedTokenCounts([], counts_of)

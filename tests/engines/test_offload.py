@@ -1,0 +1,279 @@
+"""Activations in host memory: the same losses and gradients, within the limit, and nothing left behind."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr.config import CPSRConfig
+from cpsr.demo.model import GPT, GPTConfig
+from cpsr.engines import TorchAdapter, offload
+from cpsr.engines.offload import ActivationOffload
+from cpsr.journal import JournalReader
+from cpsr.life import opening
+from cpsr.recovery import CPSRRecovery
+from tests.recovery.job import Job
+
+CONFIG = GPTConfig(layers=2, heads=2, width=32, context=32)
+ROOMY = 1 << 30
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+]
+Trained = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+
+
+def gpt(device: str = "cpu") -> GPT:
+    torch.manual_seed(0)
+    return GPT(CONFIG).to(device)
+
+
+def batches(count: int, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, CONFIG.context + 1)
+    return [torch.randint(CONFIG.vocabulary, shape, generator=generator).to(device) for _ in range(count)]
+
+
+def one_by_one(model: GPT, device: str) -> Trained:
+    optimizer, losses, gradients = torch.optim.AdamW(model.parameters()), [], []
+    for batch in batches(3, device):
+        loss = model(batch)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return losses, gradients
+
+
+def all_forwards_first(model: GPT, device: str) -> Trained:
+    """As in a pipeline, where micro-batches wait for their backward."""
+    losses = [model(batch) for batch in batches(3, device)]
+    for loss in losses:
+        loss.backward()
+    return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def one_forward_one_backward(model: GPT, device: str) -> Trained:
+    """As in a pipeline's first stage: the oldest micro-batch goes back while newer ones wait."""
+    losses = []
+    for batch in batches(4, device):
+        losses.append(model(batch))
+        if len(losses) > 1:
+            losses[-2].backward()
+    losses[-1].backward()
+    return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def twice_through_the_same_graph(model: GPT, device: str) -> Trained:
+    loss = model(batches(1, device)[0])
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss.detach()], [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit_bytes", [60_000, ROOMY])
+@pytest.mark.parametrize(
+    "train", [one_by_one, all_forwards_first, one_forward_one_backward, twice_through_the_same_graph]
+)
+def test_losses_and_gradients_are_bitwise_the_same(
+    train: Callable[[GPT, str], Trained], limit_bytes: int, device: str
+) -> None:
+    expected_losses, expected_gradients = train(gpt(device), device)
+    model = gpt(device)
+    with ActivationOffload(model, limit_bytes, chunk_bytes=1000) as moved:
+        losses, gradients = train(model, device)
+    assert len(gradients) == len(expected_gradients) > 0
+    for found, expected in zip([*losses, *gradients], [*expected_losses, *expected_gradients], strict=True):
+        assert torch.equal(found, expected)
+    assert moved.moved_bytes > 0
+
+
+def test_no_more_than_the_limit_lies_in_host_memory_and_all_of_it_goes_with_the_graph() -> None:
+    model = gpt()
+    with ActivationOffload(model, 60_000) as moved:
+        losses = [model(batch) for batch in batches(2)]
+        assert 30_000 < moved.held_bytes <= 60_000
+        losses[0].backward()
+        del losses
+        gc.collect()
+        assert moved.held_bytes == 0
+        model(batches(1)[0])  # dropped without a backward
+        gc.collect()
+        assert moved.held_bytes == 0
+
+
+class Chain(nn.Module):
+    """Six tensors are saved, one after the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x.tanh()
+        return x.sum()
+
+
+@pytest.fixture
+def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """(number of a moved tensor in the order in which they were saved, "sent back" or "asked for")."""
+    found: list[tuple[int, str]] = []
+    numbers: dict[int, int] = {}
+
+    class Watched(offload._Moved):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            numbers[id(self)] = len(numbers)
+
+        def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            if source is self._host:
+                found.append((numbers[id(self)], "sent back"))
+            super()._copy(source, target)
+
+        def returned(self) -> torch.Tensor:
+            found.append((numbers[id(self)], "asked for"))
+            return super().returned()
+
+    monkeypatch.setattr(offload, "_Moved", Watched)
+    return found
+
+
+def test_a_backward_brings_back_what_its_own_forward_moved_a_little_ahead(arrivals: list[tuple[int, str]]) -> None:
+    chain, inputs = Chain(), [torch.randn(10, requires_grad=True) for _ in range(3)]
+    with ActivationOffload(chain, limit_bytes=4 * inputs[0].nbytes) as moved:
+        oldest = chain(inputs[0])  # its last two stay
+        moved._limit_bytes = ROOMY
+        newer = [chain(x) for x in inputs[1:]]
+        assert arrivals == []
+        oldest.backward()
+        assert [number for number, what in arrivals if what == "asked for"] == [3, 2, 1, 0]
+        assert {number for number, _ in arrivals} == {0, 1, 2, 3}
+        for number in range(4):
+            assert arrivals.index((number, "sent back")) < arrivals.index((number, "asked for"))
+        arrivals.clear()
+        newer[0].backward()
+    assert {number for number, _ in arrivals} == set(range(4, 10))
+
+
+def test_weights_and_evaluations_are_left_alone() -> None:
+    linear = nn.Linear(50, 40)
+    with ActivationOffload(linear, ROOMY) as moved:
+        with torch.no_grad():
+            linear(torch.ones(3, 50))
+        linear.eval()
+        linear(torch.ones(3, 50))
+        assert moved.moved_bytes == 0
+        linear.train()
+        linear(torch.ones(3, 50))
+        assert moved.moved_bytes == 3 * 50 * 4  # the input; its weights, 2000 of them, stay
+
+
+def test_the_layout_of_a_tensor_is_kept() -> None:
+    class Transposed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.T.exp()
+
+    x = torch.randn(5, 7, requires_grad=True)
+    module = Transposed()
+    with ActivationOffload(module, ROOMY) as moved:
+        y = module(x)
+    saved = y.grad_fn._saved_result
+    assert (saved.stride(), moved.moved_bytes) == (y.stride(), 5 * 7 * 4)
+    assert torch.equal(saved, y)
+
+
+def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such layer")
+
+    module = Raises()
+    with ActivationOffload(module, ROOMY) as moved, pytest.raises(ValueError, match="no such layer"):
+        module(torch.ones(3))
+    torch.ones(1000, requires_grad=True).exp()  # saves its result
+    assert moved.moved_bytes == 0
+
+
+def test_outside_nothing_is_moved() -> None:
+    model = gpt()
+    with ActivationOffload(model, ROOMY) as moved:
+        pass
+    model(batches(1)[0])
+    assert moved.moved_bytes == 0
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
+    "zero 1 bf16": {"zero": 1, "precision": "bf16"},
+    "zero 2 accumulating": {"zero": 2, "micro_batches": 2},
+    "pipeline": {"zero": 0, "micro_batches": 2, "stages": 2},  # last: no other engine is made in its process
+}
+
+
+def test_jobs_of_two_ranks_train_alike_with_their_activations_in_host_memory(tmp_path: Path) -> None:
+    offloading = {"engines": {"offload_activations_bytes": ROOMY}}
+    runs: dict[str, dict[str, Any]] = {}
+    for name, engine in ENGINES.items():
+        runs[name] = {"engine": engine, "settings": {}}
+        runs[f"{name}, offloading"] = {"engine": engine, "settings": offloading}
+    job = Job(tmp_path)
+    ended = job.launch(worker="tests.engines.offload_worker", iterations=8, runs=runs)
+    assert ended.statuses == [0, 0], ended.output[0][-3000:]
+    for rank in range(2):
+        for name in ENGINES:
+            assert ended.result(rank)[f"{name}, offloading"] == ended.result(rank)[name]
+    for name in ENGINES:
+        with JournalReader(job.run_dir / f"{name}, offloading" / "journal.db") as journal:
+            said = [event.message for event in journal.events() if event.kind == "activations"]
+        assert len(said) == 2  # of each rank
+        assert not any(message.startswith("0 bytes") for message in said)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_a_limit_above_what_the_machine_has_is_lowered_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """It is a limit: the job may never come near it."""
+    predictor_bytes = CPSRConfig(run_dir=tmp_path).learning.memory_limit_bytes
+    monkeypatch.setattr(opening, "check_host_memory", lambda *_: predictor_bytes + room)
+    model = gpt()
+    adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()))
+    settings = {"run_dir": tmp_path, "engines": {"offload_activations_bytes": 1 << 60}}
+    with CPSRRecovery(adapter, settings):
+        model(batches(1)[0])
+    with JournalReader(tmp_path / "journal.db") as journal:
+        warned, moved = [event.message for event in journal.events() if event.kind == "activations"]
+    assert f"has {room} bytes for each rank" in warned
+    assert 0 <= int(moved.split()[0]) <= room // 2
+    assert bool(int(moved.split()[0])) == bool(room)
+
+
+def test_zero_3_is_refused_by_name(tmp_path: Path) -> None:
+    ended = Job(tmp_path).launch(settings={"engines": {"offload_activations_bytes": 1}}, iterations=2, zero=3)
+    assert ended.statuses == [1, 1]
+    for output in ended.output:
+        assert "ConfigError: engines.offload_activations_bytes: ZeRO-3 gathers the weights" in output
+
+
+def test_a_saved_tensor_that_changes_in_place_is_refused_as_without_offloading() -> None:
+    class Changing(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            saved = inputs.exp()
+            loss = (saved * saved).sum()
+            saved.add_(1.0)
+            return loss
+
+    inputs = torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Changing()(inputs).backward()
+    model = Changing()
+    with ActivationOffload(model, limit_bytes=0), pytest.raises(RuntimeError, match="changed in place"):
+        model(inputs).backward()

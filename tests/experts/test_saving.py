@@ -1,0 +1,483 @@
+"""Which experts a running job saves: plain torch, alone and on two ranks; `tests/engines` has the DeepSpeed cases."""
+
+import json
+import logging
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr.config import ExpertsConfig
+from cpsr.engines import TorchAdapter
+from cpsr.engines.moe.layers import ExpertParallel
+from cpsr.engines.moe.torch import MixtureOfExperts
+from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.experts.saving import ExpertSaving
+from cpsr.ranks.group import Group
+from cpsr.state.codec import decode, encode
+from tests.engines.conformance import Recorder
+from tests.two_ranks import run
+
+WIDTH = 2
+POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion", "window")
+# Bytes of an expert: weight and bias in float32, each with two moments.
+EXPERT_BYTES = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+
+
+class Layer(nn.Module):
+    """Experts, a gate that routes by the given numbers, and a shared expert that takes every token."""
+
+    counts: torch.Tensor
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, experts)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        """Token by token; `numbers` are of tokens, expert by expert."""
+        self.counts = torch.tensor(numbers)
+        places = torch.repeat_interleave(torch.arange(len(numbers)), self.counts)
+        probabilities = self.gate(hidden).softmax(1)
+        routed = [self.experts[int(place)](token) for place, token in zip(places, hidden, strict=True)]
+        weights = probabilities[torch.arange(len(places)), places].unsqueeze(1)
+        output: torch.Tensor = hidden + self.shared(hidden) + weights * torch.stack(routed)
+        return output
+
+
+class Model(nn.Module):
+    """All layers take equally many tokens."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, experts))
+
+    def forward(self, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
+        hidden = torch.ones(sum(numbers[0]), WIDTH)
+        for layer, own in zip(self.layers, numbers, strict=True):
+            hidden = layer(hidden, own)
+        return hidden.square().mean()
+
+
+def counts_of(layer: nn.Module) -> torch.Tensor:
+    assert isinstance(layer, Layer)
+    return layer.counts
+
+
+class Watching(Recorder):
+    """Tells of the steps as who watches a run does."""
+
+    def __init__(self, saving: ExpertSaving) -> None:
+        super().__init__()
+        self._saving = saving
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._saving.begin_forward()
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        self._saving.end_iteration(iteration, applied)
+
+
+class Job:
+    """A loop over a model with layers of so many experts, and what chooses among them."""
+
+    def __init__(self, experts: Sequence[int] = (3, 2), frozen: str = "", **settings: Any) -> None:
+        self.model = Model(experts)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not frozen or frozen not in name)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained)
+        self.adapter = TorchAdapter(self.model, self.optimizer, experts=MixtureOfExperts(counts_of))
+        settings.setdefault("policy", "sequential")
+        saving = ExpertSaving.of(self.adapter, self.adapter.shard(), ExpertsConfig(**settings), Group())
+        assert saving is not None
+        self.saving = saving
+        self.adapter.attach(Watching(saving))
+
+    def train(self, *numbers: Sequence[int]) -> int:
+        """One step with so many tokens for each expert; gives its iteration."""
+        self.optimizer.zero_grad()
+        self.model(numbers).backward()
+        self.optimizer.step()
+        return self.adapter.iteration
+
+    def save(self, committed: int | None, *, whole: bool = False) -> list[str] | None:
+        """A checkpoint of the present iteration begins."""
+        units = self.saving.choose(committed, whole=whole)
+        self.saving.began(self.adapter.iteration)
+        return None if units is None else sorted(units)
+
+
+def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    data, tensors = encode(state)
+    restored: dict[str, Any] = decode(json.loads(json.dumps(data)), tensors)
+    return restored
+
+
+class TestUnits:
+    def test_every_parameter_of_an_expert_and_nothing_else(self) -> None:
+        """Gates and shared experts are saved with every checkpoint."""
+        assert Job((3, 1)).saving.units == {
+            f"layers.{layer}.experts.{index}.{kind}": f"{layer:05d}-{index:05d}"
+            for layer, experts in enumerate((3, 1))
+            for index in range(experts)
+            for kind in ("weight", "bias")
+        }
+
+    def test_frozen_experts_have_nothing_to_save(self) -> None:
+        job = Job((3, 2), frozen="layers.0.experts.1.")
+        assert "00000-00001" not in job.saving.units.values()
+        assert job.saving.trained == job.saving.units.keys()
+        assert Job((2, 2), frozen=".experts.").saving.units == {}
+
+    def test_a_rank_has_the_numbers_that_its_experts_have_over_all_ranks(self) -> None:
+        module = nn.Module()
+        module.experts = nn.ModuleDict({"2": nn.Linear(2, 2), "3": nn.Linear(2, 2)})
+        optimizer = torch.optim.AdamW(module.parameters())
+        second = MixtureOfExperts(counts_of, expert_parallel=ExpertParallel(2, 1))
+        adapter = TorchAdapter(module, optimizer, experts=second)
+        saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="sequential"), Group())
+        assert saving is not None
+        assert set(saving.units.values()) == {"00000-00002", "00000-00003"}
+        assert saving.trained == {"experts.2.bias", "experts.2.weight", "experts.3.bias", "experts.3.weight"}
+        assert saving.choose(None, whole=False) == frozenset({"00000-00000"})  # one of the other rank's
+
+    def test_no_policy_asks_for_nothing(self) -> None:
+        module = nn.Linear(2, 2)
+        adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
+        assert ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(), Group()) is None
+
+    @pytest.mark.parametrize("experts", [None, MixtureOfExperts(counts_of)])
+    def test_a_model_without_experts_is_refused(self, experts: MixtureOfExperts | None) -> None:
+        module = nn.Linear(2, 2)
+        adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()), experts=experts)
+        with pytest.raises(ConfigError, match=r"experts\.policy = 'window', and the model has no layers of experts"):
+            ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="window"), Group())
+
+    def test_probabilities_that_nobody_shows(self) -> None:
+        with pytest.raises(UnsupportedEngineError, match="probabilities_of"):
+            Job(popularity="soft")
+
+
+class TestChoosing:
+    def test_sequential_goes_round(self) -> None:
+        job = Job((3, 2))
+        assert job.save(None, whole=True) is None
+        chosen = [job.save(job.train([2, 1, 1], [2, 2]) - 1) for _ in range(6)]
+        assert [units[0] for units in chosen if units] == [f"00000-0000{index}" for index in (1, 2, 0, 1, 2, 0)]
+        assert [units[1] for units in chosen if units] == [f"00001-0000{index}" for index in (0, 1, 0, 1, 0, 1)]
+
+    def test_load_aware_takes_what_most_is_at_risk_of(self) -> None:
+        job = Job((3, 2), policy="load_aware")
+        job.save(None, whole=True)
+        assert job.save(job.train([1, 3, 2], [4, 2]) - 1) == ["00000-00001", "00001-00000"]
+        assert job.save(job.train([1, 1, 4], [1, 5]) - 1) == ["00000-00002", "00001-00001"]
+        assert job.save(job.train([3, 2, 1], [2, 4]) - 1) == ["00000-00000", "00001-00001"]  # 5, 3, 1 and 3, 4 unsaved
+
+    def test_every_step_since_the_last_checkpoint_counts(self) -> None:
+        job = Job((2,), policy="load_aware")
+        job.save(None, whole=True)
+        for numbers in ([3, 1], [1, 2], [0, 3]):
+            job.train(numbers)
+        assert job.save(0) == ["00000-00001"]  # 6 against 4, of which the last step had 3 and 0
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_each_expert_has_its_turn_where_no_token_was_routed(self, policy: str) -> None:
+        saving = Job((3, 2), policy=policy).saving
+        seen: set[str] = set()
+        for iteration in range(1, 7):
+            saving.end_iteration(iteration, applied=True)
+            seen.update(saving.choose(iteration - 1, whole=False) or ())
+            saving.began(iteration)
+        assert seen == set(saving.units.values())
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_experts_never_routed_to(self, policy: str) -> None:
+        """They hold no place that others need; in a round they have their turn all the same."""
+        job = Job((3, 3), policy=policy)
+        job.save(None, whole=True)
+        seen = [job.save(job.train([5, 3, 0], [5, 3, 0]) - 1) or [] for _ in range(8)]
+        assert all(1 <= len(units) <= 2 for units in seen)
+        rounds = policy in ("sequential", "window")
+        assert any("00000-00002" in units for units in seen) == rounds
+
+    def test_a_window_takes_the_least_popular_first(self) -> None:
+        job = Job((4,), policy="window", popularity="decayed")
+        job.save(None, whole=True)
+        chosen = [job.save(job.train([1, 4, 2, 3]) - 1) for _ in range(4)]
+        assert chosen == [["00000-00000"], ["00000-00002"], ["00000-00003"], ["00000-00001"]]
+
+    @pytest.mark.parametrize("policy", ["sequential", "window"])
+    def test_a_turn_that_was_not_committed_comes_again(self, policy: str) -> None:
+        job = Job((4,), policy=policy)
+        job.save(None, whole=True)
+        chosen = []
+        for committed in (0, 0, 2, 3):  # 1 is under way when 2 begins, and never committed
+            job.train([1, 1, 1, 1])
+            chosen.append(job.save(committed))
+        first, second, third, fourth = chosen
+        assert third == first != second
+        assert fourth not in (first, second)
+
+    def test_tokens_of_an_expert_that_was_not_committed_are_unsaved_again(self) -> None:
+        job = Job((3,), policy="load_aware")
+        job.save(None, whole=True)
+        chosen = []
+        for committed, numbers in ((0, [6, 2, 1]), (0, [0, 3, 3]), (2, [0, 0, 1])):
+            job.train(numbers)
+            chosen.append(job.save(committed))
+        # When 3 begins 2 is committed, and 1 is not: 6 tokens of expert 0 are at risk again, and 5 of expert 2.
+        assert chosen == [["00000-00000"], ["00000-00001"], ["00000-00000"]]
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_checkpoint_that_was_skipped_changes_nothing(self, policy: str) -> None:
+        job = Job((4, 2), policy=policy)
+        job.save(None, whole=True)
+        job.train([1, 2, 0, 1], [1, 3])
+        units = job.saving.choose(0, whole=False)
+        assert job.saving.choose(0, whole=False) == units
+
+    def test_whole_saves_all_and_begins_the_account_anew(self) -> None:
+        job = Job((3,), policy="load_aware")
+        job.save(None, whole=True)
+        job.train([3, 2, 1])
+        assert job.save(0, whole=True) is None
+        assert job.save(job.train([0, 0, 1]) - 1) == ["00000-00002"]
+
+
+class TestBudgets:
+    @pytest.mark.parametrize("policy", ["moetion", "window"])
+    def test_as_many_as_the_disk_takes_once_it_was_measured(self, policy: str) -> None:
+        job = Job((4,), policy=policy)
+        job.save(None, whole=True)
+        rest = job.adapter.shard().state_bytes - 4 * EXPERT_BYTES
+        assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1  # K, until then
+        job.saving.note_saved(rest + 4 * EXPERT_BYTES, 2.0, 1.0)  # half of everything in an interval
+        job.saving.note_saved(rest + 3 * EXPERT_BYTES, 1.0, 1.0)
+        job.saving.note_saved(10**9, 0.1, 1.0)  # an outlier; the median holds
+        job.saving.note_saved(0, 0.0, 1.0)  # nothing was written, and nothing measured
+        numbers = [len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) for _ in range(5)]
+        # A window that has begun ends as it was planned: one of all 4 has been saved, and 3 are left.
+        assert numbers == ([1, 1, 1, 3, 1] if policy == "window" else [3] * 5)
+
+    @pytest.mark.parametrize("policy", ["moetion", "window"])
+    def test_a_disk_that_does_not_even_take_the_rest_gets_one_expert(self, policy: str) -> None:
+        job = Job((4,), policy=policy)
+        job.save(None, whole=True)
+        job.saving.note_saved(1, 1.0, 1.0)
+        assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1
+
+
+class TestRecovery:
+    def trained(self, **settings: Any) -> Job:
+        """Three checkpoints: 1 of all, 2 of one expert of each layer, 3 of another one."""
+        job = Job((3, 2), **settings)
+        job.train([2, 2, 2], [3, 3])
+        job.save(None, whole=True)
+        for numbers in ([1, 2, 3], [2, 4]), ([1, 1, 4], [3, 3]):
+            job.save(job.train(*numbers) - 1)
+        return job
+
+    def test_what_was_lost_by_layer_and_in_all(self) -> None:
+        job, back = self.trained(), Job((3, 2))
+        back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
+        ages = {"00000-00000": 1, "00000-00001": 2, "00000-00002": 3, "00001-00000": 2, "00001-00001": 3}
+        report = back.saving.restored(ages, 3)
+        assert json.loads(json.dumps(report)) == report
+        first, second = report["layers"]
+        assert (first["lost_tokens"], second["lost_tokens"]) == (1 + 1 + 1, 3)  # of 18 each
+        assert (first["stale_experts"], first["oldest_iteration"], first["assigned_tokens"]) == (2, 1, 18)
+        assert (first["layer"], second["stale_experts"]) == ("layers.0", 1)
+        assert report["lost_portion"] == report["lost_portion_of_run"] == 6 / 36
+        assert report["momentary_loss_of_run"] == {"total": pytest.approx(6 / 18), "mean": pytest.approx(3 / 18)}
+        assert not report["harmless"]
+
+    def test_failures_add_up_and_a_whole_checkpoint_comes_between(self) -> None:
+        job = self.trained()
+        assert job.saving.restored({"00000-00000": 2}, 3)["lost_portion_of_run"] == 1 / 36
+        job.save(None, whole=True)
+        job.save(job.train([6, 0, 0], [6, 0]) - 1)
+        report = job.saving.restored({"00000-00000": 3}, 4)
+        assert report["lost_portion"] == 6 / 48
+        assert report["lost_portion_of_run"] == 7 / 48
+
+    def test_nothing_is_lost_where_everything_was_restored(self) -> None:
+        report = self.trained().saving.restored({"00000-00000": 3}, 3)
+        assert (report["lost_portion"], report["harmless"]) == (0, True)
+        assert Job().saving.restored({}, 0)["lost_portion"] == 0  # the beginning of a run
+
+    def test_an_expert_that_there_is_not(self) -> None:
+        with pytest.raises(ValueError, match="no expert 00002-00000: it has 00000-00000 to 00001-00001"):
+            Job().saving.restored({"00002-00000": 1}, 3)
+
+    def test_dynamic_k_doubles_and_the_next_life_goes_on_with_it(self) -> None:
+        job = self.trained(policy="dynamic_k", lost_portion_limit=0.05)
+        assert job.saving.restored({"00000-00000": 2}, 3)["experts_per_layer"] == 1  # 1 of 36 tokens
+        job.save(job.train([6, 0, 0], [6, 0]) - 1)
+        assert job.saving.restored({"00000-00000": 3}, 4)["experts_per_layer"] == 2  # 6 of 48 more
+        back = Job((3, 2), policy="dynamic_k")
+        back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
+        assert len(back.save(None) or ()) == 4
+
+    def test_an_engine_without_a_limit_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        job = self.trained(stale="stale")
+        with caplog.at_level(logging.INFO):
+            job.saving.restored({"00000-00000": 1, "00001-00000": 1}, 3)
+        assert [record.message.split(",")[0] for record in caplog.records] == [
+            "layer 'layers.0' has experts that recover"
+        ]
+
+    def test_what_was_undone_is_not_counted(self) -> None:
+        job = Job((2,), policy="load_aware")
+        job.save(None, whole=True)
+        job.train([5, 0])
+        job.saving.choose(None, whole=False)
+        job.train([7, 0])
+        job.saving.forget()
+        assert job.save(job.train([1, 2])) == ["00000-00001"]
+
+    def test_a_checkpoint_that_was_saved_without_begins_anew(self) -> None:
+        job = self.trained()
+        job.saving.restored({"00000-00000": 1}, 3)
+        job.saving.load_state_dict({})
+        assert job.saving.restored({"00000-00000": 1}, 3)["lost_portion"] == 0
+        assert sorted(layer["assigned_tokens"] for layer in job.saving.restored({}, 3)["layers"]) == [0, 0]
+
+    def test_a_state_of_other_experts_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="tokens of 5 experts were saved, and the model has 4"):
+            Job((2, 2)).saving.load_state_dict(self.trained().saving.state_dict())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_in_turn_is_every_expert_saved_within_a_round(policy: str) -> None:
+    assert Job((3, 2), policy=policy).saving.checkpoints_of_a_round == (3 if policy == "sequential" else None)
+
+
+class TestCatchingUp:
+    """Two jobs from the same weights, of which one catches up: moved so many times as far, by parameter."""
+
+    OLD = "layers.0.experts.0.weight"
+
+    def jobs(self) -> list[Job]:
+        found, late = [], {"stale": "catch_up", "catch_up_step_factor": 3.0}
+        for settings in (dict[str, Any](), late):
+            torch.manual_seed(0)
+            job = Job((2,), **settings)
+            for _ in range(8):
+                job.train([2, 2])
+            found.append(job)
+        return found
+
+    def moves(self, job: Job) -> dict[str, torch.Tensor]:
+        before = {name: values.detach().clone() for name, values in job.model.named_parameters()}
+        job.train([2, 2])
+        return {name: values.detach() - before[name] for name, values in job.model.named_parameters()}
+
+    def test_older_experts_take_longer_steps_until_they_have_caught_up(self) -> None:
+        plain, job = self.jobs()
+        assert not job.saving.catching_up
+        for one in (plain, job):
+            report = one.saving.restored({"00000-00000": 5}, 8)
+        assert report["caught_up_at_iteration"] == 10  # 3 iterations, by steps that each make up for 2
+        first, longer = self.moves(plain), self.moves(job)
+        for name, move in first.items():
+            factor = 3.0 if ".experts.0." in name else 1.0
+            torch.testing.assert_close(longer[name], factor * move, msg=name)
+        assert job.saving.catching_up
+        self.moves(job)
+        assert not job.saving.catching_up
+        for one in (plain, job):  # the weights differ by now, and so do gradients; steps of Adam hardly do
+            moved = self.moves(one)
+            assert 0.3 < (moved[self.OLD] / first[self.OLD]).abs().mean() < 1.2
+
+    def test_the_next_life_goes_on_with_it(self) -> None:
+        _, job = self.jobs()
+        job.saving.restored({"00000-00000": 4, "00000-00001": 7}, 8)
+        job.train([2, 2])
+        state = through_a_checkpoint(job.saving.state_dict())
+        job.saving.load_state_dict({})
+        assert not job.saving.catching_up
+        job.saving.load_state_dict(state)
+        assert job.saving.catching_up
+        # The checkpoint has what was made up for; the other one was not saved again since it had missed 1.
+        assert job.saving.restored({"00000-00001": 7}, 9)["caught_up_at_iteration"] == 9 + 1
+        assert job.saving.state_dict()["missed"]["missed"] == {"00000-00000": 2.0, "00000-00001": 2.0}
+
+    def test_predicted_experts_have_nothing_to_make_up_for(self) -> None:
+        _, job = self.jobs()
+        assert job.saving.restored({"00000-00000": 5}, 8, predicted=True)["caught_up_at_iteration"] is None
+        assert not job.saving.catching_up
+
+    def test_other_weights_end_it(self) -> None:
+        for end in (ExpertSaving.forget, ExpertSaving.close):
+            plain, job = self.jobs()
+            job.saving.restored({"00000-00000": 5}, 8)
+            end(job.saving)
+            first, same = self.moves(plain), self.moves(job)
+            assert all(torch.equal(same[name], move) for name, move in first.items())
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    job = Job()
+    job.saving.close()
+    assert all(not layer._forward_hooks for layer in job.model.layers)
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    import torch, torch.distributed as dist
+    from cpsr.config import ExpertsConfig
+    from cpsr.engines import TorchAdapter
+    from cpsr.engines.moe.torch import MixtureOfExperts
+    from cpsr.experts.saving import ExpertSaving
+    from cpsr.ranks.group import Group
+    from tests.experts.test_saving import EXPERT_BYTES, Model, Watching, counts_of
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), Group()
+    torch.manual_seed(0)
+    model = Model((4, 2))
+    called = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    adapter = TorchAdapter(called, optimizer, experts=MixtureOfExperts(counts_of))
+    found = {}
+    for policy in ("load_aware", "moetion"):
+        saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy=policy), group)
+        adapter.attach(Watching(saving))
+        chosen = []
+        for step in range(3):
+            optimizer.zero_grad()
+            called([[3, 1, 0, 0], [4, 0]] if rank == 0 else [[0, 2, 0, 2], [0, 4]]).backward()
+            optimizer.step()
+            # Rank 1 knows nothing of commits; its word must not count.
+            units = saving.choose(adapter.iteration - 1 if rank == 0 else 99, whole=step == 0)
+            saving.began(adapter.iteration)
+            chosen.append(units and sorted(units))
+            rest = adapter.shard().state_bytes - 6 * EXPERT_BYTES
+            saving.note_saved(rest + (6 - 2 * rank) * EXPERT_BYTES, 1.0, 1.0)
+        report = saving.restored({"00000-00000": adapter.iteration - rank}, adapter.iteration)
+        found[policy] = [chosen, report["layers"][0]["oldest_iteration"] - adapter.iteration, report["lost_portion"]]
+        adapter.detach()
+        saving.close()
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_ranks_choose_alike(tmp_path: Path) -> None:
+    """By the tokens of both, by rank 0's commits, and by the smaller of their budgets."""
+    first, second = run(SCRIPT, tmp_path)
+    assert first == second
+    chosen, age, portion = first["load_aware"]
+    # 3 tokens to experts 0 and 1, 2 to expert 3, and 4 to both of the other layer, in each step
+    assert chosen == [None, ["00000-00000", "00001-00000"], ["00000-00001", "00001-00001"]]
+    assert age == -1
+    assert portion == 3 / (3 * 16)
+    assert [units and len(units) for units in first["moetion"][0]] == [None, 4, 4]

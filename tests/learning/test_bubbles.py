@@ -1,0 +1,219 @@
+"""Waits of the training thread: forecasts by a clock that is set, and the threads themselves by the real one."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.learning import bubbles as module
+from cpsr.learning.bubbles import MEASURED_DURATIONS, RECENT_DURATIONS, BubbleAccount, Bubbles
+
+PATIENCE_SECONDS = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    set_clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", set_clock)
+    return set_clock
+
+
+def wait(bubbles: Bubbles, clock: Clock, place: str, seconds: float) -> None:
+    bubbles.begin(place)
+    clock.now += seconds
+    bubbles.end()
+
+
+def iterate(bubbles: Bubbles, clock: Clock, *waits: tuple[str, float], busy_seconds: float = 1.0) -> None:
+    for place, seconds in waits:
+        wait(bubbles, clock, place, seconds)
+    clock.now += busy_seconds
+    bubbles.end_iteration()
+
+
+def forecast(bubbles: Bubbles, place: str) -> float:
+    bubbles.begin(place)
+    seconds = bubbles.remaining_seconds()
+    bubbles.end()
+    return seconds
+
+
+def test_each_wait_of_an_iteration_has_its_own_forecast(clock: Clock) -> None:
+    bubbles = Bubbles()
+    for _ in range(MEASURED_DURATIONS):
+        iterate(bubbles, clock, ("grad", 0.25), ("data", 0.0625), ("grad", 0.5))
+    assert bubbles.iteration_forecast_seconds() == 0.8125
+    bubbles.begin("grad")
+    assert bubbles.remaining_seconds() == 0.25
+    clock.now += 0.125
+    assert bubbles.remaining_seconds() == 0.125
+    clock.now += 1.0  # longer than ever before: what is left is not known
+    assert bubbles.remaining_seconds() == 0.0
+    bubbles.end()
+    assert bubbles.remaining_seconds() == 0.0
+    assert forecast(bubbles, "data") == 0.0625
+    assert forecast(bubbles, "grad") == 0.5
+
+
+def test_a_forecast_is_a_short_one_of_the_recent(clock: Clock) -> None:
+    bubbles = Bubbles()
+    for seconds in (0.125, 0.25, *[0.5] * (RECENT_DURATIONS - 3), 8.0):
+        iterate(bubbles, clock, ("grad", seconds))
+    assert forecast(bubbles, "grad") == 0.25  # neither the freak at the bottom nor the one at the top
+    for _ in range(RECENT_DURATIONS):
+        bubbles.end_iteration()
+        iterate(bubbles, clock, ("grad", 2.0))
+    assert forecast(bubbles, "grad") == 2.0  # what is long ago is forgotten
+
+
+def test_until_it_is_measured_a_wait_takes_its_share_of_the_shortest_iteration(clock: Clock) -> None:
+    bubbles = Bubbles({"grad": [0.25, 0.125]})
+    assert forecast(bubbles, "grad") == 0.0  # no iteration yet
+    bubbles.end_iteration()
+    iterate(bubbles, clock, ("grad", 3.0), ("grad", 3.0), busy_seconds=10.0)
+    iterate(bubbles, clock, busy_seconds=8.0)
+    iterate(bubbles, clock, ("grad", 3.0), ("grad", 3.0), ("grad", 3.0), busy_seconds=20.0)
+    assert bubbles.iteration_forecast_seconds() == pytest.approx(0.375 * 8.0)
+    assert forecast(bubbles, "grad") == pytest.approx(2.0)
+    assert forecast(bubbles, "grad") == pytest.approx(1.0)
+    assert forecast(bubbles, "grad") == 0.0  # of the third no schedule knows
+    assert forecast(bubbles, "data") == 0.0
+
+
+def test_waits_of_another_thread_are_ignored(clock: Clock) -> None:
+    bubbles = Bubbles()
+    other = threading.Thread(target=lambda: wait(bubbles, clock, "data", 1.0))
+    other.start()
+    other.join()
+    assert bubbles.account() == BubbleAccount()
+    bubbles.begin("data")
+    other = threading.Thread(target=bubbles.end)
+    other.start()
+    other.join()
+    clock.now += 1.0
+    bubbles.end()
+    assert bubbles.account().bubble_seconds == 1.0
+
+
+def test_the_training_thread_is_the_one_that_ends_iterations(clock: Clock) -> None:
+    made_elsewhere: list[Bubbles] = []
+    maker = threading.Thread(target=lambda: made_elsewhere.append(Bubbles()))
+    maker.start()
+    maker.join()
+    bubbles = made_elsewhere[0]
+    bubbles.end_iteration()
+    wait(bubbles, clock, "data", 1.0)
+    assert bubbles.account().bubble_seconds == 1.0
+
+
+def test_work_is_classified_by_where_it_ran(clock: Clock) -> None:
+    bubbles = Bubbles()
+    wait(bubbles, clock, "grad", 2.0)  # 100 to 102
+    clock.now = 103.0
+    wait(bubbles, clock, "grad", 1.0)  # 103 to 104
+    bubbles.end_iteration()
+    assert bubbles.worked(100.5, 101.5) == 0.0
+    assert bubbles.account() == BubbleAccount(1, 3.0, used_seconds=1.0, slices=1)
+    assert bubbles.worked(101.5, 103.25) == 1.0  # across the computation between the two
+    assert bubbles.account() == BubbleAccount(1, 3.0, 1.75, late_seconds=1.0, slices=2, late_slices=1)
+    assert bubbles.worked(102.5, 102.75) == 0.25
+    assert bubbles.worked(105.0, 106.0) == 1.0
+    assert bubbles.account() == BubbleAccount(1, 3.0, 1.75, 1.0, outside_seconds=1.25, slices=4, late_slices=1)
+    clock.now = 110.0
+    bubbles.begin("grad")
+    assert bubbles.worked(110.0, 111.0) == 0.0  # in the wait that is open
+    summary = bubbles.account().summary()
+    assert "1 of 5 pieces" in summary
+    assert "1.25 s outside" in summary
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3), st.floats(0, 5)), max_size=12))
+def test_all_work_is_accounted_for_once(parts: list[tuple[float, float, float]]) -> None:
+    clock, work_began, total = Clock(), 100.0, 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "perf_counter", clock)
+        bubbles = Bubbles()
+        for waited, busy, worked in parts:
+            iterate(bubbles, clock, ("grad", waited), busy_seconds=busy)
+            ended = min(work_began + worked, clock.now)
+            bubbles.worked(work_began, ended)
+            total, work_began = total + ended - work_began, ended
+    account = bubbles.account()
+    assert account.used_seconds + account.late_seconds + account.outside_seconds == pytest.approx(total)
+    assert account.used_seconds <= account.bubble_seconds + 1e-9
+    assert account.slices == len(parts)
+
+
+# Real threads
+
+
+@pytest.fixture
+def measured() -> Bubbles:
+    """Waits of kind `long` are known to take 0.1 s, those of kind `short` no time."""
+    bubbles = Bubbles()
+    for _ in range(MEASURED_DURATIONS):
+        for place, seconds in (("long", 0.1), ("short", 0.0)):
+            with bubbles.waiting(place):
+                time.sleep(seconds)
+        bubbles.end_iteration()
+    return bubbles
+
+
+@pytest.fixture
+def waiter(measured: Bubbles) -> Iterator[list[bool]]:
+    """What a thread found that needs 50 ms."""
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(measured.wait(0.05, PATIENCE_SECONDS)))
+    thread.start()
+    yield found
+    measured.close()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+
+
+def until(found: list[bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found[0]
+
+
+def test_a_thread_wakes_for_a_wait_that_is_long_enough(measured: Bubbles, waiter: list[bool]) -> None:
+    with measured.waiting("short"):
+        time.sleep(0.02)  # a wait is open, but not for as long as is needed
+    assert not waiter
+    with measured.waiting("long"):
+        assert until(waiter)
+
+
+def test_closing_ends_the_waiting(measured: Bubbles, waiter: list[bool]) -> None:
+    measured.close()
+    assert not until(waiter)
+    with measured.waiting("long"):
+        assert not measured.wait(0.0, 0.0)
+
+
+def test_waiting_has_an_end(measured: Bubbles) -> None:
+    started = time.monotonic()
+    assert not measured.wait(0.0, 0.05)
+    assert time.monotonic() - started >= 0.05
+    with measured.waiting("long"):
+        assert measured.wait(0.01, 0.0)
+        assert not measured.wait(60.0, 0.0)
+
+
+def test_an_error_in_training_ends_its_wait(measured: Bubbles) -> None:
+    with pytest.raises(RuntimeError, match="peer"), measured.waiting("long"):
+        raise RuntimeError("the peer is gone")
+    assert measured.remaining_seconds() == 0.0

@@ -1,0 +1,259 @@
+"""What is allotted to the predictor when a life begins, in a real life on one rank."""
+
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr.config import CPSRConfig
+from cpsr.engines.torch import TorchAdapter
+from cpsr.journal import JournalReader
+from cpsr.learning.memory import allot_memory, history_checkpoints
+from cpsr.predictor.vitp import VITPPredictor
+from cpsr.ranks.group import Group
+from cpsr.recovery import CPSRRecovery
+from cpsr.restart.restore import Restored
+from tests.two_ranks import run
+
+PATIENCE_SECONDS = 10.0
+
+
+OPERATORS = 2
+INTERVAL = 5
+
+
+def life(
+    run_dir: Path, mode: str = "predict", direction: str | None = None, **learning: Any
+) -> tuple[CPSRRecovery, Callable[[], None]]:
+    """One life of a linear model, and a step of it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adapter = TorchAdapter(model, optimizer)
+    settings = {
+        "run_dir": run_dir,
+        "mode": mode,
+        "predictor": {"direction": direction},
+        "learning": learning,
+        # What a life leaves in memory is exact, and would spare the next one its prediction.
+        "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "final": False, "shared_memory": False},
+    }
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+
+    return CPSRRecovery(adapter, settings), step
+
+
+def events(run_dir: Path, kind: str) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [event.message for event in journal.events() if event.kind == kind]
+
+
+def least_bytes(run_dir: Path, *, learns: bool) -> int:
+    config = CPSRConfig.load({"run_dir": run_dir, "checkpoint": {"interval_iterations": INTERVAL}})
+    return VITPPredictor().least_footprint(OPERATORS, history_checkpoints(config), learns=learns).peak_bytes
+
+
+def fail_and_come_back(run_dir: Path, iterations: int, **settings: Any) -> Restored:
+    """A life that ends in its training loop, and how the next one begins."""
+    with pytest.raises(ZeroDivisionError):
+        fail(*life(run_dir, **settings), iterations)
+    recovery, _ = life(run_dir, **settings)
+    with recovery:
+        return recovery.restored
+
+
+def fail(recovery: CPSRRecovery, step: Callable[[], None], iterations: int) -> None:
+    with recovery:
+        for _ in range(iterations):
+            take(recovery, step)
+        raise ZeroDivisionError
+
+
+def take(recovery: CPSRRecovery, step: Callable[[], None]) -> None:
+    step()
+    recovery.life.saver.finish()
+    wait_until_written(recovery)
+
+
+def wait_until_written(recovery: CPSRRecovery) -> None:
+    """Or a busy disk would decide how many checkpoints the prediction has."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    due = recovery.iteration // INTERVAL * INTERVAL
+    while due and recovery.life.saver.saved_iteration != due:
+        recovery.life.saver.surface()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_life_says_what_the_predictor_may_take(tmp_path: Path) -> None:
+    with life(tmp_path)[0]:
+        pass
+    (messages,) = events(tmp_path, "predictor memory")
+    assert "(200 MB are allowed) and nothing on the device, for 2 tensors" in messages
+
+
+@pytest.mark.parametrize("direction", [None, "vitp"])
+def test_a_limit_too_small_for_learning_leaves_the_line(
+    tmp_path: Path, direction: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    needed, limit = least_bytes(tmp_path, learns=True), least_bytes(tmp_path, learns=False)
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=limit, direction=direction)
+    assert restored.predicted
+    assert restored.restored_iteration == 43
+    assert restored.forecast is not None
+    assert restored.forecast.settings["direction"] == "line"
+    messages = events(tmp_path, "predictor memory")
+    assert [message.startswith("learning is off") for message in messages] == [True, False] * 2  # once a life
+    assert f"learning.memory_limit_bytes is {limit}; raise it to {needed}. " in messages[0]
+    assert "learning is off" in caplog.text
+    assert not events(tmp_path, "learning ended")
+
+
+def test_a_limit_too_small_for_the_line_leaves_recomputing(tmp_path: Path) -> None:
+    line, learning = (least_bytes(tmp_path, learns=learns) for learns in (False, True))
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=line - 1)
+    assert not restored.predicted
+    assert restored.restored_iteration == 40
+    messages = events(tmp_path, "predictor memory")
+    assert len(messages) == 2
+    assert messages[0].startswith("predicting and learning are off")
+    assert f"raise it to {line}, or to {learning} for learning too" in messages[0]
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, sys
+    from pathlib import Path
+    import torch.distributed as dist
+    from cpsr.config import CPSRConfig
+    from cpsr.learning.memory import allot_memory
+    from cpsr.ranks.group import Group
+    from cpsr.predictor.vitp import VITPPredictor
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group, found = Group(), []
+    config = CPSRConfig.load({"run_dir": Path("run"), "checkpoint": {"interval_iterations": 10}})
+    for operators in (10, 3000, 30000):
+        predictor, messages = VITPPredictor(), []
+        report = lambda kind, message, level=0: messages.append(message)
+        use = allot_memory(predictor, operators if rank else 10, 0, config, group, report)
+        found.append([use, messages])
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_what_does_not_fit_on_one_rank_is_off_on_all(tmp_path: Path) -> None:
+    first, second = run(SCRIPT, tmp_path)
+    assert [use for use, *_ in first] == [use for use, *_ in second] == ["learning", "line", "nothing"]
+    assert [messages for *_, messages in second] == [[], [], []]
+    assert [len(messages) for *_, messages in first] == [1, 2, 1]
+    assert "host memory on rank 1 over" in first[1][1][0]
+    assert "host memory on rank 1 over" in first[2][1][0]
+
+
+def test_what_was_learned_before_outlives_a_life_that_follows_the_line(tmp_path: Path) -> None:
+    """The limit may be lowered and raised between lives."""
+    predictor, short = VITPPredictor(), VITPPredictor()
+    nothing = predictor.state_dict()
+    state = nothing | {"outcomes": [{"kind": "recovery"}], "vitp": nothing["vitp"] | {"checkpoints": 7}}
+    short.follow_line()
+    assert short.state_dict()["vitp"]["checkpoints"] == 0
+    short.load_state_dict(state)
+    short.record({"kind": "rehearsal"})
+    kept = short.state_dict()
+    assert kept["outcomes"] == [{"kind": "recovery"}, {"kind": "rehearsal"}]
+    assert kept["vitp"] == state["vitp"]
+    predictor.load_state_dict(kept)
+    assert predictor.state_dict()["vitp"]["checkpoints"] == 7
+    short.load_state_dict(nothing)  # as where the user's own load has replaced the state
+    assert short.state_dict()["vitp"]["checkpoints"] == 0
+
+
+@pytest.mark.parametrize("use", ["line", "nothing"])
+def test_what_a_life_cannot_use_for_want_of_memory_is_in_its_checkpoints(tmp_path: Path, use: str) -> None:
+    recovery, step = life(tmp_path, mode="exact", budget_fraction=1.0)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    with recovery:
+        while recovery.life.loop.learning.learner.ask(lambda: recovery.life.loop.learning.predictor._checkpoints) < 3:
+            assert time.monotonic() < deadline
+            take(recovery, step)
+        for _ in range(INTERVAL):  # it is saved with the next checkpoint
+            take(recovery, step)
+    limit = least_bytes(tmp_path, learns=False) - (use == "nothing")
+    recovery, step = life(tmp_path, mode="exact", memory_limit_bytes=limit)
+    with recovery:
+        began, known = recovery.iteration, recovery.life.loop.learning.predictor.state_dict()["vitp"]["checkpoints"]
+        assert known > 0
+        while recovery.iteration < began + INTERVAL:
+            take(recovery, step)
+    warned = [message for message in events(tmp_path, "predictor memory") if "memory_limit_bytes is" in message]
+    assert "what earlier lives have learned of the motion is kept" in warned[0]
+    recovery, _ = life(tmp_path, mode="exact")
+    with recovery:
+        assert recovery.iteration == began + INTERVAL
+        assert recovery.life.loop.learning.predictor._checkpoints == known
+
+
+@pytest.mark.parametrize("limit", ["line", "learning"])
+def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(
+    tmp_path: Path, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_bytes = least_bytes(tmp_path, learns=limit == "learning") + 1_000_000
+    restored = fail_and_come_back(tmp_path, 43, memory_limit_bytes=limit_bytes, budget_fraction=0)
+    assert restored.predicted
+    messages = events(tmp_path, "predictor memory")
+    assert len(messages) == 2  # once a life
+    assert "it does not learn (learning.budget_fraction is 0)" in messages[0]
+    assert "learning is off" not in caplog.text
+
+
+def test_a_direction_that_needs_learning_is_not_given_up_in_silence(tmp_path: Path) -> None:
+    recovery, _ = life(tmp_path, budget_fraction=0, direction="vitp")
+    with recovery:
+        pass
+    first, _ = events(tmp_path, "predictor memory")
+    assert "the line's direction is taken, not 'vitp'" in first
+
+
+def test_without_learning_the_warning_names_what_the_line_needs(tmp_path: Path) -> None:
+    line = least_bytes(tmp_path, learns=False)
+    recovery, _ = life(tmp_path, memory_limit_bytes=line - 1, budget_fraction=0)
+    with recovery:
+        pass
+    (messages,) = events(tmp_path, "predictor memory")
+    assert messages.startswith("predicting is off")
+    assert f"raise it to {line}. " in messages
+
+
+def test_checkpoints_of_a_shorter_interval_that_are_on_the_disk_count_too(tmp_path: Path) -> None:
+    config = CPSRConfig(run_dir=tmp_path)
+    messages: list[str] = []
+    for on_disk in (0, 500):
+        allot_memory(VITPPredictor(), 7, on_disk, config, Group(), lambda _, message: messages.append(message))
+    assert f"up to {history_checkpoints(config)} checkpoints" in messages[0]
+    assert "up to 502 checkpoints" in messages[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"interval_iterations": 20, "history_span_iterations": 400}, (400 + 60) // 20 + 1 + 2),
+        ({"history_span_iterations": 400}, (400 + 60) // 10 + 1 + 2),  # the planner's shortest interval
+        ({"interval_iterations": 500, "history_min_checkpoints": 6}, 6 + 2),
+        ({"interval_iterations": 500, "full_checkpoints": 9}, 9 + 2),
+    ],
+)
+def test_how_long_a_history_becomes(tmp_path: Path, settings: dict[str, Any], expected: int) -> None:
+    assert history_checkpoints(CPSRConfig.load({"run_dir": tmp_path, "checkpoint": settings})) == expected

@@ -1,0 +1,100 @@
+"""Ranks that are dealt the same are told so, and no others."""
+
+from pathlib import Path
+
+from tests.two_ranks import run
+
+SCRIPT = """
+import json, os, sys, threading
+import torch
+from cpsr import TorchAdapter
+from cpsr.life.first_batches import FirstBatches
+from cpsr.ranks.group import Group
+
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+module = torch.nn.Linear(2, 1)
+
+class Parallel(TorchAdapter):
+    @property
+    def data_parallel_ranks(self):
+        return [self.rank]
+
+class Raising(dict):
+    def values(self):
+        raise KeyError("of the user's")
+
+def told(batches, kind=TorchAdapter, per_step=1, predicts=False):
+    said = []
+    adapter = kind(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: said.append(kind))
+    for count, batch in enumerate(batches, 1):
+        first.on_batch(batch)
+        if count % per_step == 0:
+            first.after_step()
+    return said
+
+def ahead(count, predicts=False, threaded=False):
+    said = []
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: said.append(kind))
+    def deal():
+        first.on_batch(torch.rand(3) + rank)
+    for _ in range(count):
+        deal()
+    for _ in range(6):
+        if threaded:
+            thread = threading.Thread(target=deal)
+            thread.start()
+            thread.join()
+        else:
+            deal()
+        first.after_step()
+    return said
+
+def drawn(seed, count=6):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, generator=generator) for _ in range(count)]
+
+group = Group()
+same, own = drawn(0), drawn(rank)
+half = [one.bfloat16() for one in same]
+found = {
+    "same": told(same),
+    "own": told(own),
+    "same in structures": told([{"x": (half[i], same[i].numpy()), "id": [str(i)]} for i in range(6)]),
+    "own in one place": told([{"x": same[i], "y": [own[i]]} for i in range(6)]),
+    "constant": told([torch.ones(3)] * 6),
+    "two of three alike": told([same[0], same[1], same[0], same[3]]),
+    "tensor parallel": told(same, Parallel),
+    "opaque": told([object()] * 6),
+    "nested": told([torch.nested.nested_tensor([one, one[:2]]) for one in same]),
+    "conjugated": told([torch.complex(one, one).conj() for one in same]),
+    "without data": told([one.to("meta") for one in same]),
+    "raises": told([Raising()] * 6),
+    "two ahead": ahead(2),
+    "two ahead, predicts": ahead(2, predicts=True),
+    "another thread": ahead(0, threaded=True),
+    "none": told([]) + told([torch.empty(0)] * 6),
+    "two a step": told(own, per_step=2, predicts=True),
+    "two a step, exact": told(own, per_step=2),
+    "one a step": told(own, predicts=True),
+}
+open(f"{sys.argv[1]}.{rank}", "w").write(json.dumps(found))
+group.close()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_only_ranks_that_are_dealt_the_same_are_told(tmp_path: Path) -> None:
+    found, other = run(SCRIPT, tmp_path)
+    expected = {name: list[str]() for name in found} | {
+        "same": ["same batches"],
+        "same in structures": ["same batches"],
+        "conjugated": ["same batches"],
+        "two ahead": ["batches ahead"],
+        "another thread": ["batches ahead"],
+        "two a step": ["batches per step"],
+    }
+    assert found == expected
+    assert not any(other.values())

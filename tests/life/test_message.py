@@ -1,0 +1,139 @@
+"""The one line on how a run came back answers: what was lost, from where each rank continues, what it costs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.tiers import Source, Tier
+from cpsr.journal import Beginning
+from cpsr.life.message import recovery_message
+from cpsr.predictor.protocol import Forecast
+from cpsr.restart.restored import Recomputes, Restored
+
+KILLED = "rank 1 was killed (SIGKILL)"
+LINE = Forecast("line", True, {}, 12.4, "the numbers of the fit", {"used_iterations": [60, 70, 80]})
+CHECKED: dict[str, Any] = {"loss": {"accepted": True, "reason": "", "loss_predicted": 1.2412, "loss_checkpoint": 1.52}}
+REFUSED: dict[str, Any] = {
+    "tried": [1.0],
+    "loss": {"accepted": False, "reason": "", "loss_predicted": 2.31, "loss_checkpoint": 1.52},
+}
+
+
+def sources(*tiers: Tier, iteration: int = 91) -> tuple[Source, ...]:
+    return tuple(Source(rank, tier, iteration) for rank, tier in enumerate(tiers))
+
+
+EXACT = Restored(
+    Beginning.EXACT, 80, 80, 91, "mode exact: 11 iterations", sources=sources("disk", "disk", iteration=80)
+)
+PREDICTED = Restored(
+    Beginning.PREDICTED, 91, 80, 91, "", sources=sources("predicted", "predicted"), forecast=LINE, guard=CHECKED
+)
+
+
+@pytest.mark.parametrize(
+    ("restored", "cause", "message"),
+    [
+        (
+            replace(PREDICTED, sources=sources("departure", "predicted")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
+            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Expected cost: "
+            "12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+        ),
+        (
+            replace(PREDICTED, sources=sources("predicted", "departure")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
+            "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. Expected "
+            "cost: 12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+        ),
+        (
+            replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
+            "checkpoint 80 (line over 3 checkpoints). Expected cost: 12 iterations (recomputing: 11). Not checked: no "
+            "probe batches.",
+        ),
+        (
+            EXACT,
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed.",
+        ),
+        (
+            replace(EXACT, recomputes=Recomputes.PLANNED),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, which is cheaper than predicting.",
+        ),
+        (
+            replace(EXACT, recomputes=Recomputes.PREDICTION_REFUSED, forecast=LINE, guard=REFUSED),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, because the check refused the prediction. Check failed: loss 2.31, "
+            "checkpoint 1.52.",
+        ),
+        (
+            replace(
+                EXACT,
+                recomputes=Recomputes.INFEASIBLE,
+                forecast=replace(LINE, feasible=False, reason="2 checkpoints, 3 are needed"),
+            ),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
+            "80. 11 iterations are recomputed, because nothing can be predicted (2 checkpoints, 3 are needed).",
+        ),
+        (
+            replace(EXACT, restored_iteration=91, sources=sources("memory", "memory")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, exact from memory. "
+            "Nothing is lost.",
+        ),
+        (
+            replace(EXACT, restored_iteration=90, sources=sources("memory")),
+            "the job was killed (no rank recorded how)",
+            "The job was killed (no rank recorded how) after iteration 91. Training continues at iteration 90, exact "
+            "from memory. 1 iteration is recomputed.",
+        ),
+        (
+            replace(
+                EXACT,
+                beginning=Beginning.EMERGENCY_DUMP,
+                restored_iteration=91,
+                sources=sources("departure", "departure"),
+            ),
+            "rank 1 failed (ValueError: bad batch)",
+            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, with the "
+            "weights and moments that they had, from memory. Random states and registered objects are those of "
+            "checkpoint 80.",
+        ),
+        (
+            replace(EXACT, failure_iteration=None),
+            None,
+            "All ranks continue at iteration 80, exact from checkpoint 80. Nothing is lost.",
+        ),
+        (
+            replace(EXACT, beginning=Beginning.OLDER_EXPERTS),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from checkpoint 80, "
+            "with older experts as they were saved. 11 iterations are recomputed.",
+        ),
+        (
+            Restored(Beginning.SCRATCH, 0, None, None, "no checkpoint has been committed yet"),
+            KILLED,
+            "Rank 1 was killed (SIGKILL). Training begins at iteration 0: no checkpoint has been committed yet.",
+        ),
+    ],
+)
+def test_the_line_says_what_a_user_asks(restored: Restored, cause: str | None, message: str) -> None:
+    assert recovery_message(restored, cause) == message
+
+
+def test_every_reason_to_recompute_is_explained() -> None:
+    lines = {why: recovery_message(replace(EXACT, recomputes=why, forecast=LINE), None) for why in Recomputes}
+    plain = recovery_message(EXACT, None)
+    assert plain.endswith("11 iterations are recomputed.")
+    assert all(line.startswith(plain[:-1] + ", ") for line in lines.values())
+    assert len(set(lines.values())) == len(Recomputes) - 1  # by plan or by forecast, recomputing is cheaper

@@ -1,0 +1,520 @@
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.config import CPSRConfig
+from cpsr.journal import JournalReader, PlanOverride, RankJournal, RehearsalRow, StepRow, open_journal, override_plan
+from cpsr.planner.live.inputs import Situation
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.live.predictable import EXPECTED
+from cpsr.planner.live.rank_costs import RankCosts
+from cpsr.planner.live.recovery_cost import Schedule
+from cpsr.planner.plan import Plan
+from cpsr.ranks.group import Group
+from cpsr.state.shard import Shard
+
+PARAMETERS = 1000
+WAIT_SECONDS = 20.0
+
+
+def configured(run_dir: Path, **sections: Any) -> CPSRConfig:
+    fitter = {"phase_min_iterations": 50, "phase_max_iterations": 200}
+    return CPSRConfig.load({"run_dir": str(run_dir), "fitter": fitter, **sections})
+
+
+def planner_of(config: CPSRConfig, rank: int = 0, accuracy: Callable[[], Sequence[Any]] = list) -> JobPlanner:
+    return JobPlanner(config, rank, PARAMETERS, 0.0, accuracy)
+
+
+def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.02) -> SaveOutcome:
+    return SaveOutcome(iteration, "committed", "", 100, 0.1, 0.1, stall_seconds, moment)
+
+
+def situation(iteration: int, plan: Plan) -> Situation:
+    return Situation(Schedule(iteration, 1e-3, 1e-3), 0.1, 50, plan)
+
+
+def step(iteration: int) -> StepRow:
+    return StepRow(life=0, iteration=iteration, loss=3.0 - 1e-3 * iteration, learning_rate=1e-3, seconds=0.1)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[RankJournal]:
+    journal = open_journal(tmp_path, Group(), "auto")
+    journal.record(*map(step, range(1, 401)))
+    yield journal
+    journal.close("clean")
+
+
+def written(journal: RankJournal) -> None:
+    journal.flush(WAIT_SECONDS)
+
+
+def proposed(planner: JobPlanner) -> Plan | None:
+    """What the thread proposes, once it has looked at everything it was told."""
+    until = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < until and planner._wake.is_set():
+        time.sleep(0.01)
+    while time.monotonic() < until:
+        found = planner.proposal()
+        if found is not None:
+            return found
+        time.sleep(0.01)
+    return None
+
+
+def test_it_plans_from_what_was_measured_and_at_the_end_of_each_phase(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path))
+    first = planner.first_plan({})
+    assert (first.interval_iterations, first.explanation["bound"]) == (10, "minimum")
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, first))
+    plan = proposed(planner)
+    assert plan is not None
+    assert plan.interval_iterations > 10, "0.02 s of stall at 12 h between failures"
+    assert plan.explanation["inputs"]["stall_seconds"] == 0.02
+    assert plan.explanation["origins"]["recovery"]["kind"] == "prior"
+    planner.note(saved(200, moment=1.2))
+    planner.consider(situation(210, plan))
+    again = proposed(planner)
+    assert again is not None, "a phase has ended: the plan is told anew although its interval is the same"
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        (phase,) = reader.phases()
+        kinds = [fit.kind for fit in reader.fits()]
+    assert (phase.first_iteration, phase.last_iteration, phase.xi, phase.last_xi) == (100, 200, 1.0, 1.2)
+    assert kinds.count("loss") == 2
+    assert kinds.count("failure_rate") == 2
+
+
+def test_a_plan_that_is_as_good_is_not_proposed(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None
+    planner.note(saved(120, stall_seconds=0.0201))
+    planner.consider(situation(130, plan))
+    time.sleep(0.5)
+    assert planner.proposal() is None
+    planner.note(saved(140, stall_seconds=2.0))
+    planner.note(saved(160, stall_seconds=2.0))
+    planner.note(saved(180, stall_seconds=2.0))
+    planner.consider(situation(190, plan))
+    dearer = proposed(planner)
+    assert dearer is not None
+    assert dearer.interval_iterations > plan.interval_iterations
+    planner.close()
+
+
+def test_what_fails_ends_planning_and_is_told_once(tmp_path: Path, journal: RankJournal) -> None:
+    def broken() -> list[Any]:
+        raise ValueError("no backtests today")
+
+    planner = planner_of(configured(tmp_path), accuracy=broken)
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    assert planner._thread is not None
+    planner._thread.join(WAIT_SECONDS)
+    failure = planner.failure()
+    assert failure is not None
+    assert "no backtests today" in failure
+    assert "keeps the current interval" in failure
+    assert planner.failure() is None
+    planner.close()
+
+
+def test_other_ranks_only_tell_their_costs(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path), rank=1)
+    planner.start(tmp_path, 2, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    assert planner._thread is None
+    told = planner.state_dict(planner.first_plan({}))
+    assert told["costs"] == {
+        "iteration": 100,
+        "saves": 1,
+        "stall_seconds": 0.02,
+        "persist_seconds": 0.2,
+        "parameters": PARAMETERS,
+        "mean_second_moment": 1.0,
+    }
+
+
+def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journal: RankJournal) -> None:
+    before = planner_of(configured(tmp_path))
+    before._phases.observe(100, 1.0)
+    before._phases.observe(200, 1.2)
+    before.note(saved(200, stall_seconds=0.5))
+    told = before.state_dict(Plan(70, "cpsr", {}, "recompute"))
+    after = planner_of(configured(tmp_path))
+    after.load_state_dict(told)
+    assert after._phases.ended == 1
+    plan = after.first_plan(told)
+    assert (plan.interval_iterations, plan.origin, plan.mode) == (70, "cpsr", "recompute")
+    assert "before the restart" in plan.explanation["rule"]
+    # It plans before its own first checkpoint: a job that fails before each would never plan otherwise.
+    after.start(tmp_path, 1, journal)
+    after.consider(situation(210, plan))
+    again = proposed(after)
+    assert again is not None
+    assert again.explanation["inputs"]["stall_seconds"] == 0.5
+    after.close()
+    after.load_state_dict({})  # a checkpoint from before there were phases
+    assert after._phases.ended == 1
+
+
+def test_a_restored_interval_keeps_to_todays_limits(tmp_path: Path) -> None:
+    planner = planner_of(configured(tmp_path, planner={"interval_max_iterations": 100}))
+    assert planner.first_plan({"interval_iterations": 2000}).interval_iterations == 100
+    assert planner.first_plan({"interval_iterations": 2}).interval_iterations == 10
+
+
+def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, journal: RankJournal) -> None:
+    (tmp_path / "commands.db").write_bytes(b"x" * 4096)
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None, "planned with what was expected beforehand"
+    assert planner.failure() is None
+    assert plan.explanation["origins"]["failures_per_second"]["kind"] == "configured"
+    (tmp_path / "commands.db").unlink()
+    planner.note(saved(120, stall_seconds=5.0))
+    planner.note(saved(140, stall_seconds=5.0))
+    planner.consider(situation(150, plan))
+    later = proposed(planner)
+    assert later is not None
+    rate = later.explanation["origins"]["failures_per_second"]
+    assert rate == {"kind": "prior", "samples": 0, "age_iterations": None}, "read now: it has not failed yet"
+    assert all(one["samples"] for one in later.explanation["origins"].values() if one["kind"] == "measured")
+    planner.close()
+
+
+@pytest.mark.parametrize("policy", ["cpsr", "theorem1"])
+def test_curves_that_are_not_known_are_told_to_those_who_need_them(
+    tmp_path: Path, journal: RankJournal, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    caplog.set_level("INFO")
+    planner = planner_of(configured(tmp_path, planner={"policy": policy}))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(5))
+    planner.consider(situation(6, replace(planner.first_plan({}), interval_iterations=1000)))
+    assert proposed(planner) is not None
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        told = [event.message for event in reader.events() if event.kind == "not fitted"]
+    if policy == "cpsr":
+        assert told == []
+        assert "not known yet" not in caplog.text
+    else:
+        (message,) = told
+        assert message.startswith("policy 'theorem1' cannot choose an interval yet, and the plan keeps to its limits: ")
+        assert "the predictor's accuracy is not known yet (it needs 4 checkpoints that were predicted" in message
+
+
+def test_an_optimizer_without_second_moments_has_phases_by_length(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 1, journal)
+    for iteration in (100, 200, 300, 400, 500):
+        planner.note(saved(iteration, moment=None))
+    planner.consider(situation(500, planner.first_plan({})))
+    assert proposed(planner) is not None
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        phases = reader.phases()
+    assert [(phase.phase, phase.first_iteration, phase.last_iteration) for phase in phases] == [
+        (0, 100, 300),
+        (1, 300, 500),
+    ]
+    assert {phase.ended_by for phase in phases} == {"length"}
+
+
+def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 33}))
+    plan = planner.first_plan({"interval_iterations": 70})
+    assert (plan.interval_iterations, plan.origin) == (33, "fixed")
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, plan))
+    until = time.monotonic() + WAIT_SECONDS
+    while not planner._fitted and time.monotonic() < until:
+        time.sleep(0.01)
+    planner.close()
+    assert planner.proposal() is None
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert {fit.kind for fit in reader.fits()} == {"loss", "failure_rate"}
+
+
+def test_random_numbers_of_the_job_are_left_alone(tmp_path: Path) -> None:
+    # In a process of its own: here everything is imported already.
+    script = f"""
+import random, sys
+from pathlib import Path
+from cpsr.config import CPSRConfig
+from cpsr.ranks.group import Group
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.journal import open_journal
+config = CPSRConfig.load({{"run_dir": {str(tmp_path)!r}}})
+journal = open_journal(Path({str(tmp_path)!r}), Group(), "auto")
+planner = JobPlanner(config, 0, 1, 0.0, list)
+random.seed(5)
+assert "sklearn" not in sys.modules
+planner.start(Path({str(tmp_path)!r}), 1, journal)
+assert "sklearn.linear_model" in sys.modules
+print(random.random())
+planner.close()
+journal.close("clean")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) == random.Random(5).random()
+
+
+PER_RANK = {"intervals": "per_rank", "mtbf_hours": 0.05}
+
+
+def told_costs(
+    run_dir: Path,
+    iteration: int,
+    stalls: Sequence[float],
+    contents: Contents = WHOLE,
+    moments: Sequence[float] = (1.0, 1.0),
+) -> None:
+    """A checkpoint in which every rank says what its own cost."""
+    stores = [
+        CheckpointStore(run_dir, rank, len(stalls), "run", int(not contents.moments), fsync=False)
+        for rank in range(len(stalls))
+    ]
+    stores[0].prepare()
+    for store, stall, moment in reversed(list(zip(stores, stalls, moments, strict=True))):
+        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
+        scalars = {"planning": {"costs": costs}} if contents.moments else {}
+        store.write(Snapshot(iteration, Shard({}), scalars, contents=contents))
+    assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
+
+
+def proposed_for(tmp_path: Path, journal: RankJournal, ranks: int) -> Plan:
+    planner = planner_of(configured(tmp_path, mode="predict", planner=PER_RANK))
+    planner.start(tmp_path, ranks, journal)
+    planner.note(saved(2000))
+    planner.consider(situation(2010, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    assert plan.mode == "predict"
+    return plan
+
+
+def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, journal: RankJournal) -> None:
+    told_costs(tmp_path, 2000, [0.02, 0.4])
+    told_costs(tmp_path, 2005, [0.0, 0.0], contents=WEIGHTS)  # of no account: it costs less
+    plan = proposed_for(tmp_path, journal, 2)
+    assert plan.rank_interval_iterations[0] == plan.interval_iterations
+    assert plan.multiple_of(1) == plan.largest_multiple > 1
+
+
+def test_where_a_ranks_costs_are_not_known_all_have_one_interval(tmp_path: Path, journal: RankJournal) -> None:
+    told_costs(tmp_path, 2000, [0.02, 0.4])
+    assert proposed_for(tmp_path, journal, 3).rank_interval_iterations == ()
+
+
+def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
+    told = planner_of(configured(tmp_path)).state_dict(Plan(70, "cpsr", {}, "predict", (140, 70)))
+    plan = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(told)
+    assert (plan.interval_iterations, plan.rank_interval_iterations) == (70, (140, 70))
+    common = planner_of(configured(tmp_path)).first_plan(told)
+    assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
+    assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)
+
+
+def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
+    """Rank 0's part of a checkpoint is durable, and the thread has seen it."""
+    planner.note(saved(iteration, moment=moment))
+    planner.consider(situation(iteration + 10, Plan(50, "cpsr", {})))
+    until = time.monotonic() + WAIT_SECONDS
+    while newest(planner)[0] != iteration and time.monotonic() < until:
+        time.sleep(0.01)
+    with planner._lock:  # which is held until all of it is taken in
+        return
+
+
+def newest(planner: JobPlanner) -> tuple[int, float]:
+    """Iteration and second moment that were observed last."""
+    return planner._phases._newest or (0, 0.0)
+
+
+def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 2, journal)
+    looked(planner, 50, 1.0)
+    assert planner._phases.xi == 1.0, "no rank has said anything yet: rank 0's own"
+    told_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
+    looked(planner, 100, 1.0)
+    assert planner._phases.xi == 2.0, "of both, for the phase that had begun as well"
+    assert planner._phases.ended == 0, "which is no change of the gradients"
+    told_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
+    looked(planner, 150, 1.04)
+    assert newest(planner)[1] == pytest.approx(2.08), "rank 0's own, times what all were to it"
+    told_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
+    looked(planner, 200, 1.0)
+    assert planner._phases.ended == 1, "rank 1's gradients have changed, rank 0's have not"
+    told = planner.state_dict(Plan(50, "cpsr", {}))
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        (phase,) = reader.phases()
+    assert (phase.xi, phase.ended_by) == (2.0, "change")
+    assert phase.last_xi == pytest.approx(2.2)
+    after = planner_of(configured(tmp_path))
+    after.load_state_dict(told)
+    after.start(tmp_path, 2, journal)
+    looked(after, 220, 1.0)
+    assert newest(after)[1] == pytest.approx(2.2), "and not scaled once more"
+    after.close()
+
+
+def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, mode="predict", planner={"mtbf_hours": 10.0}))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(2000, stall_seconds=1.0))
+    planner.consider(situation(2010, planner.first_plan({})))
+    before = proposed(planner)
+    assert before is not None
+    bounds = before.explanation["bounds"]
+    assert (before.mode, bounds["maximum_iterations"], bounds["maximum_by"]) == ("predict", 200, "predictor")
+    assert bounds["predictable_by"] == EXPECTED
+    assert before.interval_iterations > 75
+    context = {"context": {"interval_iterations": 90.0}}
+    for number in range(4):
+        journal.record(
+            RehearsalRow(
+                id=str(number),
+                life=0,
+                iteration=2100 + number,
+                failure_iteration=2090,
+                checkpoint_iteration=2040,
+                outcome="refused",
+                settings=context,
+                guard={"loss": {"accepted": False}},
+            )
+        )
+    planner.note(saved(2210, moment=1.2))  # a phase has ended
+    planner.consider(situation(2220, before))
+    after = proposed(planner)
+    planner.close()
+    assert after is not None
+    bounds = after.explanation["bounds"]
+    assert bounds["predictable_interval_iterations"] == 75
+    assert bounds["predictable_by"].startswith("of 4 measured recoveries about 0 cost less than")
+    assert (after.mode, bounds["maximum_by"]) == ("predict", "predictor")
+    assert after.interval_iterations <= 75
+
+
+def pin(run_dir: Path, interval: int | None) -> None:
+    """Override the interval for longer than any test; None withdraws that."""
+    override_plan(
+        run_dir,
+        PlanOverride(
+            interval_min_iterations=interval,
+            interval_max_iterations=interval,
+            reason="x",
+            expires_unix_seconds=time.time() + 600.0,
+        ),
+    )
+
+
+def test_an_override_is_proposed_once_something_is_measured_and_taken_back(
+    tmp_path: Path, journal: RankJournal
+) -> None:
+    pin(tmp_path, 33)
+    planner = planner_of(configured(tmp_path))
+    first = planner.first_plan({})
+    planner.start(tmp_path, 1, journal)
+    time.sleep(1.5)  # longer than it takes to hear of it
+    assert planner.proposal() is None, "nothing is measured yet"
+    planner.note(saved(100))
+    planner.consider(situation(110, first))
+    pinned = proposed(planner)
+    assert pinned is not None
+    assert (pinned.interval_iterations, pinned.origin) == (33, "override")
+    assert pinned.explanation["inputs"]["stall_seconds"] == 0.02
+    pin(tmp_path, None)
+    after = proposed(planner)
+    assert after is not None
+    assert (after.origin, "override" in after.explanation) == ("cpsr", False)
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert [event.kind for event in reader.events() if "override" in event.kind] == ["override", "override ended"]
+
+
+def test_a_fixed_interval_is_overridden_at_once(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 50}))
+    planner.start(tmp_path, 1, journal)
+    pin(tmp_path, 20)
+    pinned = proposed(planner)
+    assert pinned is not None
+    assert (pinned.interval_iterations, pinned.origin) == (20, "override")
+    pin(tmp_path, None)
+    after = proposed(planner)
+    assert after == planner.first_plan({})
+    planner.close()
+
+
+def test_an_override_between_two_plans_stays_within_the_configured_bounds(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, planner={"interval_min_iterations": 40, "interval_max_iterations": 90}))
+    planner.start(tmp_path, 1, journal)
+    pin(tmp_path, 5)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None
+    if plan.origin != "override":  # it was made before the override was heard of
+        plan = proposed(planner)
+    assert plan is not None
+    assert (plan.interval_iterations, plan.origin) == (40, "override")
+    planner.close()
+
+
+def test_backtests_are_recorded_when_the_curves_are_fitted(tmp_path: Path, journal: RankJournal) -> None:
+    told = [
+        {"iteration": at, "checkpoints": at // 10, "vitp_cosine": 0.5, "mean_square_motion": 1.0} for at in (50, 60)
+    ]
+    planner = planner_of(configured(tmp_path), accuracy=lambda: told)
+    planner.start(tmp_path, 1, journal)
+    for end in (100, 200, 300):
+        planner.note(saved(end, moment=1.0 + end))
+        planner.consider(situation(end + 10, planner.first_plan({})))
+        assert proposed(planner) is not None
+    planner.close()
+    written(journal)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        backtests = reader.backtests()
+        drawn = reader.fits("loss")[-1].result["curve"]
+    assert [(one.iteration, one.checkpoints) for one in backtests] == [(50, 5), (60, 6)]
+    assert backtests[0].result == {"vitp_cosine": 0.5, "mean_square_motion": 1.0}
+    assert drawn["iterations"][0] == 1.0
+    assert drawn["iterations"][-1] > 400, "the band reaches as far ahead as the fit was judged by"
+    assert all(
+        low < at < high for low, at, high in zip(drawn["low_nats"], drawn["loss_nats"], drawn["high_nats"], strict=True)
+    )

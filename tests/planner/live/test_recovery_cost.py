@@ -1,0 +1,125 @@
+from typing import Any
+
+import numpy
+import pytest
+
+from cpsr.config import CheckpointConfig
+from cpsr.journal import RecoveryRow, RehearsalRow
+from cpsr.planner.live.recovery_cost import Schedule, expected_lags, measured_lags
+from cpsr.predictor.line import REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.protocol import HistoryEntry, Target
+
+CONTEXT = {"context": {"interval_iterations": 50.0}}
+
+
+def test_the_line_follows_what_the_prior_expects() -> None:
+    schedule = Schedule(1500, 5e-4, 1e-3)
+    found = expected_lags(LinePredictor(), schedule, CheckpointConfig())
+    assert found is not None
+    curve, longest = found
+    assert longest == 200, "400 iterations of history hold three checkpoints up to there"
+    points = [HistoryEntry(at, 5e-4 * at, 5e-4) for at in range(1100, 1501, 50)]
+    expected = LinePredictor().expected(points, Target(1540, 5e-4 * 1540, 1e-3))
+    assert not isinstance(expected, str)
+    (lag,) = curve.lag_iterations(numpy.array([40.0]), 50.0)
+    assert lag == pytest.approx(expected.lag_iterations, abs=expected.deviation_iterations)
+
+
+@pytest.mark.parametrize("iteration", [0, 15])
+def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
+    assert expected_lags(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), CheckpointConfig()) is None
+
+
+def test_more_history_allows_longer_intervals() -> None:
+    schedule = Schedule(5000, 1e-3, 1e-3)
+    found = [
+        expected_lags(LinePredictor(), schedule, CheckpointConfig(history_span_iterations=span)) for span in (100, 400)
+    ]
+    assert [one[1] for one in found if one is not None] == sorted(one[1] for one in found if one is not None)
+    assert len([one for one in found if one is not None]) == 2
+
+
+def rehearsal(**changes: Any) -> RehearsalRow:
+    values: dict[str, Any] = {
+        "id": "d",
+        "life": 0,
+        "iteration": 160,
+        "failure_iteration": 100,
+        "checkpoint_iteration": 70,
+        "outcome": "measured",
+        "settings": CONTEXT,
+        "lag_iterations": -20.0,
+        "lag_standard_error_iterations": 40.0,
+        "cost_seconds": 1.0,
+    }
+    return RehearsalRow(**{**values, **changes})
+
+
+def recovery(**changes: Any) -> RecoveryRow:
+    values: dict[str, Any] = {
+        "id": "r",
+        "life": 1,
+        "failure_iteration": 140,
+        "checkpoint_iteration": 100,
+        "restored_iteration": 140,
+        "method": "vitp",
+        "requested_mode": "auto",
+        "settings": CONTEXT,
+        "guard": {"lag": {"lag_iterations": 12.0, "standard_error_iterations": 9.0}},
+    }
+    return RecoveryRow(**{**values, **changes})
+
+
+def test_rehearsals_and_recoveries_are_measurements() -> None:
+    rehearsed, recovered = measured_lags([rehearsal()], [recovery()], 60)
+    assert (rehearsed.horizon_iterations, rehearsed.interval_iterations, rehearsed.lag_iterations) == (30, 50, -20)
+    assert rehearsed.standard_error_iterations == pytest.approx((40**2 + REHEARSAL_DEVIATION_ITERATIONS**2) ** 0.5)
+    assert (recovered.horizon_iterations, recovered.lag_iterations) == (40, 12)
+    assert recovered.standard_error_iterations == 9
+
+
+def test_what_was_measured_is_told_in_the_order_of_time() -> None:
+    rows = [rehearsal(lag_iterations=lag, created_unix_seconds=at) for lag, at in ((1.0, 10.0), (3.0, 30.0))]
+    told = {"lag": {"lag_iterations": 2.0, "standard_error_iterations": 9.0}}
+    found = measured_lags(rows, [recovery(guard=told, created_unix_seconds=20.0)], 60)
+    assert [lag.lag_iterations for lag in found] == [1.0, 2.0, 3.0]
+
+
+def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
+    vetoed, rolled_back = measured_lags([], [recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
+    assert (vetoed.lag_iterations, vetoed.standard_error_iterations) == (40, 0)
+    assert rolled_back.lag_iterations == 100
+
+
+def test_rehearsed_predictions_that_could_not_be_used_cost_what_a_restart_would_have_lost() -> None:
+    vetoed = rehearsal(outcome="refused", guard={"loss": {"accepted": False}}, lag_iterations=None)
+    diverged = rehearsal(outcome="diverged", lag_iterations=None)
+    costs = list(measured_lags([vetoed, diverged], [], 60))
+    assert [cost.lag_iterations for cost in costs] == [30, 90]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"outcome": "refused"},  # not feasible, or asked to leave
+        {"lag_iterations": None},
+        {"lag_iterations": float("nan")},
+        {"settings": {}},
+    ],
+)
+def test_what_was_not_measured_is_left_out(changes: dict[str, Any]) -> None:
+    assert list(measured_lags([rehearsal(**changes)], [], 60)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"failure_iteration": None},
+        {"checkpoint_iteration": None},
+        {"guard": {}},
+        {"settings": {}},
+        {"settings": {**CONTEXT, "own_series_operators": 2}},
+    ],
+)
+def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
+    assert list(measured_lags([], [recovery(**changes)], 60)) == []

@@ -1,0 +1,20 @@
+"""What a rank of a small job imports or finds out before it trains, and takes seconds; imported to have it done."""
+
+import gc
+from importlib import import_module
+
+import deepspeed
+
+# The product and what its planner needs; what deepspeed.initialize and the first optimizer import otherwise.
+for _module in (
+    "cpsr.recovery",
+    "cpsr.engines",
+    "sklearn.linear_model",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "torch._dynamo",
+):
+    import_module(_module)
+
+COMPATIBLE_OPS = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles and links a program to find it out
+
+gc.freeze()  # no rank's garbage collector looks through all of this again

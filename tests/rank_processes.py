@@ -1,0 +1,47 @@
+"""Processes for the ranks of small jobs, forked from a server that has imported what takes seconds and run nothing."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PRELOADED = "tests.preloaded"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def start_ranks(main: Callable[..., None], options: Any, ranks: int) -> list[ForkServerProcess]:
+    """Start a process for each rank, which calls `main(options, rank, ranks)` and in that first `become_rank`."""
+    _PROCESSES.set_forkserver_preload([_PRELOADED])
+    with mock.patch.dict(os.environ, _ENVIRONMENT):  # of the server, and so of all ranks
+        multiprocessing.forkserver.ensure_running()
+    processes = [_PROCESSES.Process(target=main, args=(options, rank, ranks), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def become_rank(log: Path, rank: int, ranks: int, memory: Path | None = None) -> None:
+    """Make this process a rank, before it imports what it is to train.
+
+    Args:
+        log: where its output goes.
+        rank: for its environment.
+        ranks: likewise.
+        memory: directory that is the shared memory of its machine, whose name is the machine's; None for this machine.
+    """
+    with log.open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    if memory is not None:
+        memory.mkdir(parents=True, exist_ok=True)
+        os.environ.update(CPSR_NODE=memory.name, CPSR_SHARED_MEMORY=str(memory))
+        # It asks where the shared memory is when it is imported, which the server has done already.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "cpsr"]:
+            del sys.modules[name]

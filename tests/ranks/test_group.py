@@ -1,0 +1,66 @@
+"""The ranks agree, on real gloo processes."""
+
+import textwrap
+from pathlib import Path
+
+import torch
+
+from cpsr.ranks.group import Group
+from tests.two_ranks import run
+
+SCRIPT = textwrap.dedent(
+    """
+    import json, os, sys
+    import torch, torch.distributed as dist
+    from cpsr.ranks.group import Group
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = Group()
+    found = {
+        "gather": group.gather({"rank": rank, "text": "x" * 10 * rank}),
+        "broadcast": group.broadcast(["from", rank]),
+        "all": [group.all(True), group.all(rank == 0)],
+        "sum": group.sum(0.5 + rank),
+        "max": group.reduce(torch.tensor([rank, -rank]), "max").tolist(),
+    }
+    votes = group.votes()
+    said = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
+    found["votes"] = [votes.exchange(*said.get((rank, at), (False, 0))) for at in range(5)]
+    votes.finish()
+    late = Group()  # of its own: a group in which a rank did not come cannot be used any more
+    if rank == 0:
+        try:
+            late.reduce(torch.ones(1), timeout_seconds=0.5)
+            found["alone"] = "came"
+        except RuntimeError:
+            found["alone"] = "did not come"
+    found["alone"] = group.broadcast(found.get("alone"))
+    group.barrier()
+    group.close()
+    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
+    dist.destroy_process_group()  # or one exit in some twelve aborts in gloo's threads, without CPSR too
+    """
+)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    first, second = run(SCRIPT, tmp_path)
+    assert first == second
+    assert first["gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 10}]
+    assert first["broadcast"] == ["from", 0]
+    assert first["all"] == [True, False]
+    assert first["sum"] == 2.0
+    assert first["max"] == [1, 0]
+    assert first["alone"] == "did not come"
+    # What is said at one call is agreed at the next, on both ranks.
+    assert first["votes"] == [[False, 0, 0], [False, 0, 0], [False, 7, 0], [True, 0, 0], [False, 0, 40]]
+
+
+def test_alone() -> None:
+    group = Group()
+    assert (group.rank, group.size) == (0, 1)
+    assert group.gather(3) == [3]
+    assert group.broadcast("x") == "x"
+    assert group.mean(2.5) == 2.5
+    assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert group.votes().exchange(True, 5) == (True, 5, 0)

@@ -1,0 +1,102 @@
+"""A rank's reports to its launcher, and refusals, in real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpsr.ranks.link import LAUNCHER, REFUSED_STATUS, VERBOSE, Opened, Report, restart_obstacle
+
+
+def child(code: str, directory: Path | None) -> "subprocess.CompletedProcess[str]":
+    """A process that imports CPSR under a launcher, or under none."""
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER}
+    if directory is not None:
+        environment[LAUNCHER] = str(directory)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+REFUSAL = "from cpsr.errors import ConfigError; import cpsr; raise ConfigError('the key is unknown')"
+
+
+def test_a_refusal_has_a_status_of_its_own_under_a_launcher(tmp_path: Path) -> None:
+    ended = child(REFUSAL, tmp_path)
+    assert (ended.returncode, ended.stderr) == (REFUSED_STATUS, "")
+    assert Report(tmp_path).refusals() == ["ConfigError: the key is unknown"]
+
+
+def test_without_one_it_is_an_exception_like_any_other() -> None:
+    ended = child(REFUSAL, None)
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
+
+
+def test_any_other_error_keeps_its_traceback(tmp_path: Path) -> None:
+    ended = child("import cpsr; raise ValueError('bad batch')", tmp_path)
+    assert ended.returncode == 1
+    assert "ValueError: bad batch" in ended.stderr
+    assert not Report(tmp_path).refusals()
+
+
+def test_a_rank_that_lost_another_prints_one_line_unless_more_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code = "import cpsr; raise RuntimeError('[gloo] Connection reset by peer\\nlong advice')"
+    ended = child(code, tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == "[rank 0] lost another rank (RuntimeError: [gloo] Connection reset by peer)\n"
+    monkeypatch.setenv(VERBOSE, "1")
+    assert "Traceback" in child(code, tmp_path).stderr
+
+
+def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:
+    caught = REFUSAL.replace("raise", "\ntry: raise").replace("unknown')", "unknown')\nexcept ConfigError: pass")
+    assert child(caught, tmp_path).returncode == 0
+    assert not Report(tmp_path).refusals()
+
+
+def test_reports_are_read_and_cleared(tmp_path: Path) -> None:
+    link = Report(tmp_path)
+    assert link.opened() is None
+    assert link.take_recovered() is None
+    link.open(Opened("/run", 3, 8))
+    link.recovered("All ranks continue at iteration 7.")
+    assert link.opened() == Opened("/run", 3, 8)
+    assert [link.take_recovered(), link.take_recovered()] == ["All ranks continue at iteration 7.", None]
+    link.clear()
+    assert link.opened() is None
+
+
+def test_the_launcher_is_of_the_process_that_it_started_and_of_no_other(tmp_path: Path) -> None:
+    code = (
+        "import os; from cpsr.ranks.link import LAUNCHER, report; print(report() is not None, LAUNCHER in os.environ)"
+    )
+    assert child(code, tmp_path).stdout.split() == ["True", "False"]
+    assert child(code, tmp_path / "gone").stdout.split() == ["False", "False"]
+    assert child(code, None).stdout.split() == ["False", "False"]
+
+
+def test_a_run_directory_that_is_out_of_reach_is_no_refusal(tmp_path: Path) -> None:
+    ended = child(REFUSAL.replace("ConfigError", "RunDirectoryError"), tmp_path)
+    assert ended.returncode == 1
+    assert not Report(tmp_path).refusals()
+
+
+@pytest.mark.parametrize(
+    ("store", "restarts", "warned"),
+    [("True", "3", True), ("False", "3", False), ("True", "0", False), (None, None, False)],
+)
+def test_torchrun_that_cannot_restart_is_named(
+    monkeypatch: pytest.MonkeyPatch, store: str | None, restarts: str | None, warned: bool
+) -> None:
+    for name, value in (("TORCHELASTIC_USE_AGENT_STORE", store), ("TORCHELASTIC_MAX_RESTARTS", restarts)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    obstacle = restart_obstacle()
+    assert (obstacle is not None) == warned
+    if obstacle is not None:
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in obstacle
+        assert "cpsr run" in obstacle

@@ -1,0 +1,186 @@
+"""Stopped and hanging ranks are noticed, all leave, and nothing healthy is."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.config import RanksConfig
+from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.liveness import Liveness
+from tests.ranks.dumping_ranks import Ranks, ranks
+
+HEARTBEAT_SECONDS = 1.5
+STEP_SECONDS = 1.0
+# From the end of a timeout to that of the process, on a busy machine; the timeout itself must have passed.
+LATE_SECONDS = 3.0
+HEARD = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+MOVING = {"heartbeat_timeout_seconds": 10.0, "step_timeout_seconds": STEP_SECONDS}
+
+
+def left(job: Ranks, rank: int) -> str:
+    """Why a rank has left, and that it left as it should."""
+    assert job.status(rank) == LEFT_EXIT_STATUS
+    (note,) = job.notes(rank, "left")
+    return str(note["message"])
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_left_and_leaves_when_it_goes_on(tmp_path: Path, stopped: int) -> None:
+    other = 1 - stopped
+    with ranks(tmp_path, liveness=HEARD, size=3) as job:
+        job.wait_for(stopped, "step", 3)
+        job.signal(stopped, signal.SIGSTOP)
+        since = time.monotonic()
+        for rank in (other, 2):
+            reason = left(job, rank)
+            assert f"rank {stopped}" in reason
+            assert len(job.notes(rank, "dump")) == 1
+            assert job.notes(rank, "dump")[0]["iteration"] >= job.notes(rank, "step")[-1]["iteration"] - 1
+        assert time.monotonic() - since > 0.7 * HEARTBEAT_SECONDS  # a beat of its own may have been seen late
+        assert time.monotonic() - since < HEARTBEAT_SECONDS + LATE_SECONDS
+        assert job.running(stopped)
+
+        job.signal(stopped, signal.SIGCONT)
+        assert "has given up this rank" in left(job, stopped)
+        assert job.notes(stopped, "dump") == []
+        assert "was stopped for a while" in job.notes(stopped, "not dumped")[0]["message"]
+
+
+def test_a_rank_that_goes_on_in_the_next_life_leaves_no_trace(tmp_path: Path) -> None:
+    with ranks(tmp_path, liveness=HEARD) as job:
+        job.wait_for(1, "step", 3)
+        job.signal(1, signal.SIGSTOP)
+        left(job, 0)
+        with ranks(tmp_path, liveness=HEARD, life=1) as following:
+            following.wait_for(1, "step", 3)
+            job.signal(1, signal.SIGCONT)
+            assert "life 1 has begun" in left(job, 1)
+            assert job.notes(1, "dump") == []
+            assert [path.name for path in (tmp_path / "progress").iterdir()] == ["life-00001"]
+            count = len(following.notes(1, "step"))
+            following.wait_for(1, "step", count + 20)
+            assert following.running(0)
+            assert following.running(1)
+
+
+def test_blocked_in_a_collective_with_a_stopped_rank(tmp_path: Path) -> None:
+    with ranks(tmp_path, liveness=HEARD, gloo=True) as job:
+        job.wait_for(1, "step", 5)
+        job.signal(1, signal.SIGSTOP)
+        assert "all_reduce" in left(job, 0)  # where its training thread stood
+        last = job.notes(0, "step")[-1]["iteration"]
+        assert [note["iteration"] for note in job.notes(0, "dump")] == [last]
+        job.signal(1, signal.SIGCONT)
+        assert job.status(1) in (1, LEFT_EXIT_STATUS)  # by its collective, or by its watch
+        assert job.notes(1, "dump") == []
+
+
+@pytest.mark.parametrize(("fault", "named"), [("waits", "rank 1 is behind"), ("waits as others do", "one place")])
+def test_a_hanging_rank_is_named(tmp_path: Path, fault: str, named: str) -> None:
+    faults = {"1": fault, "0": "waits as others do", "2": "waits as others do"}
+    with ranks(tmp_path, liveness=MOVING, faults=faults, size=3) as job:
+        assert named in left(job, 0)
+        assert "rank 0 has given up" in left(job, 1)
+        assert "rank 0 has given up" in left(job, 2)
+        assert "< fault (dumping_ranks.py:" in left(job, 1)  # where its training thread stood
+        assert [job.notes(rank, "dump")[0]["iteration"] for rank in range(3)] == [5, 5, 5]
+
+
+def test_no_alarm_where_nothing_is_wrong(tmp_path: Path) -> None:
+    """A save longer than the timeouts that others wait for, long steps after it, a rank that ends before the others."""
+    faults = {"0": "waits as others do", "1": "saves", "2": "ends"}
+    liveness = {"heartbeat_timeout_seconds": 1.5, "step_timeout_seconds": 1.5}
+    with ranks(tmp_path, liveness=liveness, faults=faults, step_seconds=0.4, size=3) as job:
+        assert job.status(2) == 0
+        job.wait_for(1, "step", 8)
+        assert job.notes(0, "left") == job.notes(1, "left") == []
+        assert job.running(0)
+        assert job.running(1)
+
+
+# The watch itself, without processes
+
+
+class Watch:
+    """Some ranks of one process, whose threads are not started: they check when the test calls `look`."""
+
+    def __init__(self, directory: Path, size: int, life: int = 0, **config: float | None) -> None:
+        self.left: list[str] = []
+        self.events: list[str] = []
+        settings = RanksConfig(**config)  # type: ignore[arg-type]
+        self.ranks = [
+            Liveness(
+                directory, life, rank, size, settings, self.left.append, lambda *event: self.events.append(event[1])
+            )
+            for rank in range(size)
+        ]
+        self.files = HeartbeatFiles(directory, life)
+        for rank in range(size):
+            self.files.create(rank, Heartbeat(0, None, 0, Phase.TRAINING))
+
+    def look(self, rank: int, elapsed_seconds: float) -> str | None:
+        given_up = self.ranks[rank]._check(elapsed_seconds)
+        return None if given_up is None else given_up.reason
+
+
+def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
+    assert watch.look(0, 1.0) is None
+    assert watch.look(0, 3600.0) is None  # the machine was suspended: both ranks of it were
+    assert all(watch.look(0, 1.0) is None for _ in range(40))
+    assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(10)][-1])
+
+
+def test_a_file_system_that_refuses_this_ranks_beats_is_no_news_of_the_others(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=4.0)
+    watch.look(0, 1.0)
+    (tmp_path / "progress" / "life-00000" / "rank-00000").unlink()
+    assert all(watch.look(0, 1.0) is None for _ in range(20))
+    assert len(watch.events) == 1
+    assert "training goes on" in watch.events[0]
+
+
+def test_a_heartbeat_that_cannot_be_read_is_no_alarm(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=4.0)
+    watch.look(0, 1.0)
+    path = tmp_path / "progress" / "life-00000" / "rank-00001"
+    path.unlink()
+    path.mkdir()
+    assert all(watch.look(0, 1.0) is None for _ in range(20))
+    assert "cannot read" in watch.events[0]
+
+
+def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=None, step_timeout_seconds=4.0)
+    first = watch.ranks[0]
+    assert all(watch.look(0, 1.0) is None for _ in range(10))  # compiling, restoring
+    first.step(7)
+    with first.busy():
+        assert all(watch.look(0, 1.0) is None for _ in range(10))
+    watch.files.write(1, Heartbeat(1, 7, 0, Phase.BUSY))
+    assert all(watch.look(0, 1.0) is None for _ in range(10))
+    watch.files.write(1, Heartbeat(2, 7, 1, Phase.TRAINING))
+    reasons = [watch.look(0, 1.0) for _ in range(6)]
+    assert reasons[:4] == [None] * 4
+    assert "rank 0 is behind the others, in the step after iteration 7" in str(reasons[-1])
+
+
+def test_a_single_rank_is_watched_by_itself(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1, heartbeat_timeout_seconds=1.0, step_timeout_seconds=4.0)
+    watch.ranks[0].step(3)
+    assert watch.look(0, 100.0) is None
+    assert "no rank has made progress for 4 s" in str([watch.look(0, 1.0) for _ in range(6)][-1])
+    assert watch.ranks[0].obstacle() is None  # nobody can have gone on without it
+
+
+@given(st.integers(0, 2**63), st.none() | st.integers(0, 2**63), st.integers(0, 9), st.sampled_from(Phase))
+def test_a_heartbeat_is_read_as_it_was_written(beats: int, iteration: int | None, signs: int, phase: Phase) -> None:
+    heartbeat = Heartbeat(beats, iteration, signs, phase, None if iteration is None else 3)
+    assert Heartbeat.from_bytes(heartbeat.to_bytes()) == heartbeat
+    with pytest.raises(ValueError, match="39 bytes"):
+        Heartbeat.from_bytes(heartbeat.to_bytes()[:-1])

@@ -1,0 +1,122 @@
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr import CPSRRecovery
+from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.run_directory import open_run
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CPSRConfig
+from cpsr.engines.torch import TorchAdapter
+from cpsr.job import Job
+from cpsr.journal import open_journal
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.vitp import VITPPredictor
+from cpsr.ranks.group import Group
+from cpsr.restart.ladder import Ladder
+from cpsr.restart.prediction import StatePrediction
+from cpsr.restart.probes import Probes
+from cpsr.restart.restore import Restored, Restorer
+from tests.committed import wait_until_committed
+
+INTERVAL = 5
+Mode = Literal["auto", "predict", "exact"]
+
+
+class Regression(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.linear(batch) - 2.0 * batch).square().mean()
+        return loss
+
+
+def job(seed: int = 0) -> tuple[Regression, TorchAdapter]:
+    torch.manual_seed(seed)
+    model = Regression()
+    return model, TorchAdapter(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def settings(run_dir: Path, mode: Mode = "predict") -> dict[str, Any]:
+    # What a life leaves in memory is exact, and would spare the next one its prediction.
+    checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "full_checkpoints": 9, "shared_memory": False}
+    own = {"life": {"watch_iterations": 4}, "restart": {"loss_tolerance_nats": 10.0}}
+    return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, **own}
+
+
+def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict") -> Restored:
+    """A life that ends in its training loop; how it began."""
+    model, adapter = job()
+
+    def life() -> None:
+        for batch in recovery.resume(torch.randn(100, 8, 4)):
+            adapter.optimizer.zero_grad()
+            model(batch).backward()
+            adapter.optimizer.step()
+            since = recovery.iteration - 1 - recovery.restored.restored_iteration
+            if since > 0 and since % INTERVAL == 0:  # the snapshot of the step before is complete
+                wait_until_committed(run_dir, recovery.iteration - 1)
+            if recovery.iteration == iterations:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, settings(run_dir, mode)) as recovery:
+        life()
+    return recovery.restored
+
+
+def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: Path) -> None:
+    fail_at(23, tmp_path)
+    assert fail_at(31, tmp_path).predicted, "so that the end of its watch is an outcome to learn from"
+    config, group, (_, adapter) = CPSRConfig.load(settings(tmp_path)), Group(), job()
+    run = open_run(tmp_path, group, config.mode, adapter.describe())
+    journal = open_journal(tmp_path, group, config.mode)
+    now = Job(adapter, group, config, run, adapter.shard(), journal)
+    store, pool = CheckpointStore(tmp_path, 0, 1, run.run_id, journal.life, fsync=False), SnapshotPool(now.shard)
+    predictor = VITPPredictor(**config.predictor.settings())
+    restorer = Restorer(
+        now,
+        store,
+        CheckpointTarget(config.checkpoint, tmp_path, group),
+        pool,
+        Ladder(run.run_id, group, now.shard, (journal.life, 0), config.peers),
+        StatePrediction(now, store, predictor, Probes(adapter, 0)),
+    )
+    for outcome in ("kept", "kept", "rolled_back"):
+        predictor.record({"outcome": outcome})
+    known: list[int] = []
+
+    def forecast(history: History, target: Target) -> Forecast:
+        known.append(len(predictor.state_dict()["outcomes"]))
+        return predictor.forecast(history, target)
+
+    for checkpoint, failure in ((20, 23), (28, 31)):
+        into = pool.acquire(checkpoint)
+        assert into is not None
+        restored = restorer.rehearse(into, failure, forecast)
+        assert (restored.predicted, restored.restored_iteration) == (True, failure)
+        pool.release(into)
+    assert known == [0, 1]
+    assert len(predictor.state_dict()["outcomes"]) == 3, "the run's own knowledge is back"
+    journal.close("clean")
+
+
+@pytest.mark.parametrize(("mode", "asked"), [("auto", False), ("predict", True)])
+def test_a_plan_that_recomputes_is_followed_where_the_choice_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, asked: bool
+) -> None:
+    state_dict = JobPlanner.state_dict
+    monkeypatch.setattr(JobPlanner, "state_dict", lambda *given: {**state_dict(*given), "mode": "recompute"})
+    fail_at(23, tmp_path, mode)
+    restored = fail_at(24, tmp_path, mode)
+    assert (restored.forecast is not None) is asked
+    assert ("plan finds recomputing cheaper" in restored.reason) is not asked
+    assert (restored.method, restored.restored_iteration) == (("line", 23) if asked else ("exact", 20))

@@ -1,0 +1,305 @@
+"""What a loop keeps and nobody saves is found by what it leaves, and nothing else is."""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+
+from cpsr import TorchAdapter
+from cpsr.errors import UnsupportedEngineError
+from cpsr.saving.unsaved import Unsaved
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """Two looks through all objects that torch and pytest have made would take nearly all the time of each case."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Wrapper:
+    """A user's schedule around torch's."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.parts = [scheduler]
+
+    def step(self) -> None:
+        self.parts[0].step()
+
+    def state_dict(self) -> Any:
+        return self.parts[0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.parts[0].load_state_dict(state)
+
+
+class Loop:
+    """A module and its optimizer, and what else a case needs."""
+
+    def __init__(self, fused: bool = False) -> None:
+        self.module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1, fused=fused)
+        self.adapted: dict[str, Any] = {}
+        self.registered: list[Any] = []
+        self.others: list[Any] = []
+        self.after_step: list[Callable[[], Any]] = []
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(self, exact: bool = True) -> list[str]:
+        told: list[str] = []
+        adapter = TorchAdapter(self.module, self.optimizer, **self.adapted)
+        unsaved = Unsaved(adapter, lambda: self.registered, exact, lambda kind, message, *_: told.append(message))
+        for _ in range(3):
+            self.scaler.scale(self.module(torch.ones(4, 3)).sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            for act in self.after_step:
+                act()
+        unsaved.close()
+        return told
+
+
+def made(loop: Loop) -> Any:
+    loop.others.append(lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0))
+    return loop.others[-1]
+
+
+def schedule(loop: Loop) -> None:
+    loop.after_step.append(made(loop).step)
+
+
+def schedules(loop: Loop) -> None:
+    schedule(loop)
+    loop.adapted["scheduler"] = lr_scheduler.StepLR(loop.optimizer, 1)
+    loop.after_step.append(loop.adapted["scheduler"].step)
+
+
+def plateau(loop: Loop) -> None:
+    loop.others.append(lr_scheduler.ReduceLROnPlateau(loop.optimizer))
+    loop.after_step.append(lambda: loop.others[0].step(1.0))
+
+
+def chained(loop: Loop) -> None:
+    loop.others.append(lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(loop.optimizer, 1)]))
+    loop.after_step.append(loop.others[0].step)
+
+
+def scaler(loop: Loop) -> None:
+    loop.scaler = torch.amp.GradScaler("cpu")
+
+
+def average(loop: Loop) -> None:
+    loop.others.append(swa_utils.AveragedModel(loop.module))
+    loop.after_step.append(lambda: loop.others[-1].update_parameters(loop.module))
+
+
+def second(loop: Loop) -> None:
+    loop.optimizer = torch.optim.AdamW(loop.module[0].parameters())
+    loop.others.append(torch.optim.SGD(loop.module[1].parameters(), momentum=0.9))
+    loop.after_step.append(loop.others[-1].step)
+
+
+UNSAVED: dict[str, tuple[Callable[[Loop], None], bool, str]] = {
+    "scaler": (scaler, False, "The GradScaler that scales the loss"),
+    "scaler of a fused optimizer": (scaler, True, "The GradScaler that scales the loss"),
+    "schedule": (schedule, False, "The schedule LambdaLR was not given"),
+    "schedule by a metric": (plateau, False, "The schedule ReduceLROnPlateau was not given"),
+    "chained schedules": (chained, False, "The schedule ChainedScheduler was not given"),
+    "one of two schedules": (schedules, False, "The schedule LambdaLR was not given"),
+    "average": (average, False, "AveragedModel"),
+    "second optimizer": (second, False, "Another optimizer, SGD,"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAVED)
+def test_what_nobody_saves_is_found(kind: str) -> None:
+    prepare, fused, message = UNSAVED[kind]
+    loop = Loop(fused)
+    prepare(loop)
+    before = [parameter.detach().clone() for parameter in loop.module.parameters()]
+    with pytest.raises(UnsupportedEngineError, match=message):
+        loop.step()
+    if prepare is scaler:
+        assert all(map(torch.equal, before, loop.module.parameters()))
+    loop = Loop(fused)
+    prepare(loop)
+    told = loop.step(exact=False)
+    assert len(told) == 1
+    assert message in told[0]
+
+
+def given(loop: Loop) -> None:
+    scaler(loop)
+    loop.adapted = {"scheduler": lr_scheduler.StepLR(loop.optimizer, 1), "grad_scaler": loop.scaler}
+
+
+def parts(loop: Loop) -> None:
+    both = [lr_scheduler.StepLR(loop.optimizer, 1), lr_scheduler.ExponentialLR(loop.optimizer, 0.9)]
+    loop.adapted["scheduler"] = lr_scheduler.SequentialLR(loop.optimizer, both, milestones=[2])
+
+
+def wrapped(loop: Loop) -> None:
+    loop.adapted["scheduler"] = Wrapper(lr_scheduler.StepLR(loop.optimizer, 1))
+
+
+class Slots:
+    """A user's wrapper of the other kind."""
+
+    __slots__ = ("one", "unset")
+
+    def __init__(self, one: Any) -> None:
+        self.one = one
+
+
+def by_its_methods(one: Any) -> Any:
+    return SimpleNamespace(state_dict=one.state_dict, load_state_dict=one.load_state_dict)
+
+
+def by_closure(one: Any) -> Any:
+    return SimpleNamespace(
+        state_dict=lambda: one.state_dict(), load_state_dict=lambda state: one.load_state_dict(state)
+    )
+
+
+def by_a_class_in_a_function(one: Any) -> Any:
+    class Local:
+        def state_dict(self) -> Any:
+            return one.state_dict()
+
+    return Local()
+
+
+def by_a_name_of_the_script(one: Any) -> Any:
+    script: dict[str, Any] = {"__name__": "__main__", "scheduler": one}
+    exec("state_dict = lambda: scheduler.state_dict()", script)
+    return SimpleNamespace(state_dict=script["state_dict"])
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "its methods": by_its_methods,
+    "a closure": by_closure,
+    "slots": Slots,
+    "a set": lambda one: SimpleNamespace(parts={one}),
+    "a deque": lambda one: SimpleNamespace(parts=deque([one])),
+    "a partial function": lambda one: SimpleNamespace(state_dict=partial(type(one).state_dict, one)),
+    "a class in a function": by_a_class_in_a_function,
+    "a name of the script": by_a_name_of_the_script,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_however_what_is_registered_holds_it_it_is_not_refused(holder: str) -> None:
+    loop = Loop()
+    for prepare in (schedule, average, scaler):
+        prepare(loop)
+    loop.registered = [HOLDERS[holder](one) for one in (*loop.others, loop.scaler)]
+    assert loop.step() == []
+
+
+class Names(list[str]):
+    """Counts how many of it are looked at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.looked_at += 1
+            yield name
+
+
+def test_of_a_long_list_only_the_beginning_is_looked_at() -> None:
+    loop = Loop()
+    schedule(loop)
+    names = Names(["name"] * 200_000)
+    loop.registered = [SimpleNamespace(names=names, part=loop.others[0])]
+    assert loop.step() == []
+    assert 0 < names.looked_at < 50_000
+
+
+def earlier_phase(loop: Loop) -> None:
+    loop.others.append(torch.optim.AdamW(loop.module.parameters()))
+    loop.module(torch.ones(4, 3)).sum().backward()
+    loop.others[0].step()
+
+
+def teacher(loop: Loop) -> None:
+    loop.others.append(swa_utils.AveragedModel(loop.module))
+
+
+def teacher_of_a_phase(loop: Loop) -> None:
+    teacher(loop)
+    loop.others[0].update_parameters(loop.module)
+
+
+IDLE: dict[str, tuple[Callable[[Loop], Any], str]] = {
+    "schedule": (made, "LambdaLR"),
+    "teacher": (teacher, "AveragedModel"),
+    "teacher of an earlier phase": (teacher_of_a_phase, "AveragedModel"),
+    "optimizer of an earlier phase": (earlier_phase, "AdamW"),
+}
+
+
+@pytest.mark.parametrize("kind", IDLE)
+def test_what_the_loop_does_not_use_is_only_warned_of(kind: str) -> None:
+    prepare, name = IDLE[kind]
+    loop = Loop()
+    prepare(loop)
+    (told,) = loop.step()
+    assert "has not used so far" in told
+    assert name in told
+
+
+def registered(loop: Loop) -> None:
+    schedule(loop)
+    scaler(loop)
+    average(loop)
+    loop.registered = [*loop.others, {"scaler": loop.scaler}]
+
+
+def forgotten(loop: Loop) -> None:
+    """Tried and dropped, in a circle that only the garbage collector ends."""
+    tried = lr_scheduler.StepLR(loop.optimizer, 1)
+    tried.itself = tried  # type: ignore[attr-defined]
+
+
+def of_another(loop: Loop) -> None:
+    other = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    scaler_of_another = torch.amp.GradScaler("cpu")
+    scaler_of_another.scale(other(torch.ones(5)).sum()).backward()
+    scaler_of_another.step(optimizer)
+    loop.others = [optimizer, scaler_of_another, lr_scheduler.StepLR(optimizer, 1), swa_utils.AveragedModel(other)]
+
+
+def without_state(loop: Loop) -> None:
+    loop.others.append(torch.optim.SGD(loop.module[1].parameters()))
+    loop.after_step.append(loop.others[-1].step)
+
+
+SAVED: dict[str, Callable[[Loop], None]] = {
+    "nothing": lambda loop: None,
+    "given": given,
+    "schedule in parts": parts,
+    "schedule in a wrapper": wrapped,
+    "registered": registered,
+    "forgotten": forgotten,
+    "an optimizer without state": without_state,
+    "of another model": of_another,
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", SAVED)
+def test_nothing_else_is_found(kind: str, fused: bool) -> None:
+    loop = Loop(fused)
+    SAVED[kind](loop)
+    assert loop.step() == []

@@ -1,0 +1,163 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cpsr.config import CPSRConfig
+from cpsr.errors import ServiceError
+from cpsr.service.client import Client
+from cpsr.service.process import LOG_FILE, ServiceProcess
+from tests.service.journals import new_run
+
+WAIT_SECONDS = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Said:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def __call__(self, kind: str, message: str, **_: Any) -> None:
+        self.events.append((kind, message))
+
+    def wait(self, kind: str) -> str:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            for said, message in self.events:
+                if said == kind:
+                    return message
+            time.sleep(0.02)
+        raise AssertionError(f"{kind} was not said: {self.events}")
+
+
+def process_of(run_dir: Path, said: Said, **settings: Any) -> ServiceProcess:
+    service = {"enabled": True, "port": free_port(), **settings}
+    config = CPSRConfig.load({"run_dir": str(run_dir), "service": service})
+    return ServiceProcess(config.service, run_dir, said)
+
+
+def answered(process: ServiceProcess) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    with Client(f"http://127.0.0.1:{process._config.port}") as client:
+        while time.monotonic() < deadline:
+            try:
+                client.plan()
+            except ServiceError:
+                time.sleep(0.05)
+            else:
+                return
+    raise AssertionError("the service does not answer")
+
+
+def test_it_answers_until_it_is_closed(tmp_path: Path) -> None:
+    said = Said()
+    process = process_of(new_run(tmp_path), said)
+    began = time.monotonic()
+    process.start()
+    assert time.monotonic() - began < 1.0, "training does not wait for it"
+    answered(process)
+    with httpx.stream("GET", f"http://127.0.0.1:{process._config.port}/events") as stream:
+        next(stream.iter_lines())
+        process.close()  # not kept by who listens
+    assert process._process is not None
+    assert process._process.returncode == 0
+    assert [kind for kind, _ in said.events] == ["service"]
+    assert "serving" in (tmp_path / LOG_FILE).read_text()
+
+
+def test_its_death_is_said_once_and_nothing_else(tmp_path: Path) -> None:
+    said = Said()
+    process = process_of(new_run(tmp_path), said)
+    process.start()
+    assert process._process is not None
+    process._process.send_signal(signal.SIGKILL)
+    assert "training is not affected" in said.wait("service ended")
+    process.close()
+    assert [kind for kind, _ in said.events] == ["service", "service ended"]
+
+
+def test_where_it_cannot_serve_its_log_says_why(tmp_path: Path) -> None:
+    said = Said()
+    process = process_of(new_run(tmp_path), said, host="0.0.0.0")
+    process.start()
+    assert "status 2" in said.wait("service ended")
+    assert "without a token" in (tmp_path / LOG_FILE).read_text()
+    process.close()
+
+
+def test_where_it_cannot_be_started_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Said()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+    process = process_of(tmp_path, said)
+    process.start()
+    process.close()
+    assert [kind for kind, _ in said.events] == ["service ended"]
+    assert "could not be started" in said.events[0][1]
+
+
+def test_it_is_off_unless_it_is_wanted(tmp_path: Path) -> None:
+    said = Said()
+    process = process_of(tmp_path, said, enabled=False)
+    process.start()
+    process.close()
+    assert (said.events, list(tmp_path.iterdir())) == ([], [])
+
+
+JOB = """
+import os, sys
+from tests.recovery.test_faults import Loop, config, life, loader
+from cpsr import CPSRRecovery
+from pathlib import Path
+import time
+run_dir, port, ending = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+loop = Loop()
+service = {"enabled": True, "port": port}
+with CPSRRecovery(loop.adapter, config(run_dir, service=service)) as recovery:
+    for x, y in recovery.resume(loader(), repeat=True):
+        loop.step(loop.model(x, y))
+        if recovery.iteration == 5:
+            print("five", flush=True)
+            sys.stdin.readline()
+        if recovery.iteration >= 8:
+            break
+"""
+
+
+@pytest.mark.parametrize("ending", ["clean", "killed"])
+def test_a_job_has_its_service_as_long_as_it_lives(tmp_path: Path, ending: str) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", JOB, str(tmp_path / "run"), str(port), ending]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert job.stdin is not None
+    assert job.stdout is not None
+    assert job.stdout.readline() == "five\n"
+    (child,) = psutil.Process(job.pid).children()
+    deadline = time.monotonic() + WAIT_SECONDS
+    with Client(f"http://127.0.0.1:{port}") as client:
+        while True:
+            try:
+                assert client.plan()["ranks"][0]["interval_iterations"] == 3
+                break
+            except ServiceError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    if ending == "killed":
+        job.kill()
+    job.communicate("\n", timeout=WAIT_SECONDS)
+    assert job.returncode == (0 if ending == "clean" else -9)
+    child.wait(WAIT_SECONDS)

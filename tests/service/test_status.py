@@ -1,0 +1,175 @@
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cpsr.checkpoint.owner import mark_owner
+from cpsr.cli.main import app
+from cpsr.journal import CheckpointRow, Journal, PlanOverride, override_plan
+from cpsr.service.access import TOKEN_VARIABLE
+from tests.service.journals import (
+    bubble_row,
+    flushed,
+    measured_plan,
+    new_run,
+    plan_row,
+    record_steps,
+    recovery_row,
+    rehearsal_row,
+)
+from tests.service.test_events import served
+
+
+def status(*arguments: object, **environment: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["status", *map(str, arguments)], env={"COLUMNS": "200", **environment})
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for the machine's, in which other runs may have left something."""
+    directory = tmp_path_factory.mktemp("memory")
+    monkeypatch.setattr("cpsr.service.status.SHARED_MEMORY", directory)
+    return directory
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 1}')
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.record(plan_row(measured_plan()))
+    record_steps(journal)
+    journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=2_500_000))
+    journal.record(recovery_row())
+    journal.record(rehearsal_row(outcome="measured", lag_iterations=-7.0))
+    for rank, life in ((0, 0), (1, 0), (1, 0)):
+        journal.record(bubble_row(rank=rank, life=life))
+    flushed(journal)
+    journal.close()
+    override_plan(
+        tmp_path,
+        PlanOverride(
+            interval_min_iterations=25,
+            interval_max_iterations=25,
+            reason="[repairs]",
+            expires_unix_seconds=time.time() + 7200,
+        ),
+    )
+    return tmp_path
+
+
+def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
+    code, output, errors = status(run_dir)
+    assert (code, errors) == (0, "")
+    assert output.count("\n") < 12
+    interval = measured_plan().interval_iterations
+    for words in (
+        "run gpt: ok, iteration 7",
+        f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
+        "after a failure: predict",
+        "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
+        "others would choose: young 139, checkfreq",
+        "newest checkpoint: iteration 50, 2.5 MB",
+        "last recovery: line from a failure at 92, continued at 92, kept",
+        "last rehearsal: at iteration 70, measured, a lag of -7 iterations",
+        "the state descends from a predicted one",
+        "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
+        "snapshots were copied in 12.5%; 1.5 s past",
+    ):
+        assert words in output, words
+
+
+def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
+    code, output, _ = status(run_dir, "--json")
+    own = json.loads(output, parse_constant=pytest.fail)
+    assert code == 0
+    with served(run_dir) as url:
+        asked = json.loads(status(url, "--json")[1])
+        assert "run gpt: ok" in status(url)[1]
+    assert (own.pop("memory")["bytes"], asked.pop("memory")) == (0, None)  # a service may be on another machine
+    for found in (own, asked):  # these grow
+        found["health"].pop("journal_age_seconds")
+        found["plan"].pop("age_seconds")
+    assert own == asked
+    assert own["plan"]["override"]["reason"] == "[repairs]"
+
+
+def test_what_it_holds_of_this_machines_memory_is_told_and_what_others_left(run_dir: Path, memory: Path) -> None:
+    assert "memory" not in status(run_dir)[1]
+    for run_id, size in (("gpt", 3_000_000), ("gone", 4_000_000)):
+        (memory / f"cpsr-{run_id}-rank-00000-0").write_bytes(bytes(size))
+    mark_owner("gpt", run_dir, "node-1", memory)
+    *_, own, others = status(run_dir)[1].splitlines()
+    assert own == "host memory of this machine: 3.0 MB"
+    assert others == "1 run whose directory is gone, or not in sight, left 4.0 MB of it as well: cpsr release --orphans"
+    told = json.loads(status(run_dir, "--json")[1])["memory"]
+    assert (told["bytes"] // 1_000_000, told["orphaned_bytes"] // 1_000_000, told["orphaned_runs"]) == (3, 4, 1)
+
+
+def test_one_run_of_several_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        new_run(tmp_path / name)
+    with served(tmp_path) as url:
+        code, _, errors = status(url)
+        assert (code, "run_needed" in errors or "name one of them" in errors) == (2, True)
+        assert status(url, "--run", "b")[0] == 0
+
+
+def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.end_life("error")
+    journal.close()
+    code, output, _ = status(tmp_path)
+    assert (code, output.splitlines()) == (0, ["run: degraded: life 0 ended with an error, no step yet", "no plan yet"])
+    with served(tmp_path) as url:
+        assert status(url)[1] == output
+        assert json.loads(status(url, "--json")[1])["plan"] is None
+
+
+def test_bubbles_are_of_the_newest_life_and_an_end_is_said(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.record(bubble_row(life=0))
+    journal.record(bubble_row(life=1, rank=2, used_seconds=4.0))
+    journal.end_life("clean")
+    journal.close()
+    _, output, _ = status(tmp_path)
+    assert output.splitlines()[0] == "run: ok, it has ended, no step yet"
+    assert "on 1 rank, the predictor worked in 50.0% of that" in output
+    (told,) = json.loads(status(tmp_path, "--json")[1])["bubbles"]
+    assert (told["rank"], told["used_seconds"]) == (2, 4.0)
+
+
+def spoil(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path, "no run directory"),
+        (lambda path: (path / "journal.db").write_bytes(b"x" * 5000), "not a CPSR journal"),
+        (lambda path: spoil(new_run(path) / "journal.db"), "schema 99"),
+    ],
+    ids=["nothing", "foreign", "newer"],
+)
+def test_what_cannot_be_told_is_one_line_with_status_2(tmp_path: Path, make: Any, words: str) -> None:
+    make(tmp_path)
+    code, output, errors = status(tmp_path)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert words in errors
+
+
+def test_a_service_that_is_not_there_is_one_line_with_status_2() -> None:
+    code, _, errors = status("http://127.0.0.1:1", **{TOKEN_VARIABLE: "a-token-that-is-long-enough"})
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "cannot be reached" in errors
+    assert "a-token" not in errors

@@ -1,0 +1,91 @@
+"""Trees of plain data survive JSON and tensors bit for bit; nothing else gets in."""
+
+import json
+import math
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state.codec import decode, encode
+
+
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
+KEYS = st.text() | st.integers() | st.booleans()
+TREES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner),
+    max_leaves=20,
+)
+
+
+def through_json(tree: Any) -> Any:
+    data, tensors = encode(tree)
+    return decode(json.loads(json.dumps(data)), tensors)
+
+
+@given(TREES)
+def test_plain_data_comes_back_equal_and_of_the_same_type(tree: Any) -> None:
+    back = through_json(tree)
+    assert back == tree
+    assert repr(back) == repr(tree)  # tells 1 from True, 0.0 from -0.0, tuples from lists, and the order of keys
+
+
+def test_numbers_that_json_has_not() -> None:
+    back = through_json([math.inf, -math.inf, math.nan])
+    assert back[:2] == [math.inf, -math.inf]
+    assert math.isnan(back[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_tensors_are_copies_of_the_same_type(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).reshape(2, 3).t().to(dtype)
+    data, tensors = encode({"a": [tensor]})
+    expected = tensor.clone()
+    tensor.zero_()
+    back = decode(data, tensors)["a"][0]
+    assert back.dtype == dtype
+    assert torch.equal(back, expected)
+
+
+def test_numpy_values_keep_their_type() -> None:
+    back = through_json({"scalar": numpy.float32(1.1), "array": numpy.arange(3, dtype=numpy.uint32)})
+    assert type(back["scalar"]) is numpy.float32
+    assert back["scalar"] == numpy.float32(1.1)
+    assert back["array"].dtype == numpy.uint32
+    assert back["array"].tolist() == [0, 1, 2]
+
+
+def test_a_users_own_tag_is_data() -> None:
+    assert through_json({"__cpsr__": "tensor", "key": "x"}) == {"__cpsr__": "tensor", "key": "x"}
+
+
+def test_containers_that_would_come_back_as_others() -> None:
+    ordered = OrderedDict([("b", 1), ("a", torch.ones(1))])
+    back = through_json(ordered)
+    assert type(back) is OrderedDict
+    assert list(back) == ["b", "a"]
+    with pytest.raises(UnsupportedEngineError, match="Pair is not plain data"):
+        encode({"batch": Pair(1, 2)})
+    with pytest.raises(UnsupportedEngineError, match="defaultdict is not plain data"):
+        encode(defaultdict(int))
+
+
+def test_objects_are_refused_by_path_and_type() -> None:
+    with pytest.raises(UnsupportedEngineError, match=r"tree\.a\.1: builtins\.object is not plain data"):
+        encode({"a": [1, object()]})
+
+
+def test_an_unknown_tag_is_refused() -> None:
+    with pytest.raises(ValueError, match="newer version"):
+        decode({"__cpsr__": "from the future"}, {})
