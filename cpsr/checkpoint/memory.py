@@ -19,7 +19,6 @@ import json
 import logging
 import mmap
 import os
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # A killed process of many gigabytes takes some seconds to end; workers of torch's data loaders, if one has a lock
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
-_SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 8
 
 

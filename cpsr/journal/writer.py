@@ -61,9 +61,8 @@ class Journal:
     """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
 
     Recording never blocks, and never raises because of the disk: rows wait in a bounded queue and are retried, also if
-    the disk is full when the journal is opened. A failure is logged once per kind, counted in `failure_counts`, and
-    returned once by `failures()`. Rows dropped by the bound are counted in `dropped_rows`, and in an event once the
-    file can be written again.
+    the disk is full when the journal is opened. A failure is logged once per kind, and returned once by `failures()`.
+    Rows dropped by the bound are counted in `dropped_rows`, and in an event once the file can be written again.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Journal:
         self._batch: list[_Write] = []  # taken by the thread, not committed yet
         self._closing = self._abandoned = self._stopped = False
         self._failures: list[str] = []
-        self._failure_counts: collections.Counter[str] = collections.Counter()
+        self._noted: set[str] = set()  # kinds of failures
         self._dropped_rows = self._dropped_rows_recorded = 0
         self._thread = threading.Thread(target=self._run, name="cpsr-journal", daemon=True)
         self._thread.start()
@@ -192,12 +191,6 @@ class Journal:
             return failures
 
     @property
-    def failure_counts(self) -> dict[str, int]:
-        """How often each kind of failure occurred since the journal was opened."""
-        with self._changed:
-            return dict(self._failure_counts)
-
-    @property
     def dropped_rows(self) -> int:
         """Rows that never reached the file."""
         with self._changed:
@@ -265,12 +258,12 @@ class Journal:
 
     def _note(self, kind: str, message: str) -> None:
         with self._changed:
-            self._failure_counts[kind] += 1
-            first = self._failure_counts[kind] == 1
+            first = kind not in self._noted
             if first:
+                self._noted.add(kind)
                 self._failures.append(f"journal {self.path}: {message}")
         if first:
-            log.error("journal %s: %s (further failures of this kind are only counted)", self.path, message)
+            log.error("journal %s: %s (further failures of this kind are not logged)", self.path, message)
 
     def _note_closed(self, error: sqlite3.Error | OSError) -> None:
         name = getattr(error, "sqlite_errorname", type(error).__name__)

@@ -13,7 +13,16 @@ from cpsr.engines.moe.popularity import OVERDUE_ROUNDS, Popularity
 from cpsr.errors import ConfigError
 from cpsr.experts.budget import Budget
 from cpsr.experts.load_aware import LoadAware
-from tests.engines.moe.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
+from tests.engines.moe.mixtures import (
+    load,
+    loads,
+    longest_wait,
+    mixture,
+    mixtures,
+    most_at_risk_first,
+    no_load,
+    selections,
+)
 
 
 def chosen(layers: tuple[ExpertLayer, ...], popularity: Popularity, count: int) -> list[tuple[int, int]]:
@@ -70,7 +79,7 @@ def test_on_each_rank_it_is_the_layers_most_loaded_that_are_saved(data: st.DataO
     found = set(chosen(layers, popularity, count))
     for place, layer in enumerate(layers):
         for rank in range(layer.expert_parallel.size):
-            order = [index for index in popularity.most_at_risk_first(place) if layer.owner(index) == rank]
+            order = [index for index in most_at_risk_first(popularity, place) if layer.owner(index) == rank]
             saved = [(place, index) in found for index in order]
             assert saved == sorted(saved, reverse=True)
 

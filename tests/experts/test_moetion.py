@@ -15,7 +15,16 @@ from cpsr.engines.moe.popularity import OVERDUE_ROUNDS, Popularity
 from cpsr.experts.budget import Budget
 from cpsr.experts.each_rank import as_on_each_rank
 from cpsr.experts.moetion import Moetion, allocation
-from tests.engines.moe.mixtures import load, loads, longest_wait, mixture, mixtures, no_load, selections
+from tests.engines.moe.mixtures import (
+    load,
+    loads,
+    longest_wait,
+    mixture,
+    mixtures,
+    most_at_risk_first,
+    no_load,
+    selections,
+)
 
 SIZE = 10
 RISKS_AND_EXPERTS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 64)), min_size=1, max_size=12)
@@ -119,7 +128,7 @@ def test_a_large_model_with_the_same_load_everywhere() -> None:
 
 def expert_by_expert(layers: Sequence[ExpertLayer], popularity: Popularity, budget: Budget) -> list[Expert]:
     """One rank's selection where nothing is overdue: each place to the layer with the highest average."""
-    first = [popularity.most_at_risk_first(i) for i in range(len(layers))]
+    first = [most_at_risk_first(popularity, i) for i in range(len(layers))]
     own = [[index for index in first[i] if index in layer.owned] for i, layer in enumerate(layers)]
     risks = [sum(popularity.unsaved_tokens[i][index] for index in indices) for i, indices in enumerate(own)]
     oldest = [max(popularity.ages[i][index] for index in indices) for i, indices in enumerate(own)]

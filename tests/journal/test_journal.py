@@ -334,7 +334,6 @@ def test_a_bad_row_is_dropped_counted_and_told_once(path: Path, journal: Journal
     with JournalReader(path) as reader:
         assert [row.iteration for row in reader.checkpoints()] == [2]
     assert journal.dropped_rows == 3
-    assert journal.failure_counts == {"CheckpointRow dropped": 3}
     (failure,) = journal.failures()
     assert str(path) in failure
     assert journal.failures() == []
@@ -502,7 +501,6 @@ def test_rows_wait_out_a_foreign_lock(path: Path, journal: Journal, monkeypatch:
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.losses() == [step(1)]
-    assert journal.failure_counts == {"SQLITE_BUSY": 1}
     (failure,) = journal.failures()
     assert "training goes on" in failure
 
@@ -528,8 +526,6 @@ for i in range(50):
 failures = journal.failures()
 assert any("cannot write" in failure for failure in failures), failures
 assert journal.dropped_rows == 40, journal.dropped_rows
-counts = dict(journal.failure_counts)
-assert counts["StepRow dropped"] == 40, counts
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # space again
 assert journal.flush(20)
 journal.close()
@@ -537,7 +533,7 @@ with JournalReader(path) as reader:
     assert [row.iteration for row in reader.losses()] == list(range(40, 50))
     assert [(row.kind, row.message.split()[0]) for row in reader.events()] == [
         ("note", "while"), ("journal_rows_dropped", "40")]
-print("survived", counts)
+print("survived")
 """
 
 

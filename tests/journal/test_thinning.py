@@ -79,7 +79,7 @@ def test_the_size_grows_with_the_doublings_of_the_run(tmp_path: Path, monkeypatc
         journal.record(*[step(iteration) for iteration in range(first, first + 20)])
         assert journal.flush(FLUSH_SECONDS)
     journal.close()
-    assert journal.failure_counts == {}
+    assert (journal.failures(), journal.dropped_rows) == ([], 0)
     with JournalReader(tmp_path / "journal.db") as reader:
         kept = reader.losses()
         assert reader.trained_seconds() == sum(step(iteration).seconds for iteration in range(1, count + 1))

@@ -35,11 +35,6 @@ class Popularity:
     unsaved_tokens: PerExpert
     ages: PerExpert
 
-    def most_at_risk_first(self, layer: int) -> list[int]:
-        """Indices of a layer's experts: most unsaved tokens first, then oldest snapshot, then lowest index."""
-        order = numpy.lexsort((-self.ages[layer], -self.unsaved_tokens[layer]))
-        return [int(index) for index in order]
-
     def at_risk(self, layers: Sequence[ExpertLayer]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
         """Unsaved tokens and ages as policies read them, `(experts of all layers,)` each.
 

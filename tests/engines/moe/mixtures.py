@@ -32,6 +32,12 @@ def no_load(layers: Sequence[ExpertLayer]) -> Popularity:
     return Popularity(zeros(layers), zeros(layers), zeros(layers))
 
 
+def most_at_risk_first(popularity: Popularity, layer: int) -> list[int]:
+    """Indices of a layer's experts: most unsaved tokens first, then oldest snapshot, then lowest index."""
+    tokens, ages = popularity.unsaved_tokens[layer], popularity.ages[layer]
+    return sorted(range(len(tokens)), key=lambda index: (-tokens[index], -ages[index], index))
+
+
 @st.composite
 def mixtures(draw: st.DrawFn, layers: int = 5, experts_per_rank: int = 4) -> tuple[ExpertLayer, ...]:
     """Layers of different sizes, over one group of ranks."""

@@ -1,4 +1,4 @@
-"""Popularity: what is refused, who is at most risk, shares."""
+"""Popularity: what is refused, shares, who is overdue."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,11 +37,6 @@ def test_numbers_are_copied() -> None:
 def test_counts_that_do_not_fit_are_refused(values: Sequence[Sequence[float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         per_expert(mixture(2, 3), values, "tokens")
-
-
-def test_most_unsaved_tokens_go_first_then_the_oldest_then_the_first() -> None:
-    found = load([5, 0, 7, 0, 5, 0], ages=[[1, 2, 0, 3, 4, 3]])
-    assert found.most_at_risk_first(0) == [2, 4, 0, 3, 5, 1]
 
 
 def test_shares_of_a_layer_to_which_nothing_was_routed_are_equal() -> None:
