@@ -119,7 +119,8 @@ class RecoveryRow:
     the checkpoints, `vitp` if the network turned that line (older journals have `vitp` for both). Training continues at
     `restored_iteration`; `failure_iteration` is None if the run had not failed. `feasible` lists the possible methods,
     `expected_lag_iterations` is the expected cost of the recovery, `guard` contains the guard's measurements. If
-    `outcome` is `vetoed` or `rolled_back`, the exact state at `checkpoint_iteration` replaced the predicted one.
+    `outcome` is `vetoed` or `rolled_back`, the state at `checkpoint_iteration` replaced the predicted one. After a
+    roll-back `guard["rolled_back_to"]` is the text of its `Beginning`; older journals lack it.
     """
 
     id: str
@@ -154,7 +155,9 @@ class RecoveryRow:
     @property
     def labelled(self) -> bool:
         """Whether training went on from a state whose checkpoints say `predicted`."""
-        return self.beginning.labelled and not self.given_up
+        if self.given_up:
+            return Beginning.of(self.guard.get("rolled_back_to", Beginning.EXACT.value)).labelled
+        return self.beginning.labelled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,7 +40,7 @@ class RecoveryOutcome:
     def end_watch(self, outcome: Literal["kept", "rolled_back"], watch: dict[str, Any]) -> None:
         """The watch has ended."""
         self._watched = watch
-        self._update(outcome)
+        self._update(outcome, **({"rolled_back_to": self._restored.method} if outcome == "rolled_back" else {}))
         self._learner.record({"outcome": outcome, "settings": self.settings, "watch": watch})
 
     def measured(self, lag: dict[str, float], settings: dict[str, Any]) -> None:

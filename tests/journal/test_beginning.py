@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cpsr.journal import Beginning, RecoveryRow
 
 
-def recovery(method: str, outcome: Any = "kept") -> RecoveryRow:
+def recovery(method: str, outcome: Any = "kept", **guard: Any) -> RecoveryRow:
     return RecoveryRow(
         id="one",
         life=1,
@@ -19,6 +19,7 @@ def recovery(method: str, outcome: Any = "kept") -> RecoveryRow:
         method=method,
         requested_mode="auto",
         outcome=outcome,
+        guard=guard,
     )
 
 
@@ -66,3 +67,9 @@ def test_what_a_predictor_formed_is_watched_and_labelled(beginning: Beginning) -
 def test_a_state_that_was_given_up_labels_nothing(method: str, outcome: Any, given_up: bool, labelled: bool) -> None:
     row = recovery(method, outcome)
     assert (row.given_up, row.labelled) == (given_up, labelled)
+
+
+@pytest.mark.parametrize(("to", "labelled"), [("exact", False), ("stale", True)])
+def test_a_roll_back_to_older_experts_is_labelled(to: str, labelled: bool) -> None:
+    row = recovery("line", "rolled_back", rolled_back_to=to)
+    assert (row.given_up, row.labelled) == (True, labelled)

@@ -137,6 +137,18 @@ def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
         assert back.result(rank)["started"]["method"] == "line"
 
 
+def test_a_roll_back_to_older_experts_is_labelled(job: Job) -> None:
+    killed_at(job, FAILURE, settings())
+    back = restarted(job, settings(), mode="predict", poison=True)
+    for rank in range(RANKS):
+        assert back.result(rank)["started"]["iteration"] == FAILURE
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.recoveries()[-1]
+        assert (recovery.method, recovery.outcome, recovery.labelled) == ("line", "rolled_back", True)
+        assert recovery.guard["rolled_back_to"] == "stale"
+        assert journal.checkpoints()[-1].origin == "predicted"
+
+
 def test_mode_exact_goes_behind_experts_of_other_ages(job: Job) -> None:
     killed_at(job, 10, settings())
     back = restarted(job, settings(), mode="exact")

@@ -128,6 +128,8 @@ def test_history_says_until_when_each_plan_held(client: TestClient, journal: Jou
         ({"outcome": "vetoed", "restored_iteration": 50}, "trained", False),
         ({"outcome": "vetoed", "restored_iteration": 50}, "predicted", True),
         ({"outcome": "rolled_back"}, "trained", False),
+        ({"outcome": "rolled_back", "guard": {"rolled_back_to": "exact"}}, "trained", False),
+        ({"outcome": "rolled_back", "guard": {"rolled_back_to": "stale"}}, "trained", True),
         ({"outcome": "rolled_back", "checkpoint_iteration": 40}, "predicted", None),
         ({"method": "exact", "restored_iteration": 50}, "trained", False),
         ({"method": "exact", "restored_iteration": 50}, "predicted", True),
