@@ -368,19 +368,16 @@ def _descends_from_predicted(reader: JournalReader, recovery: RecoveryRow | None
 
 def _descended_before(reader: JournalReader, recovery: RecoveryRow) -> bool:
     """Whether the state that a recovery found in memory descended from a predicted one of an earlier life."""
-    before = [row for row in reader.recoveries() if row.life < recovery.life]
-    checkpoints = [row for row in reader.checkpoints() if row.status == "committed"]
-    while before:
-        earlier = before.pop()
-        committed = [
-            row for row in checkpoints if _is_of(row, earlier) and row.iteration <= recovery.restored_iteration
-        ]
-        if committed:
-            return committed[-1].origin == "predicted"
+    for earlier in reader.recoveries_before(recovery.life):
+        start = _start(earlier)
+        if start is not None:
+            committed = reader.committed_in(earlier.life, start + 1, recovery.restored_iteration + 1)
+            if committed is not None:
+                return committed.origin == "predicted"
         if earlier.labelled:
             return True
         if not _was_in_memory(earlier):
-            return any(row.iteration == _start(earlier) and row.origin == "predicted" for row in checkpoints)
+            return start is not None and reader.is_predicted(start)
     return False
 
 

@@ -143,6 +143,16 @@ class JournalReader:
         clause = f"WHERE status = 'committed' {at} ORDER BY row DESC LIMIT 1"
         return _first(self._rows(CheckpointRow, clause, parameters))
 
+    def committed_in(self, life: int, start: int, stop: int) -> CheckpointRow | None:
+        """The checkpoint that a life committed last, of those at the iterations [start, stop)."""
+        where = "WHERE status = 'committed' AND life = ? AND iteration >= ? AND iteration < ?"
+        return _first(self._rows(CheckpointRow, f"{where} ORDER BY row DESC LIMIT 1", (life, start, stop)))
+
+    def is_predicted(self, iteration: int) -> bool:
+        """Whether any checkpoint that was committed at this iteration is labelled `predicted`."""
+        clause = "WHERE status = 'committed' AND origin = 'predicted' AND iteration = ? LIMIT 1"
+        return bool(self._rows(CheckpointRow, clause, (iteration,)))
+
     def recoveries(self) -> list[RecoveryRow]:
         """Every recovery with the sources of all ranks."""
         return self._rows(RecoveryRow, "ORDER BY row")
@@ -150,6 +160,15 @@ class JournalReader:
     def latest_recovery(self) -> RecoveryRow | None:
         """The newest recovery; None if the run never had one."""
         return _first(self._rows(RecoveryRow, "ORDER BY row DESC LIMIT 1"))
+
+    def recoveries_before(self, life: int) -> Iterator[RecoveryRow]:
+        """The recoveries of earlier lives, newest first; each is read when it is asked for."""
+        statement = f"{self._select(RecoveryRow)} WHERE life < ? ORDER BY row DESC"
+        try:
+            for values in self._connection.execute(statement, (life,)):
+                yield self._build(RecoveryRow, values)
+        except sqlite3.Error as error:
+            raise unreadable(self.path, error) from error
 
     def rehearsals(self) -> list[RehearsalRow]:
         """Every rehearsed recovery; none in a file of version 1, which has no rehearsals."""

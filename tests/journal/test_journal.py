@@ -180,6 +180,36 @@ def test_recovery_outcome_is_updated_and_an_unknown_one_is_told(path: Path, jour
     assert "no recovery 'other'" in failure
 
 
+def test_recoveries_of_earlier_lives_come_newest_first_with_their_sources(path: Path, journal: Journal) -> None:
+    for number, life in enumerate((0, 1, 1, 2)):
+        journal.record(dataclasses.replace(recovery(), id=f"r{number}", life=life))
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        found = reader.recoveries_before(2)
+        assert next(found).id == "r2"
+        assert reader.lives() == []  # another query while the first is under way
+        assert [row.id for row in found] == ["r1", "r0"]
+        assert [row.sources for row in reader.recoveries_before(1)] == [recovery().sources]
+
+
+def test_committed_checkpoints_of_a_life_within_some_iterations(path: Path, journal: Journal) -> None:
+    for life, iteration, status, origin in (
+        (0, 10, "committed", "trained"),
+        (0, 20, "committed", "predicted"),
+        (0, 30, "skipped", "trained"),
+        (1, 20, "committed", "trained"),
+    ):
+        journal.record(CheckpointRow(life=life, iteration=iteration, status=status, origin=origin))  # type: ignore[arg-type]  # mypy widens the literals
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.committed_in(0, 10, 40) == reader.committed_in(0, 20, 21)
+        newest = reader.committed_in(0, 0, 20)
+        assert newest is not None
+        assert newest.iteration == 10
+        assert reader.committed_in(0, 21, 40) is None
+        assert [reader.is_predicted(iteration) for iteration in (10, 20, 30)] == [False, True, False]
+
+
 def rehearsal(**changes: Any) -> RehearsalRow:
     row = RehearsalRow(
         id="d1",

@@ -195,6 +195,18 @@ def test_what_was_left_in_memory_descends_from_what_the_life_before_had(
     assert client.get("/plan").json()["descends_from_predicted"] is descends
 
 
+@pytest.mark.parametrize("first", [PREDICTED_BEFORE, EXACT_BEFORE])
+def test_a_state_that_several_lives_found_in_memory_descends_from_the_first(
+    client: TestClient, journal: Journal, first: RecoveryRow
+) -> None:
+    journal.record(plan_row())
+    journal.record(first)
+    for life in (2, 3, 4):
+        journal.record(recovery_row(life=life, method="departure", sources=DUMPED))
+    flushed(journal)
+    assert client.get("/plan").json()["descends_from_predicted"] is (first is PREDICTED_BEFORE)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
