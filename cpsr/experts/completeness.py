@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from cpsr.engines.moe.naming import Naming
 
-__all__ = ["misfit_experts", "missing_experts", "unlike_experts", "wrong_experts"]
+__all__ = ["wrong_experts"]
 
 # A rank's slice of a parameter: the global shape, the first element and the number of elements.
 SavedSlice = tuple[tuple[int, ...], int, int]
@@ -15,22 +15,27 @@ _Expert = tuple[str, int]
 _Pieces = Mapping[str, tuple[_Expert, dict[int, SavedSlice]]]
 
 
-def missing_experts(
-    parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming, trained: Collection[str] | None = None
+def wrong_experts(
+    parts: Mapping[int, Mapping[str, SavedSlice]],
+    ages: Mapping[int, Mapping[str, int]],
+    naming: Naming,
+    trained: Collection[str] | None = None,
 ) -> str | None:
-    """Experts, or parts of them, that no rank has; parameters are distributed whole or in slices.
+    """The first problem of the experts in a checkpoint, as one sentence; None where there is none.
+
+    In this order: a parameter of an expert has different shapes on two ranks, or a slice beyond its shape; no rank has
+    an expert, or a part of it; slices of an expert are from different iterations, a state that training never had.
 
     Args:
         parts: for each rank, operator name -> (global shape, first element, elements) of its slice.
+        ages: for each rank, operator name -> iteration at which it was taken.
         naming: how names identify experts.
-        trained: names of the experts' parameters that the optimizer of any rank trains; None: in each layer all experts
-            from 0 up to the last that any rank has, which does not see it where the last ones are missing, or some of
-            an expert's parameters.
-
-    Returns:
-        None where nothing is missing; else one sentence that names the first thing that is, and how much more.
+        trained: names of the experts' parameters that the optimizer of any rank trains. Shapes of others are not
+            compared: buffers may be of any size on each rank. None: in each layer all experts from 0 up to the last
+            that any rank has. That does not see missing last experts, or missing parameters.
     """
-    return _missing(_pieces(parts, naming), naming, trained)
+    pieces = _pieces(parts, naming)
+    return _misfit(pieces, trained) or _missing(pieces, naming, trained) or _unlike(ages, naming)
 
 
 def _missing(pieces: _Pieces, naming: Naming, trained: Collection[str] | None) -> str | None:
@@ -55,22 +60,6 @@ def _missing(pieces: _Pieces, naming: Naming, trained: Collection[str] | None) -
     return f"no rank has {lacking[0]}{more}"
 
 
-def misfit_experts(
-    parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming, trained: Collection[str] | None = None
-) -> str | None:
-    """A parameter of an expert that has different shapes on two ranks, or a slice beyond its shape.
-
-    Args:
-        parts: as for `missing_experts`.
-        naming: how names identify experts.
-        trained: names of the parameters that are looked at, as buffers may be of any size on each rank; None: all.
-
-    Returns:
-        None where all fit; else one sentence that names the first that does not.
-    """
-    return _misfit(_pieces(parts, naming), trained)
-
-
 def _misfit(pieces: _Pieces, trained: Collection[str] | None) -> str | None:
     for name, ((layer, number), slices) in pieces.items():
         if trained is not None and name not in trained:
@@ -91,16 +80,7 @@ def _misfit(pieces: _Pieces, trained: Collection[str] | None) -> str | None:
     return None
 
 
-def unlike_experts(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str | None:
-    """An expert whose slices are from different iterations, a state that training never had.
-
-    Args:
-        ages: for each rank, operator name -> iteration at which it was taken.
-        naming: how names identify experts.
-
-    Returns:
-        None where all ranks agree; else one sentence that names the first.
-    """
+def _unlike(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str | None:
     taken: dict[_Expert, tuple[int, int]] = {}
     for rank, operators in ages.items():
         for name, iteration in operators.items():
@@ -115,17 +95,6 @@ def unlike_experts(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str
                     f"{iteration}"
                 )
     return None
-
-
-def wrong_experts(
-    parts: Mapping[int, Mapping[str, SavedSlice]],
-    ages: Mapping[int, Mapping[str, int]],
-    naming: Naming,
-    trained: Collection[str] | None = None,
-) -> str | None:
-    """The first problem of `misfit_experts`, `missing_experts` and `unlike_experts`."""
-    pieces = _pieces(parts, naming)
-    return _misfit(pieces, trained) or _missing(pieces, naming, trained) or unlike_experts(ages, naming)
 
 
 def _expert_of(name: str, naming: Naming) -> _Expert | None:

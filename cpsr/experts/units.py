@@ -30,7 +30,7 @@ def units_of(operators: ModelOperators, shard: Shard) -> dict[str, str]:
 
 
 def trained_experts(naming: Naming, shard: Shard, group: Group) -> frozenset[str]:
-    """Names of the experts' parameters that some rank trains, which `missing_experts` must find; a collective."""
+    """Names of the experts' parameters that some rank trains, which `wrong_experts` must find; a collective."""
     gathered = group.gather(list(experts_of(naming, shard.operators)))
     return frozenset(name for names in gathered for name in names)
 

@@ -210,14 +210,6 @@ class JournalReader:
         """The phase whose end was recorded last; None before the first. Does not read the others."""
         return _first(self._rows(PhaseRow, "ORDER BY row DESC LIMIT 1"))
 
-    def fits(self, kind: str | None = None) -> list[FitRow]:
-        """Every fitted curve, of all kinds or of one; none in a file from before there were any."""
-        return self._rows(FitRow, "WHERE ?1 IS NULL OR kind = ?1 ORDER BY row", (kind,))
-
-    def bubbles(self) -> list[BubbleRow]:
-        """The ranks' waits; none in a file from before that was recorded."""
-        return self._rows(BubbleRow, "ORDER BY row")
-
     def events_of(self, iterations: Sequence[int], kinds: Sequence[str]) -> list[EventRow]:
         """The events of some kinds that belong to some iterations."""
         if not iterations:
@@ -227,10 +219,6 @@ class JournalReader:
         wanted = set(iterations)
         clause = f"WHERE kind IN ({marks}) AND iteration BETWEEN ? AND ? ORDER BY row"
         return [row for row in self._rows(EventRow, clause, asked) if row.iteration in wanted]
-
-    def backtests(self) -> list[BacktestRow]:
-        """Every backtest of the predictor; none in a file from before they were kept."""
-        return self._rows(BacktestRow, "ORDER BY row")
 
     def events(self) -> list[EventRow]:
         """Every event of every rank."""

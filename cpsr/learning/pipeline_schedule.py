@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RECEIVE_ACTIVATION", "RECEIVE_GRADIENT", "StageWaits", "idle_shares", "stage_order", "stage_waits"]
+__all__ = ["RECEIVE_ACTIVATION", "RECEIVE_GRADIENT", "Slot", "StageWaits", "idle_shares", "stage_slots", "stage_waits"]
 
 # DeepSpeed's names of the two instructions that wait for another stage.
 RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "RecvActivation", "RecvGrad"
@@ -17,8 +17,8 @@ RECEIVE_ACTIVATION, RECEIVE_GRADIENT = "RecvActivation", "RecvGrad"
 # is known.
 BACKWARD_RATIO = 2.0
 
-Computation = tuple[Literal["forward", "backward"], int]
-_Slot = tuple[int, Literal["forward", "backward"], int]
+# Number of the slot, computation, micro-batch.
+Slot = tuple[int, Literal["forward", "backward"], int]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,16 @@ class StageWaits:
         return self.receive_seconds + self.tail_seconds
 
 
-def stage_order(stages: int, micro_batches: int, stage: int) -> list[Computation]:
-    """The computations of a stage in their order: `("forward" or "backward", micro-batch)`.
+def stage_slots(stages: int, micro_batches: int, stage: int) -> list[Slot]:
+    """The computations of a stage in their order.
 
-    >>> stage_order(stages=2, micro_batches=2, stage=0)
-    [('forward', 0), ('forward', 1), ('backward', 0), ('backward', 1)]
+    >>> stage_slots(stages=2, micro_batches=2, stage=0)
+    [(0, 'forward', 0), (2, 'forward', 1), (3, 'backward', 0), (5, 'backward', 1)]
     """
-    return [(kind, micro_batch) for _, kind, micro_batch in _slots(stages, micro_batches, stage)]
+    found: list[Slot] = []
+    for batch in range(micro_batches):
+        found += [(2 * batch + stage, "forward", batch), (2 * batch + 2 * stages - stage - 1, "backward", batch)]
+    return sorted(found)
 
 
 def stage_waits(
@@ -87,7 +90,7 @@ def stage_waits(
     computations = sorted(
         (slot, stage, kind, micro_batch)
         for stage in range(stages)
-        for slot, kind, micro_batch in _slots(stages, micro_batches, stage)
+        for slot, kind, micro_batch in stage_slots(stages, micro_batches, stage)
     )
     for _, stage, kind, micro_batch in computations:
         if kind == "forward":
@@ -114,13 +117,6 @@ def idle_shares(stages: int, micro_batches: int, stage: int) -> dict[str, Sequen
         RECEIVE_ACTIVATION: [seconds / waits.iteration_seconds for seconds in waits.activation_seconds],
         RECEIVE_GRADIENT: [seconds / waits.iteration_seconds for seconds in waits.gradient_seconds],
     }
-
-
-def _slots(stages: int, micro_batches: int, stage: int) -> list[_Slot]:
-    found: list[_Slot] = []
-    for batch in range(micro_batches):
-        found += [(2 * batch + stage, "forward", batch), (2 * batch + 2 * stages - stage - 1, "backward", batch)]
-    return sorted(found)
 
 
 def _wait(free: list[float], stage: int, available: float, waits: list[list[float]]) -> None:

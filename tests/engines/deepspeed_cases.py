@@ -22,7 +22,7 @@ from cpsr.engines import TorchAdapter, adapt
 from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
 from cpsr.engines.hooks import Hooks
 from cpsr.errors import UnsupportedEngineError
-from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_order
+from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_slots
 from tests.engines.conformance import (
     AFTER,
     BATCH,
@@ -427,7 +427,7 @@ def receives_are_waits() -> None:
         "forward": RECEIVE_ACTIVATION if stage.index > 0 else None,
         "backward": RECEIVE_GRADIENT if stage.index + 1 < stage.count else None,
     }
-    order = [receives[kind] for kind, _ in stage_order(stage.count, micro_batches, stage.index)]
+    order = [receives[kind] for _, kind, _ in stage_slots(stage.count, micro_batches, stage.index)]
     expected = [told for place in order if place is not None for told in (place, "")]
     assert recorder.waits == expected
     shares = idle_shares(stage.count, micro_batches, stage.index)

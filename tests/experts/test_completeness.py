@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.engines.moe.naming import DEEPSPEED, MODULE_LIST
-from cpsr.experts.completeness import SavedSlice, misfit_experts, missing_experts, wrong_experts
+from cpsr.experts.completeness import SavedSlice, wrong_experts
 
 SHAPE = (4, 3)
 
@@ -23,7 +23,7 @@ def weights(layer: str, *experts: int) -> list[str]:
 
 def test_experts_shared_out_whole() -> None:
     parts = {0: whole(*weights("a", 0, 1), "norm.weight"), 1: whole(*weights("a", 2, 3), *weights("b", 0))}
-    assert missing_experts(parts, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, MODULE_LIST) is None
 
 
 def test_replicas_and_slices() -> None:
@@ -33,38 +33,38 @@ def test_replicas_and_slices() -> None:
         1: {name: (SHAPE, 5, 7)},
         2: {name: (SHAPE, 0, 12)},
     }
-    assert missing_experts(parts, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, MODULE_LIST) is None
     del parts[2]
-    assert missing_experts(parts, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, MODULE_LIST) is None
     parts[1] = {name: (SHAPE, 9, 3)}
-    assert missing_experts(parts, MODULE_LIST) == f"no rank has elements 8 to 8 of '{name}'"
+    assert wrong_experts(parts, {}, MODULE_LIST) == f"no rank has elements 8 to 8 of '{name}'"
     parts[1] = {name: (SHAPE, 7, 3)}
-    assert missing_experts(parts, MODULE_LIST) == f"no rank has elements 10 to 11 of '{name}'"
+    assert wrong_experts(parts, {}, MODULE_LIST) == f"no rank has elements 10 to 11 of '{name}'"
 
 
 def test_the_experts_of_a_rank_that_holds_none() -> None:
     parts = {0: whole(*weights("a", 0, 1)), 1: whole(*weights("a", 4, 5))}
-    assert missing_experts(parts, MODULE_LIST) == "no rank has expert 2 of layer 'a', and 1 more"
+    assert wrong_experts(parts, {}, MODULE_LIST) == "no rank has expert 2 of layer 'a', and 1 more"
     parts = {0: whole(*weights("a", 0, 1)), 1: whole("norm.weight")}
-    told = missing_experts(parts, MODULE_LIST, weights("a", *range(4)))
+    told = wrong_experts(parts, {}, MODULE_LIST, weights("a", *range(4)))
     assert told == "no rank has expert 2 of layer 'a', and 1 more"
-    assert missing_experts({0: {}, 1: {}}, MODULE_LIST, weights("a", 0)) == "no rank has expert 0 of layer 'a'"
+    assert wrong_experts({0: {}, 1: {}}, {}, MODULE_LIST, weights("a", 0)) == "no rank has expert 0 of layer 'a'"
 
 
 def test_experts_that_nobody_trains_are_not_missed() -> None:
     parts = {0: whole(*weights("a", 1)), 1: whole(*weights("a", 3))}
-    assert missing_experts(parts, MODULE_LIST, weights("a", 1, 3)) is None
+    assert wrong_experts(parts, {}, MODULE_LIST, weights("a", 1, 3)) is None
 
 
 def test_a_parameter_that_no_rank_has_of_an_expert_that_some_have() -> None:
     trained = [*weights("a", 0, 1), "a.experts.0.bias", "a.experts.1.bias"]
     parts = {0: whole(*weights("a", 0), "a.experts.0.bias"), 1: whole(*weights("a", 1)), 2: whole(*weights("a", 1))}
-    told = missing_experts(parts, MODULE_LIST, trained)
+    told = wrong_experts(parts, {}, MODULE_LIST, trained)
     assert told is not None
     assert told.startswith("no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2")
     assert told.endswith("(keep in the optimizers all that they trained when this life of the run began)")
-    assert missing_experts({**parts, 2: whole("a.experts.1.bias")}, MODULE_LIST, trained) is None
-    told = missing_experts({0: parts[0]}, MODULE_LIST, trained)
+    assert wrong_experts({**parts, 2: whole("a.experts.1.bias")}, {}, MODULE_LIST, trained) is None
+    told = wrong_experts({0: parts[0]}, {}, MODULE_LIST, trained)
     assert told == "no rank has expert 1 of layer 'a'", "its parameters are not counted one by one"
 
 
@@ -78,13 +78,15 @@ def test_experts_may_have_different_parameters_and_frozen_ones_lie_beside_them()
 def test_replicas_of_different_shapes() -> None:
     name = "a.experts.3.weight"
     parts: dict[int, dict[str, SavedSlice]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
-    told = misfit_experts(parts, MODULE_LIST)
+    told = wrong_experts(parts, {}, MODULE_LIST)
     assert told is not None
     assert told.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
     assert "number over all ranks" in told
     assert wrong_experts(parts, {}, MODULE_LIST, [name]) == told
-    assert misfit_experts(parts, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
-    assert misfit_experts({1: {"norm.weight": (SHAPE, 0, 12)}, 2: {"norm.weight": ((2,), 0, 2)}}, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
+    assert (
+        wrong_experts({1: {"norm.weight": (SHAPE, 0, 12)}, 2: {"norm.weight": ((2,), 0, 2)}}, {}, MODULE_LIST) is None
+    )
 
 
 @pytest.mark.parametrize(("first", "count"), [(8, 5), (12, 1), (0, 13), (-1, 5)])
@@ -109,15 +111,15 @@ def test_scalars_and_parameters_without_elements() -> None:
     parts: dict[int, dict[str, SavedSlice]] = {
         0: {"a.experts.0.scale": ((), 0, 1), "a.experts.0.none": ((0, 3), 0, 0), "a.experts.1.scale": ((), 0, 0)}
     }
-    assert missing_experts(parts, MODULE_LIST) == "no rank has elements 0 to 0 of 'a.experts.1.scale'"
+    assert wrong_experts(parts, {}, MODULE_LIST) == "no rank has elements 0 to 0 of 'a.experts.1.scale'"
 
 
 def test_other_names() -> None:
     inside = "moe.deepspeed_moe.experts.deepspeed_experts"
     parts = {0: whole(f"{inside}.0.up.weight", "moe.deepspeed_moe.gate.wg.weight"), 1: whole(f"{inside}.2.up.weight")}
-    assert missing_experts(parts, DEEPSPEED) == "no rank has expert 1 of layer 'moe'"
-    assert missing_experts({0: whole("norm.weight")}, MODULE_LIST) is None
-    assert missing_experts({}, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, DEEPSPEED) == "no rank has expert 1 of layer 'moe'"
+    assert wrong_experts({0: whole("norm.weight")}, {}, MODULE_LIST) is None
+    assert wrong_experts({}, {}, MODULE_LIST) is None
 
 
 @given(st.data())
@@ -129,10 +131,10 @@ def test_any_element_that_is_left_out_is_missed(data: st.DataObject) -> None:
     parts: Mapping[int, Mapping[str, SavedSlice]] = {
         rank: {name: (SHAPE, first, end - first)} for rank, (first, end) in enumerate(order)
     }
-    assert missing_experts(parts, MODULE_LIST) is None
+    assert wrong_experts(parts, {}, MODULE_LIST) is None
     gone = data.draw(st.integers(0, len(order) - 1))
     first, end = order[gone]
-    told = missing_experts({rank: part for rank, part in parts.items() if rank != gone}, MODULE_LIST, [name])
+    told = wrong_experts({rank: part for rank, part in parts.items() if rank != gone}, {}, MODULE_LIST, [name])
     if len(order) == 1:
         assert told == "no rank has expert 0 of layer 'a'"
     else:
@@ -142,6 +144,6 @@ def test_any_element_that_is_left_out_is_missed(data: st.DataObject) -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_every_gap_is_counted(layers: int) -> None:
     parts = {0: whole(*(name for layer in range(layers) for name in weights(str(layer), 0, 3)))}
-    told = missing_experts(parts, MODULE_LIST)
+    told = wrong_experts(parts, {}, MODULE_LIST)
     assert told is not None
     assert told.endswith(f"and {2 * layers - 1} more")

@@ -136,8 +136,8 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         found = [*reader.checkpoints(), *reader.failures(), reader.latest_plan(), *reader.events()]
-        assert [*found, *reader.phases(), *reader.fits("loss"), *reader.bubbles()] == rows
-        assert [fit.kind for fit in reader.fits()] == ["loss", "failure_rate"]
+        assert [*found, *reader.phases(), *reader.newest(FitRow, 9, kind="loss"), *reader.newest(BubbleRow, 9)] == rows
+        assert [fit.kind for fit in reader.newest(FitRow, 9)] == ["failure_rate", "loss"]
         (read,) = reader.recoveries()
         assert dataclasses.replace(read, created_unix_seconds=0) == recovery(created_unix_seconds=0)
         assert reader.losses() == [step(1), step(2, loss=None)]
@@ -275,8 +275,8 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     older_file(path, version)
     kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
     with JournalReader(path) as reader:
-        assert (reader.rehearsals(), reader.phases(), reader.fits(), reader.backtests()) == ([], [], [], [])
-        assert (reader.bubbles(), reader.openings()) == ([], [])
+        assert (reader.rehearsals(), reader.phases(), reader.openings()) == ([], [], [])
+        assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
@@ -319,7 +319,7 @@ def test_a_backtest_that_is_told_again_is_kept_once(path: Path, journal: Journal
     journal.record(*[dataclasses.replace(first, life=1, created_unix_seconds=9.0), other])
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
-        assert reader.backtests() == [first, other]
+        assert reader.newest(BacktestRow, 9) == [other, first]
 
 
 def test_the_newest_rows_of_a_time_and_a_kind(path: Path, journal: Journal) -> None:
@@ -867,7 +867,7 @@ def test_other_ranks_leave_word_of_their_bubbles_among_their_events(path: Path, 
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
-        assert reader.bubbles() == [bubbles()]
+        assert reader.newest(BubbleRow, 9) == [bubbles()]
         first, second, damage = reader.events()
     assert [first, second] == [event(0), event(1)]
     assert "line 4 is damaged" in damage.message

@@ -10,7 +10,7 @@ from cpsr.learning.pipeline_schedule import (
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
     idle_shares,
-    stage_order,
+    stage_slots,
     stage_waits,
 )
 
@@ -60,7 +60,7 @@ def test_the_order_is_that_of_deepspeed() -> None:
                 steps = list(schedule.TrainSchedule(micro_batches, stages, stage).steps())
                 instructions = [type(one) for step in steps for one in step]
                 computed = [kinds[one] for one in instructions if one in kinds]
-                assert computed == [kind for kind, _ in stage_order(stages, micro_batches, stage)]
+                assert computed == [kind for _, kind, _ in stage_slots(stages, micro_batches, stage)]
                 received = [receives[one] for one in instructions if one in receives]
                 shares = idle_shares(stages, micro_batches, stage)
                 assert sorted(received) == sorted(kind for kind, one in shares.items() for _ in one)

@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
-from cpsr.journal import JournalReader
+from cpsr.journal import FitRow, JournalReader
 from tests.recovery.job import Job
 
 SETTINGS: dict[str, Any] = {
@@ -18,7 +18,7 @@ def test_two_ranks_plan_anew_at_the_end_of_each_phase(job: Job) -> None:
     ended = job.launch(settings=SETTINGS, iterations=240)
     assert ended.statuses == [0, 0], ended.output[0][-3000:]
     with JournalReader(job.run_dir / "journal.db") as journal:
-        plans, phases, fits = journal.plans(), journal.phases(), journal.fits()
+        plans, phases, fits = journal.plans(), journal.phases(), journal.newest(FitRow, 99)
         saved = [row.iteration for row in journal.checkpoints() if row.status == "committed"]
         events = [event.kind for event in journal.events()]
     assert "planning ended" not in events

@@ -15,7 +15,17 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
-from cpsr.journal import JournalReader, PlanOverride, RankJournal, RehearsalRow, StepRow, open_journal, override_plan
+from cpsr.journal import (
+    BacktestRow,
+    FitRow,
+    JournalReader,
+    PlanOverride,
+    RankJournal,
+    RehearsalRow,
+    StepRow,
+    open_journal,
+    override_plan,
+)
 from cpsr.planner.live.inputs import Situation
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.live.predictable import EXPECTED
@@ -95,7 +105,7 @@ def test_it_plans_from_what_was_measured_and_at_the_end_of_each_phase(tmp_path: 
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
         (phase,) = reader.phases()
-        kinds = [fit.kind for fit in reader.fits()]
+        kinds = [fit.kind for fit in reader.newest(FitRow, 99)]
     assert (phase.first_iteration, phase.last_iteration, phase.xi, phase.last_xi) == (100, 200, 1.0, 1.2)
     assert kinds.count("loss") == 2
     assert kinds.count("failure_rate") == 2
@@ -263,7 +273,7 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
     assert planner.proposal() is None
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
-        assert {fit.kind for fit in reader.fits()} == {"loss", "failure_rate"}
+        assert {fit.kind for fit in reader.newest(FitRow, 99)} == {"loss", "failure_rate"}
 
 
 def test_random_numbers_of_the_job_are_left_alone(tmp_path: Path) -> None:
@@ -509,8 +519,8 @@ def test_backtests_are_recorded_when_the_curves_are_fitted(tmp_path: Path, journ
     planner.close()
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
-        backtests = reader.backtests()
-        drawn = reader.fits("loss")[-1].result["curve"]
+        backtests = reader.newest(BacktestRow, 99)[::-1]
+        drawn = reader.newest(FitRow, 1, kind="loss")[0].result["curve"]
     assert [(one.iteration, one.checkpoints) for one in backtests] == [(50, 5), (60, 6)]
     assert backtests[0].result == {"vitp_cosine": 0.5, "mean_square_motion": 1.0}
     assert drawn["iterations"][0] == 1.0
