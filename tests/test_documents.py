@@ -1,4 +1,4 @@
-"""The tests that documents name exist."""
+"""The tests that documents name exist, their links lead somewhere, and a page is at most two screens long."""
 
 import ast
 import re
@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = re.compile(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)?::(\w+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+TWO_SCREENS = 120
 
 
 def functions_of(path: Path) -> set[str]:
@@ -18,9 +22,11 @@ def functions_of(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("document", "least"),
     [
-        ("docs/protocol.md", 40),
+        ("docs/protocol.md", 30),
+        ("docs/promises.md", 20),
         ("docs/leaving.md", 12),
-        ("docs/memory.md", 40),
+        ("docs/memory.md", 30),
+        ("docs/replicas.md", 12),
         ("docs/restart.md", 15),
         ("docs/target.md", 20),
         ("SECURITY.md", 12),
@@ -34,3 +40,38 @@ def test_named_tests_exist(document: str, least: int) -> None:
             absent.append(f"{path}::{test}")
     assert absent == []
     assert count >= least  # the pattern has found what there is
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = HEADING.findall(path.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not link.startswith("http") and not (target.exists() and (not anchor or anchor in anchors(target))):
+            dead.append(link)
+    assert dead == []
+
+
+def test_every_page_is_linked() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in DOCUMENTS
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    assert [str(page) for page in (ROOT / "docs").rglob("*.md") if page.resolve() not in linked] == []
+
+
+def test_pages_are_at_most_two_screens() -> None:
+    lengths = {
+        str(page.relative_to(ROOT)): page.read_text(encoding="utf-8").count("\n")
+        for page in (ROOT / "docs").rglob("*.md")
+    }
+    assert lengths
+    assert {page: length for page, length in lengths.items() if length > TWO_SCREENS} == {}

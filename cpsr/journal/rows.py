@@ -1,6 +1,6 @@
 """The journal's rows: one frozen dataclass per table, and its conversion to and from SQLite.
 
-Every field is a column of the same name; `docs/journal.md` describes them. Times of day are seconds since 1970 (UTC).
+Every field is a column of the same name; `docs/journal*.md` describe them. Times of day are seconds since 1970 (UTC).
 """
 
 import dataclasses

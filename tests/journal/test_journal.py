@@ -407,7 +407,8 @@ def test_tables_and_rows_have_the_same_columns(path: Path, journal: Journal) -> 
 
 
 def test_tables_are_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "journal.md").read_text()
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("journal*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for row_type, table in TABLES.items():
         section = text.split(f"## `{table}`")[1].split("\n## ")[0]
         missing = [name for name in columns(row_type) if f"`{name}`" not in section]

@@ -1,4 +1,4 @@
-"""Run the whole test suite against the built wheel, from another folder: `make test-wheel` calls this as a module."""
+"""Run the test suite against the built wheel, from another folder: `make test-wheel` calls this as a module."""
 
 import subprocess
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.packaging.distributions import ROOT, build, copy_tests, install, tracked
 
-DOCUMENTS = ["ARCHITECTURE.md", "README.md", "docs/journal.md"]  # tests hold the code to them
+DOCUMENTS = ["ARCHITECTURE.md", "README.md", *tracked("docs")]  # tests hold the code to them
+OF_THE_SOURCE_TREE = ("tests/packaging/", "tests/test_architecture.py", "tests/test_documents.py")
 
 
 def main() -> int:
@@ -16,7 +17,7 @@ def main() -> int:
         work = Path(folder)
         (wheel,) = build(ROOT, work / "dist", "--wheel")
         python = install(wheel, work / "environment")
-        names = [name for name in tracked("tests") if not name.startswith("tests/packaging/")]
+        names = [name for name in tracked("tests") if not name.startswith(OF_THE_SOURCE_TREE)]
         copy_tests(work / "elsewhere", [*names, *DOCUMENTS])
         return subprocess.run([python, "-m", "pytest", *sys.argv[1:]], cwd=work / "elsewhere", check=False).returncode
 

@@ -134,7 +134,7 @@ def test_the_theorem_is_too_long_by_what_it_truncates(hours: float, stall: float
 
 
 def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
-    """B < 0 there: the part that the theorem drops is most of its answer. The example of docs/planning.md."""
+    """B < 0 there: the part that the theorem drops is most of its answer. The example of docs/theorem.md."""
     phase = PhaseInputs(
         first_iteration=1000,
         last_iteration=3000,
