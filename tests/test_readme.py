@@ -32,11 +32,11 @@ def test_the_program_comes_back_from_a_kill(tmp_path: Path) -> None:
         launched.until(lambda launched: "iteration 400:" in launched.output)
         os.kill(launched.pids()[-1], signal.SIGKILL)
         assert launched.wait() == 0
-        said = launched.lines()
+        lines = launched.lines()
     killed = r"Rank 1 was killed \(SIGKILL\) after iteration (\d+)"
-    assert [line.partition(" ")[0] for line in said] == ["Started", "Training", "Rank", "Started", "Rank"]
-    failed = re.fullmatch(killed + r"\. All ranks start again", said[2])
-    back = re.match(killed + r".* continue at iteration (\d+)[,:] ", said[4])
+    assert [line.partition(" ")[0] for line in lines] == ["Started", "Training", "Rank", "Started", "Rank"]
+    failed = re.fullmatch(killed + r"\. All ranks start again", lines[2])
+    back = re.match(killed + r".* continue at iteration (\d+)[,:] ", lines[4])
     assert failed is not None
     assert back is not None
     assert failed[1] == back[1]

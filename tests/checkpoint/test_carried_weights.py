@@ -65,7 +65,7 @@ def taken(stores: Stores, rank: int) -> list[int]:
     return [history.taken_at(NAME, entry) for entry in range(len(history.entries))]
 
 
-def test_the_catalogue_tells_them_from_whole_and_thinned_ones(stores: Stores, tmp_path: Path) -> None:
+def test_the_catalogue_distinguishes_them_from_whole_and_thinned_ones(stores: Stores, tmp_path: Path) -> None:
     infos = stores[1].catalogue()
     assert [(info.iteration, info.full, info.partial) for info in infos] == [
         (10, True, False),
@@ -137,7 +137,7 @@ def test_without_links_a_copy_is_made(stores: Stores, monkeypatch: pytest.Monkey
     assert list(directory(stores, 60).iterdir()) == []
 
 
-def test_what_is_carried_outlives_the_checkpoints_that_held_it(stores: Stores) -> None:
+def test_what_is_carried_outlives_the_checkpoints_that_owned_it(stores: Stores) -> None:
     save(stores, 50, "weights", "carried")
     for step in (20, 30, 40):
         stores[0].quarantine(step, "a test")
@@ -191,7 +191,7 @@ def test_scalars_with_tensors_have_no_place_in_one(stores: Stores) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_damage_is_found_and_leaves_the_others_alone(stores: Stores, tmp_path: Path, rank: int) -> None:
-    """Of rank 1 the damaged file is in the whole one before too, under its other name: both are told."""
+    """Of rank 1 the damaged file is in the whole one before too, under its other name: both are reported."""
     path = directory(stores, 20) / PARAMS[rank]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -51,7 +51,7 @@ def start(path: Path) -> Iterator[Start]:
         process.stdout.close()
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def next_line(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
@@ -63,7 +63,7 @@ def killed(process: "subprocess.Popen[str]") -> None:
 
 def test_a_child_that_outlives_the_process_does_not_have_it(path: Path, start: Start) -> None:
     holder = start(f"lock = FileLock(path, create=True)\nif os.fork() == 0: {SAY_PID}\ntime.sleep(60)")
-    child = int(said(holder))
+    child = int(next_line(holder))
     with pytest.raises(FileInUseError):
         FileLock(path)
     killed(holder)
@@ -98,8 +98,8 @@ print(found, flush=True)
 try: FileLock(kept.path)
 except OSError: print("kept", flush=True)
 """)
-    assert said(process) == "0"
-    assert said(process) == "kept"
+    assert next_line(process) == "0"
+    assert next_line(process) == "kept"
 
 
 def test_a_child_can_neither_release_it_nor_close_what_is_not_its_own(path: Path, start: Start) -> None:
@@ -112,14 +112,14 @@ if os.fork() == 0:
     print("released", flush=True)
 time.sleep(60)
 """)
-    assert said(holder) == "released"
+    assert next_line(holder) == "released"
     with pytest.raises(FileInUseError):
         FileLock(path)
 
 
 def test_a_stopped_process_keeps_it_and_is_named(path: Path, start: Start) -> None:
-    holder = start("lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(60)")
-    assert said(holder) == "held"
+    holder = start("lock = FileLock(path, create=True)\nprint('locked', flush=True)\ntime.sleep(60)")
+    assert next_line(holder) == "locked"
     holder.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(FileInUseError, match=rf"^process {holder.pid} \(.*python.* -c .*\) still uses {path}$"):
@@ -127,11 +127,11 @@ def test_a_stopped_process_keeps_it_and_is_named(path: Path, start: Start) -> No
     assert 0.3 <= time.monotonic() - began < PATIENCE_SECONDS
 
 
-def test_a_process_that_dies_is_waited_for_and_that_is_said_once(
+def test_a_process_that_dies_is_waited_for_and_that_is_logged_once(
     path: Path, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    holder = start("lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(60)")
-    assert said(holder) == "held"
+    holder = start("lock = FileLock(path, create=True)\nprint('locked', flush=True)\ntime.sleep(60)")
+    assert next_line(holder) == "locked"
     threading.Timer(1.5, holder.kill).start()
     with caplog.at_level(logging.WARNING):
         FileLock(path, PATIENCE_SECONDS).release()
@@ -142,7 +142,7 @@ def test_a_process_that_dies_is_waited_for_and_that_is_said_once(
 def test_whoever_has_it_by_other_means_is_named_and_waited_for(path: Path, start: Start) -> None:
     """As a child forked outside Python has, after the death of its parent, and an older version by its mapping."""
     holder = start(f"lock = FileLock(path, create=True)\nif ctypes.CDLL(None).fork() == 0: {SAY_PID}\ntime.sleep(60)")
-    child = int(said(holder))
+    child = int(next_line(holder))
     killed(holder)
     assert users_of(path).startswith(f"process {child} (")
     with pytest.raises(FileInUseError, match=f"^process {child} "):
@@ -153,9 +153,10 @@ def test_whoever_has_it_by_other_means_is_named_and_waited_for(path: Path, start
 
 def test_it_is_of_the_file_that_has_the_name_now(path: Path, start: Start) -> None:
     holder = start(
-        "lock = FileLock(path, create=True)\nprint('held', flush=True)\ntime.sleep(0.3)\npath.unlink()\nlock.release()"
+        "lock = FileLock(path, create=True)\nprint('locked', flush=True)\n"
+        "time.sleep(0.3)\npath.unlink()\nlock.release()"
     )
-    assert said(holder) == "held"
+    assert next_line(holder) == "locked"
     lock = FileLock(path, PATIENCE_SECONDS, create=True)
     descriptor = lock.open_again()
     assert os.path.samestat(os.fstat(descriptor), path.stat())
@@ -191,7 +192,7 @@ print("through", flush=True)
 """)
         for _ in range(3)
     ]
-    assert [said(process) for process in processes] == ["through"] * 3
+    assert [next_line(process) for process in processes] == ["through"] * 3
 
 
 def test_this_process_does_not_wait_for_itself(path: Path) -> None:

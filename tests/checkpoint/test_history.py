@@ -92,7 +92,7 @@ def test_an_entry_without_its_time_is_excluded(store: CheckpointStore, value: ob
     assert "cumulative_learning_rate" in history.excluded[10]
 
 
-def test_a_rank_that_was_not_there_and_a_wrong_directory_are_said(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_rank_that_was_not_there_and_a_wrong_directory_are_reported(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 10)
     assert "saved by 1 ranks" in DiskHistory(store.directory, 1).excluded[10]
     with pytest.raises(ValueError, match="its 'checkpoints'"):
@@ -101,7 +101,7 @@ def test_a_rank_that_was_not_there_and_a_wrong_directory_are_said(store: Checkpo
     assert "COMMIT" in DiskHistory(store.directory, 0).excluded[10]
 
 
-def test_what_cannot_be_read_now_is_left_out_and_said(
+def test_what_cannot_be_read_now_is_left_out_and_reported(
     store: CheckpointStore, refuse_reading: RefuseReading, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 10)
@@ -173,7 +173,7 @@ def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: Chec
     replaced.close()
 
 
-def test_the_same_is_said_once(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_is_logged_once(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
     for iteration in (10, 20):
         save(store, iteration)
     (store.directory / step_name(10) / rank_manifest_name(0)).unlink()

@@ -37,14 +37,14 @@ def test_it_is_what_was_saved_of_it(directory: Path) -> None:
     assert found["products"].sum() == 6.0
 
 
-def test_what_is_not_there_is_said(directory: Path) -> None:
+def test_what_is_not_there_is_reported(directory: Path) -> None:
     manifest = read_manifest(directory)
     for path in (("learned", "off"), ("plain", "of"), ("taught",)):
         with pytest.raises(CheckpointError, match=rf"rank 0 saved no {'.'.join(path)}"):
             load_branch(directory, manifest, 0, path)
 
 
-def test_damage_is_said(directory: Path) -> None:
+def test_damage_is_reported(directory: Path) -> None:
     manifest = read_manifest(directory)
     extra = directory / file_name(0, "extra")
     data = extra.read_bytes()

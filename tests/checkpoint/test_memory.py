@@ -53,7 +53,7 @@ def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> Memor
     return state
 
 
-def test_what_a_killed_process_held_is_found_bit_for_bit(run_id: str) -> None:
+def test_the_memory_of_a_killed_process_is_found_bit_for_bit(run_id: str) -> None:
     program = f"""
         import os, signal, torch
         from tests.checkpoint.conftest import make_shard
@@ -144,8 +144,8 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
         pool.finish()
         pool._worker.submit(lambda: None).result()
         pool.release(snapshot)
-        held = [state.iteration for state in memory_states(run_id)]
-        assert held == list(range(max(7, iteration - 2), iteration + 1))
+        iterations = [state.iteration for state in memory_states(run_id)]
+        assert iterations == list(range(max(7, iteration - 2), iteration + 1))
     pool.forget_after(9)
     assert [state.iteration for state in memory_states(run_id)] == [9]
     pool.close()
@@ -175,10 +175,10 @@ def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     pool = pool_of(run_id, life=1)
     assert pool.acquire(8) is not None
     pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13, SCALARS)
-    (held,) = [state for state in memory_states(run_id) if state.iteration == 12]
-    into = pool.acquire(12, {held.path.name})
+    (stored,) = [state for state in memory_states(run_id) if state.iteration == 12]
+    into = pool.acquire(12, {stored.path.name})
     assert into is not None
-    load_memory_state(held, into.shard)
+    load_memory_state(stored, into.shard)
     assert_same_bits(into.shard, make_shard(3))
 
 
@@ -394,7 +394,7 @@ def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
     assert state.path.stat().st_size > 0
 
 
-def test_a_state_that_shared_memory_has_no_room_for_is_not_held_and_said(
+def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = pool_of(run_id)
@@ -447,18 +447,18 @@ def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
-def test_one_word_tells_weights_moments_and_slices_apart_and_is_that_of_the_file(run_id: str) -> None:
+def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_file(run_id: str) -> None:
     state = hold(run_id)
-    held = make_shard(3, iteration=7)
-    word = owned_word(held)
+    source = make_shard(3, iteration=7)
+    word = owned_word(source)
     assert owned_word_in_memory(state) == word
-    assert owned_word(Shard(held.operators, {})) == word, "buffers do not count"
-    name, operator = next(iter(held.operators.items()))
+    assert owned_word(Shard(source.operators, {})) == word, "buffers do not count"
+    name, operator = next(iter(source.operators.items()))
     moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))
-    assert owned_word(Shard({**held.operators, name: moved})) != word
-    for _, values in Shard(held.operators).tensors():
+    assert owned_word(Shard({**source.operators, name: moved})) != word
+    for _, values in Shard(source.operators).tensors():
         if values.numel():
             values.view(torch.uint8)[-1] ^= 1
-            assert owned_word(held) != word
+            assert owned_word(source) != word
             values.view(torch.uint8)[-1] ^= 1
-    assert owned_word(held) == word
+    assert owned_word(source) == word

@@ -1,4 +1,4 @@
-"""Memory of runs that are gone is freed; of no run that lives, or of which nobody can tell."""
+"""Memory of runs that are gone is freed; of no run that lives, or whose owner is unclear."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def test_one_that_was_removed_with_the_directories_above_is_freed(memory: Path, 
     assert list(memory.iterdir()) == []
 
 
-def test_where_the_parent_is_missing_and_was_a_mount_of_its_own_nobody_can_tell(memory: Path, run_dir: Path) -> None:
+def test_where_the_parent_is_missing_and_was_a_mount_of_its_own_it_is_unclear(memory: Path, run_dir: Path) -> None:
     dead(memory, "0123abcd", run_dir)
     owner = owner_in(memory)
     shutil.rmtree(run_dir.parent)
@@ -127,9 +127,9 @@ def test_where_the_parent_is_missing_and_was_a_mount_of_its_own_nobody_can_tell(
 
 def test_nor_where_an_older_version_did_not_say_what_is_above(memory: Path, run_dir: Path) -> None:
     dead(memory, "0123abcd", run_dir)
-    said = json.loads(owner_path("0123abcd", memory).read_text())
-    del said["above"]
-    owner_path("0123abcd", memory).write_text(json.dumps(said))
+    marked = json.loads(owner_path("0123abcd", memory).read_text())
+    del marked["above"]
+    owner_path("0123abcd", memory).write_text(json.dumps(marked))
     shutil.rmtree(run_dir.parent)
     (run,) = free_orphans(memory)
     assert (run.standing, "is not here: not mounted now" in run.why) == ("unclear", True)
@@ -274,7 +274,7 @@ def _patiently(memory: SharedMemory) -> list[MemoryFile]:
             time.sleep(0.001)
 
 
-def test_what_is_said_of_the_owner_is_for_its_user_alone_and_said_anew(memory: Path, run_dir: Path) -> None:
+def test_the_owner_file_is_for_its_user_alone_and_written_anew(memory: Path, run_dir: Path) -> None:
     mark_owner("0123abcd", run_dir, "a-node-of-a-long-name", memory)
     mark_owner("0123abcd", run_dir / ".." / "first", "node-2", memory)
     assert owner_path("0123abcd", memory).stat().st_mode & 0o777 == 0o600

@@ -69,7 +69,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
 
 
 def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
-    """The snapshot that tells how fast copies are; it seemed to have that much time."""
+    """The snapshot that measures how fast copies are; it seemed to have that much time."""
     pool.copy_in(waits)
     assert split_of(take(pool, 1)) == Split(beside=TOTAL)
     assert pool.copier.pace is not None
@@ -143,7 +143,7 @@ def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     assert pace.plan(1000) == 100  # one piece still looks for waits
 
 
-def test_a_snapshot_that_is_wanted_at_once_tells_nothing_of_the_waits() -> None:
+def test_a_snapshot_that_is_wanted_at_once_measures_nothing_of_the_waits() -> None:
     pace = CopyPace(Opened(forecast_seconds=0.5))
     for _ in range(3):
         pace.record(Split(in_waits=500, beside=500), 1.0, 9.0, 100)

@@ -1,4 +1,4 @@
-"""The step counter survives a SIGKILL at any moment and says what it cannot tell."""
+"""The step counter survives a SIGKILL at any moment and reports what it cannot know."""
 
 import os
 import signal
@@ -70,7 +70,7 @@ def test_a_new_life_reads_what_the_last_one_published(tmp_path: Path) -> None:
         ((6).to_bytes(8, "little") + bytes(24), "the other's slot"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_what_cannot_be_read_is_reported(tmp_path: Path, content: bytes | None, says: str) -> None:
     ProgressCounter(progress_path(tmp_path, 0)).publish(3, 30)
     if content is not None:
         progress_path(tmp_path, 1).write_bytes(content)

@@ -81,13 +81,13 @@ def test_each_rank_comes_back_whole_from_what_both_wrote(ranks: Ranks, tmp_path:
 
 def test_each_operator_is_written_once(ranks: Ranks) -> None:
     assert commit(ranks, 10).committed
-    held = {"param/" + name for name in NAMES}
+    expected = {"param/" + name for name in NAMES}
     for kind in ("params", "moments"):
         sizes = [(directory(ranks[0], 10) / f"rank-0000{rank}.{kind}.safetensors").stat().st_size for rank in range(2)]
         one = sum(4 * size for size in SIZES) * (1 if kind == "params" else 2)
         assert one < sum(sizes) < one + 4000  # with the headers
     record = RankManifest.parse((directory(ranks[0], 10) / rank_manifest_name(1)).read_bytes())
-    assert {"param/" + name for name in record.operators} == held
+    assert {"param/" + name for name in record.operators} == expected
     assert {name: one.saved_by for name, one in record.operators.items()} == {
         name: None if writer == 1 else 0 for name, writer in WRITERS.items()
     }
@@ -175,8 +175,8 @@ def sealed_again(folder: Path, record: RankManifest) -> None:
     """Put a rank's manifest into a committed checkpoint, with all hashes above it made to fit."""
     (folder / rank_manifest_name(record.rank)).write_bytes(record.to_bytes())
     manifest = read_manifest(folder)
-    said = manifest.ranks[record.rank].model_copy(update={"sha256": hashlib.sha256(record.to_bytes()).hexdigest()})
-    data = manifest.model_copy(update={"ranks": {**manifest.ranks, record.rank: said}}).to_bytes()
+    resealed = manifest.ranks[record.rank].model_copy(update={"sha256": hashlib.sha256(record.to_bytes()).hexdigest()})
+    data = manifest.model_copy(update={"ranks": {**manifest.ranks, record.rank: resealed}}).to_bytes()
     (folder / MANIFEST).write_bytes(data)
     (folder / "COMMIT").write_bytes(commit_record(data))
 

@@ -23,7 +23,7 @@ def test_what_does_not_fit_is_refused_with_the_bytes(tmp_path: Path) -> None:
         check_disk(tmp_path / "run", 1 << 60)
 
 
-def test_what_is_left_beside_the_buffers_is_told_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_beside_the_buffers_is_reported_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "available_host_bytes", lambda: 1000)
     assert check_host_memory(100, 2) == 400
     assert check_host_memory(100, 2, reusable_bytes=300) == 500

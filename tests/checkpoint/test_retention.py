@@ -187,7 +187,7 @@ def test_an_interrupted_thinning_is_completed(store: CheckpointStore) -> None:
     assert not moments.exists()
 
 
-def test_a_cap_that_cannot_be_kept_is_said(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cap_that_cannot_be_kept_is_logged(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for iteration in (10, 20):
         save(store, iteration)

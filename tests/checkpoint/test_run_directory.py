@@ -12,6 +12,6 @@ leave()
 """
 
 
-def test_where_host_names_do_not_tell_machines_apart_the_variable_does(tmp_path: Path) -> None:
+def test_where_host_names_do_not_distinguish_machines_the_variable_does(tmp_path: Path) -> None:
     ranks = run(OPENED, tmp_path, ["one", "another", "one"])
     assert [found["local"] for found in ranks] == [[0, 2], [1], [0, 2]]

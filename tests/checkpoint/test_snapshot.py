@@ -94,15 +94,15 @@ def test_mixed_types_strides_and_empty_tensors() -> None:
 
 def test_no_free_buffer_is_none_and_does_not_block() -> None:
     shard, pool = make_shard(), SnapshotPool(make_shard(), buffers=2)
-    held = []
+    taken = []
     for iteration in (1, 2):
         assert pool.begin(shard, iteration, None) is not None
-        held.append(pool.finish())
+        taken.append(pool.finish())
     assert pool.begin(shard, 3, None) is None
     assert pool.finish() is None
     assert pool.acquire(3) is None
-    assert held[0] is not None
-    pool.release(held[0])
+    assert taken[0] is not None
+    pool.release(taken[0])
     assert pool.begin(shard, 4, None) is not None
 
 
@@ -135,7 +135,7 @@ def test_keep_moves_the_recovery_buffer_and_pin_holds_it() -> None:
         pool.unpin()
 
 
-def test_misuse_is_said() -> None:
+def test_misuse_is_reported() -> None:
     shard, pool = make_shard(), SnapshotPool(make_shard())
     snapshot = pool.begin(shard, 1, None)
     assert snapshot is not None
@@ -239,20 +239,20 @@ def state(iteration: int) -> Shard:
 
 
 class Snapshots(RuleBasedStateMachine):
-    """Whatever comes, a snapshot that is held stays as it was when it was taken."""
+    """Whatever comes, a snapshot that is in use stays as it was when it was taken."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = SnapshotPool(state(0))
         self.iteration = 0
-        self.held: list[Snapshot] = []
+        self.taken: list[Snapshot] = []
 
     @rule(then=st.sampled_from(["keep", "release", "hold"]))
     def snapshot(self, then: str) -> None:
         self.iteration += 1
         begun = self.pool.begin(state(self.iteration), self.iteration, None)
         if begun is None:
-            self.pool.release(self.held.pop(0))
+            self.pool.release(self.taken.pop(0))
             return
         assert self.pool.finish() is begun
         if then == "keep":
@@ -260,7 +260,7 @@ class Snapshots(RuleBasedStateMachine):
         elif then == "release":
             self.pool.release(begun)
         else:
-            self.held.append(begun)
+            self.taken.append(begun)
 
     @rule()
     def failure(self) -> None:
@@ -281,7 +281,7 @@ class Snapshots(RuleBasedStateMachine):
 
     @invariant()
     def as_they_were(self) -> None:
-        for one in [*self.held, *filter(None, [self.pool.recovery])]:
+        for one in [*self.taken, *filter(None, [self.pool.recovery])]:
             assert_same_bits(one.shard, state(one.iteration))
             assert {operator.iteration for operator in one.shard.operators.values()} == {one.iteration}
 

@@ -236,7 +236,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     save(store, 30)
 
 
-def test_a_checkpoint_whose_commit_record_does_not_hold_is_skipped_and_said_once(
+def test_a_checkpoint_whose_commit_record_does_not_hold_is_skipped_and_logged_once(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 10)

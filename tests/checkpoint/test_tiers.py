@@ -181,6 +181,6 @@ def test_a_rank_without_memory_sends_all_to_the_disk() -> None:
 
 
 def test_a_state_in_memory_goes_before_a_checkpoint_of_the_same_iteration_with_older_experts() -> None:
-    held = [entry(0, 12)]
-    assert decide(["one"], held, 12, None, alike=[0], stale=True).exact == (Source(0, "memory", 12, held[0]),)
-    assert decide(["one"], held, 12, None, alike=[0]).exact == (Source(0, "disk", 12),)
+    entries = [entry(0, 12)]
+    assert decide(["one"], entries, 12, None, alike=[0], stale=True).exact == (Source(0, "memory", 12, entries[0]),)
+    assert decide(["one"], entries, 12, None, alike=[0]).exact == (Source(0, "disk", 12),)

@@ -25,7 +25,7 @@ def shard(*operators: OperatorState) -> Shard:
 
 def assignments(shards: list[Shard], units: list[dict[str, str]]) -> list[WriteAssignment]:
     """What each rank makes of what all of them reported."""
-    holdings = {rank: Holding.of(*held) for rank, held in enumerate(zip(shards, units, strict=True))}
+    holdings = {rank: Holding.of(*own) for rank, own in enumerate(zip(shards, units, strict=True))}
     pairs = zip(shards, units, strict=True)
     return [WriteAssignment(one, mine, rank, holdings) for rank, (one, mine) in enumerate(pairs)]
 
@@ -36,8 +36,8 @@ def written(
     """What each rank writes itself of a checkpoint that saves these experts."""
     pairs = zip(found, shards, strict=True)
     return [
-        {name: one for name, one in held.operators.items() if name not in mine}
-        for mine, held in ((one.writers(chosen), held) for one, held in pairs)
+        {name: one for name, one in own.operators.items() if name not in mine}
+        for mine, own in ((one.writers(chosen), own) for one, own in pairs)
     ]
 
 
@@ -88,7 +88,7 @@ def test_experts_are_written_once_by_the_same_rank_whatever_is_chosen(
     for _ in range(3):
         chosen = frozenset(data.draw(st.lists(st.sampled_from(everyone), unique=True)))
         own = written(found, shards, chosen)
-        names = {name for held in shards for name in held.operators}
+        names = {name for one_shard in shards for name in one_shard.operators}
         assert Counter(name for mine in own for name in mine) == dict.fromkeys(names, 1)
         assert [now.keys() & mine.keys() for now, mine in zip(own, units, strict=True)] == fixed
 
@@ -112,7 +112,7 @@ def test_slices_of_different_places_are_not_alike() -> None:
 def test_the_share_is_what_is_written_on_average() -> None:
     shards, units = mixture(4, 2, 4, [20, 10])
     found = assignments(shards, units)
-    everything = {name: one for held in shards for name, one in held.operators.items()}
+    everything = {name: one for one_shard in shards for name, one in one_shard.operators.items()}
     once = sum(8 * one.parameter.numel for one in everything.values())
     buffers = 4 * 3 * 4  # each writes its own
     assert sum(one.share_bytes for one in found) == once + buffers

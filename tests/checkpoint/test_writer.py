@@ -47,8 +47,8 @@ class Rank:
         self.writer.submit(snapshot)
 
     def free_buffers(self) -> int:
-        held = [self.pool.acquire(0) for _ in range(3)]
-        free = [snapshot for snapshot in held if snapshot is not None]
+        acquired = [self.pool.acquire(0) for _ in range(3)]
+        free = [snapshot for snapshot in acquired if snapshot is not None]
         for snapshot in free:
             self.pool.release(snapshot)
         return len(free)
@@ -118,7 +118,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-def test_a_full_disk_is_survived_and_told(small_disk: Path) -> None:
+def test_a_full_disk_is_survived_and_reported(small_disk: Path) -> None:
     rank = Rank(small_disk, sizes=LARGE)
     rank.save(10)
     assert rank.writer.drain(20)
@@ -153,7 +153,7 @@ def file_size_limit() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_write_that_the_kernel_refuses_is_survived_and_said(tmp_path: Path, file_size_limit: None) -> None:
+def test_a_write_that_the_kernel_refuses_is_survived_and_logged(tmp_path: Path, file_size_limit: None) -> None:
     large, small = Rank(tmp_path / "large", sizes=LARGE), Rank(tmp_path / "small")
     for rank, status in ((large, "failed"), (small, "committed")):
         rank.save(10)
@@ -235,7 +235,7 @@ def test_a_read_back_that_differs_fails_the_save(tmp_path: Path, monkeypatch: py
         UnreadableFileError(Path("manifest.json"), "cannot be read now: Input/output error"),
     ],
 )
-def test_retention_that_fails_leaves_the_commit_and_is_said(
+def test_retention_that_fails_leaves_the_commit_and_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     rank = Rank(tmp_path)

@@ -10,7 +10,7 @@ from cpsr.demo.main import run_demo
 pytestmark = pytest.mark.slow
 
 
-def test_the_way_from_the_kill_to_the_first_step_is_told_part_by_part(
+def test_the_way_from_the_kill_to_the_first_step_is_timed_part_by_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_demo(tmp_path, iterations=400)

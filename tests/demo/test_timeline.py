@@ -77,12 +77,12 @@ def test_a_note_is_the_time_at_which_it_is_made() -> None:
 
 
 def test_a_process_knows_when_it_was_started(tmp_path: Path) -> None:
-    told = (
+    program = (
         "import time; time.sleep(0.3); from cpsr.demo.notes import process_started_unix_seconds as started; "
         "print(started())"
     )
     before = time.time()
-    child = subprocess.run([sys.executable, "-c", told], check=True, capture_output=True, text=True)
+    child = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     ended = time.time()
     # The clock of process starts ticks a hundred times a second.
     assert before - 0.02 <= json.loads(child.stdout) <= ended - 0.3

@@ -1,4 +1,4 @@
-"""The rule that every engine adapter is held to, and the tiny models it is tried with.
+"""The rule that every engine adapter must satisfy, and the tiny models that try it.
 
 Snapshot at a step -> another engine with other weights -> inject -> go on: bitwise what never stopped would give.
 """

@@ -415,7 +415,7 @@ def pipeline(stage: int, precision: str) -> None:
 
 
 def receives_are_waits() -> None:
-    """Each receive of a training batch is told of, in the order that the schedule is taken to have."""
+    """Each receive of a training batch is reported, in the order that the schedule is taken to have."""
     job, recorder = PipelineJob(pipeline_engine(0, "fp32")), Recorder()
     stage = job.adapter.pipeline_stage
     assert stage is not None
@@ -428,7 +428,7 @@ def receives_are_waits() -> None:
         "backward": RECEIVE_GRADIENT if stage.index + 1 < stage.count else None,
     }
     order = [receives[kind] for _, kind, _ in stage_slots(stage.count, micro_batches, stage.index)]
-    expected = [told for place in order if place is not None for told in (place, "")]
+    expected = [name for place in order if place is not None for name in (place, "")]
     assert recorder.waits == expected
     shares = idle_shares(stage.count, micro_batches, stage.index)
     assert sum(len(one) for one in shares.values()) == len(expected) // 2

@@ -174,7 +174,7 @@ def names_are_those_of_the_experts_that_tokens_go_to() -> None:
 
 
 class Counting(Recorder):
-    """Tells the counts what it is told, as who watches a run does."""
+    """Passes what it observes on to the counts, as the observer of a run does."""
 
     def __init__(self, counts: HookedTokenCounts) -> None:
         super().__init__()
@@ -196,10 +196,10 @@ def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> N
     job, counts = DeepSpeedJob(engine), token_counts(engine)
     recorder = Counting(counts)
     job.adapter.attach(recorder)
-    routed: list[list[int]] = []  # what the gates said in the iteration that is under way, layer after layer
+    routed: list[list[int]] = []  # what the gates routed in the iteration that is under way, layer after layer
     for layer in (engine.module.first, engine.module.second):
         layer.deepspeed_moe.register_forward_hook(lambda one, *_: routed.append(one.exp_counts.tolist()))
-    told, expected, kept = [], [], []
+    taken, expected, kept = [], [], []
 
     def elsewhere(iteration: int) -> None:
         kept.append(list(routed))
@@ -220,14 +220,14 @@ def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> N
                 (step + 1, numpy.sum([numpy.reshape(one, (-1, len(LAYERS), EXPERTS)) for one in both], (0, 1)))
             )
         if step == 1:
-            told += counts.take()
-    told += counts.take()
-    assert [one.iteration for one in told] == [iteration for iteration, _ in expected]
+            taken += counts.take()
+    taken += counts.take()
+    assert [one.iteration for one in taken] == [iteration for iteration, _ in expected]
     tokens = 2 * engine.gradient_accumulation_steps() * BATCH * LENGTH
-    for one, (_, sums) in zip(told, expected, strict=True):
+    for one, (_, sums) in zip(taken, expected, strict=True):
         assert numpy.array_equal(numpy.stack(one.routed.tokens), sums)
         assert sums.sum(1).tolist() == [tokens, 2 * tokens]  # top-1 and top-2
-    assert len(told) == (3 if precision == "fp16" else 4)
+    assert len(taken) == (3 if precision == "fp16" else 4)
 
     names = parameter_names(engine.module, expert_names(engine.module)).values()
     ranks = ExpertParallel(expert_parallel, job.adapter.rank % expert_parallel)
@@ -235,7 +235,7 @@ def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> N
     assert operators.layer_names == counts.layer_names == LAYERS
     layers = operators.layers(dict.fromkeys(names, 1))
     popularity = HardCount(layers)
-    for one in told:
+    for one in taken:
         popularity.observe(one.routed)
     total = sum(sums for _, sums in expected)
     assert numpy.array_equal(numpy.stack(popularity.scores), total)

@@ -25,7 +25,7 @@ ALL = {unit_name(Expert(layer, index)) for layer in range(len(LAYERS)) for index
 
 
 class Watching(Recorder):
-    """Tells of the steps as who watches a run does."""
+    """Reports the steps as the observer of a run does."""
 
     def __init__(self, saving: ExpertSaving) -> None:
         super().__init__()

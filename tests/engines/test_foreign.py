@@ -65,8 +65,8 @@ ENGINES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_an_engine_that_is_none(kind: str, tmp_path: Path) -> None:
-    make, said = ENGINES[kind]
-    with pytest.raises(UnsupportedEngineError, match=said):
+    make, message = ENGINES[kind]
+    with pytest.raises(UnsupportedEngineError, match=message):
         CPSRRecovery(make(), {"run_dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
 
@@ -130,11 +130,11 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_of_a_loop_that_are_none(kind: str) -> None:
-    changes, said = PARTS[kind]
+    changes, message = PARTS[kind]
     module = model()
     optimizer = adam(module)
     given: dict[str, Any] = {"module": module, "optimizer": optimizer}
-    with pytest.raises(UnsupportedEngineError, match=said):
+    with pytest.raises(UnsupportedEngineError, match=message):
         TorchAdapter(**(given | {name: make(module, optimizer) for name, make in changes.items()}))
 
 

@@ -232,13 +232,13 @@ def test_jobs_of_two_ranks_train_alike_with_their_activations_in_host_memory(tmp
             assert ended.result(rank)[f"{name}, offloading"] == ended.result(rank)[name]
     for name in ENGINES:
         with JournalReader(job.run_dir / f"{name}, offloading" / "journal.db") as journal:
-            said = [event.message for event in journal.events() if event.kind == "activations"]
-        assert len(said) == 2  # of each rank
-        assert not any(message.startswith("0 bytes") for message in said)
+            messages = [event.message for event in journal.events() if event.kind == "activations"]
+        assert len(messages) == 2  # of each rank
+        assert not any(message.startswith("0 bytes") for message in messages)
 
 
 @pytest.mark.parametrize("room", [0, 1 << 20])
-def test_a_limit_above_what_the_machine_has_is_lowered_and_said(
+def test_a_limit_above_what_the_machine_has_is_lowered_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """It is a limit: the job may never come near it."""

@@ -139,7 +139,7 @@ def test_inputs_and_losses_of_training_only() -> None:
     assert torch.equal(recorder.inputs[0][0], token_batch(0, 1, 0)[0])
 
 
-def test_submodules_held_in_evaluation_mode_stay_there() -> None:
+def test_submodules_kept_in_evaluation_mode_stay_there() -> None:
     job = build("conv", "sgd", "none")
     assert isinstance(job.module, TinyConvNet)
     norm = job.module.layers[1]
@@ -195,7 +195,7 @@ def test_views_write_through() -> None:
         assert (job.optimizer.state[parameter]["exp_avg"] == 0.5).all()
 
 
-def test_describe_tells_memory_layouts_apart() -> None:
+def test_describe_distinguishes_memory_layouts() -> None:
     plain = build("conv", "sgd", "none")
     module = copy.deepcopy(plain.module)
     lay_out(module, torch.contiguous_format)

@@ -46,8 +46,8 @@ def test_the_experts_of_a_rank_that_holds_none() -> None:
     parts = {0: whole(*weights("a", 0, 1)), 1: whole(*weights("a", 4, 5))}
     assert wrong_experts(parts, {}, MODULE_LIST) == "no rank has expert 2 of layer 'a', and 1 more"
     parts = {0: whole(*weights("a", 0, 1)), 1: whole("norm.weight")}
-    told = wrong_experts(parts, {}, MODULE_LIST, weights("a", *range(4)))
-    assert told == "no rank has expert 2 of layer 'a', and 1 more"
+    message = wrong_experts(parts, {}, MODULE_LIST, weights("a", *range(4)))
+    assert message == "no rank has expert 2 of layer 'a', and 1 more"
     assert wrong_experts({0: {}, 1: {}}, {}, MODULE_LIST, weights("a", 0)) == "no rank has expert 0 of layer 'a'"
 
 
@@ -59,13 +59,13 @@ def test_experts_that_nobody_trains_are_not_missed() -> None:
 def test_a_parameter_that_no_rank_has_of_an_expert_that_some_have() -> None:
     trained = [*weights("a", 0, 1), "a.experts.0.bias", "a.experts.1.bias"]
     parts = {0: whole(*weights("a", 0), "a.experts.0.bias"), 1: whole(*weights("a", 1)), 2: whole(*weights("a", 1))}
-    told = wrong_experts(parts, {}, MODULE_LIST, trained)
-    assert told is not None
-    assert told.startswith("no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2")
-    assert told.endswith("(keep in the optimizers all that they trained when this life of the run began)")
+    message = wrong_experts(parts, {}, MODULE_LIST, trained)
+    assert message is not None
+    assert message.startswith("no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2")
+    assert message.endswith("(keep in the optimizers all that they trained when this life of the run began)")
     assert wrong_experts({**parts, 2: whole("a.experts.1.bias")}, {}, MODULE_LIST, trained) is None
-    told = wrong_experts({0: parts[0]}, {}, MODULE_LIST, trained)
-    assert told == "no rank has expert 1 of layer 'a'", "its parameters are not counted one by one"
+    message = wrong_experts({0: parts[0]}, {}, MODULE_LIST, trained)
+    assert message == "no rank has expert 1 of layer 'a'", "its parameters are not counted one by one"
 
 
 def test_experts_may_have_different_parameters_and_frozen_ones_lie_beside_them() -> None:
@@ -78,11 +78,11 @@ def test_experts_may_have_different_parameters_and_frozen_ones_lie_beside_them()
 def test_replicas_of_different_shapes() -> None:
     name = "a.experts.3.weight"
     parts: dict[int, dict[str, SavedSlice]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
-    told = wrong_experts(parts, {}, MODULE_LIST)
-    assert told is not None
-    assert told.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
-    assert "number over all ranks" in told
-    assert wrong_experts(parts, {}, MODULE_LIST, [name]) == told
+    message = wrong_experts(parts, {}, MODULE_LIST)
+    assert message is not None
+    assert message.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
+    assert "number over all ranks" in message
+    assert wrong_experts(parts, {}, MODULE_LIST, [name]) == message
     assert wrong_experts(parts, {}, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
     assert (
         wrong_experts({1: {"norm.weight": (SHAPE, 0, 12)}, 2: {"norm.weight": ((2,), 0, 2)}}, {}, MODULE_LIST) is None
@@ -93,9 +93,9 @@ def test_replicas_of_different_shapes() -> None:
 def test_slices_beyond_the_parameter(first: int, count: int) -> None:
     name = "a.experts.0.weight"
     parts: dict[int, dict[str, SavedSlice]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, first, count)}}
-    told = wrong_experts(parts, {}, MODULE_LIST, [name])
-    assert told is not None
-    assert told.startswith(
+    message = wrong_experts(parts, {}, MODULE_LIST, [name])
+    assert message is not None
+    assert message.startswith(
         f"rank 1 has elements {first} to {first + count - 1} of '{name}' (expert 0 of layer 'a'), "
         "whose shape (4, 3) has 12: "
     )
@@ -134,16 +134,16 @@ def test_any_element_that_is_left_out_is_missed(data: st.DataObject) -> None:
     assert wrong_experts(parts, {}, MODULE_LIST) is None
     gone = data.draw(st.integers(0, len(order) - 1))
     first, end = order[gone]
-    told = wrong_experts({rank: part for rank, part in parts.items() if rank != gone}, {}, MODULE_LIST, [name])
+    message = wrong_experts({rank: part for rank, part in parts.items() if rank != gone}, {}, MODULE_LIST, [name])
     if len(order) == 1:
-        assert told == "no rank has expert 0 of layer 'a'"
+        assert message == "no rank has expert 0 of layer 'a'"
     else:
-        assert told == f"no rank has elements {first} to {end - 1} of '{name}'"
+        assert message == f"no rank has elements {first} to {end - 1} of '{name}'"
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_every_gap_is_counted(layers: int) -> None:
     parts = {0: whole(*(name for layer in range(layers) for name in weights(str(layer), 0, 3)))}
-    told = wrong_experts(parts, {}, MODULE_LIST)
-    assert told is not None
-    assert told.endswith(f"and {2 * layers - 1} more")
+    message = wrong_experts(parts, {}, MODULE_LIST)
+    assert message is not None
+    assert message.endswith(f"and {2 * layers - 1} more")

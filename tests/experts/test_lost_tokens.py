@@ -51,7 +51,7 @@ def test_what_is_harmless_by_both_papers(lost: list[float], harmless: bool) -> N
     assert account.is_harmless([1000, 1000]) == harmless
 
 
-def test_layers_of_different_load_are_held_to_the_portion_too() -> None:
+def test_layers_of_different_load_keep_to_the_portion_too() -> None:
     """8% of all tokens, and 2.7% of the layers' in the mean."""
     account = LostTokens(mixture(1, 1, 1))
     account.add([[80], [0], [0]])

@@ -102,7 +102,7 @@ def test_no_operators() -> None:
     assert policy.window is None
 
 
-def test_a_budget_below_one_operator_is_said_not_to_fit() -> None:
+def test_a_budget_below_one_operator_is_reported_not_to_fit() -> None:
     policy = MoEvement(LAYER)
     assert len(policy.select(0, load([3, 1, 4, 2]), Budget(snapshot_bytes=1))) == 1
     assert policy.window is not None

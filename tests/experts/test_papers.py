@@ -41,8 +41,8 @@ def non_expert_parameters() -> dict[str, int]:
 def non_expert_bytes() -> dict[str, int]:
     """As it was checkpointed.
 
-    The paper does not say it; a head with weights of its own and a causal mask of fp32 in each attention, as GPT-2's
-    usual implementation keeps one, are the reading under which all of its three figures below come out.
+    The paper does not say it. Its three figures below come out if the head has weights of its own and each attention
+    keeps a causal mask of fp32. GPT-2's usual implementation does so.
     """
     found = {name: STATE_BYTES * size for name, size in non_expert_parameters().items()}
     found["head"] = found["wte"]
@@ -138,8 +138,8 @@ def at_risk(policy: Policy, layers: tuple[ExpertLayer, ...], saved_per_layer: in
 def test_by_popularity_half_as_many_tokens_are_at_risk_as_in_turn(saved_per_layer: int) -> None:
     """moetion, Figure 11, with the "25% to 40%" of the experts that it saves (section 4.1), and its spread of tokens.
 
-    It takes that many: with an eighth of them, the popular experts leave so little for the others that three quarters
-    of what round-robin has at risk still is.
+    It takes that many. With an eighth of them, the popular experts leave little for the others: three quarters of the
+    tokens at risk under round-robin still are.
     """
     layers = mixture(64, 64, 64)
     in_turn = at_risk(Sequential(layers), layers, saved_per_layer)

@@ -48,7 +48,7 @@ def test_a_checkpoint_brings_it_back() -> None:
     assert back.in_layers == (True, True)
 
 
-def test_capacity_is_raised_by_the_papers_tenth_unless_it_is_said_otherwise() -> None:
+def test_capacity_is_raised_by_the_papers_tenth_unless_it_is_set_otherwise() -> None:
     recovering = Recovering(LAYERS)
     recovering.lost([[0, 10], [3]])
     recovering.observe([[0, 50], [10]])

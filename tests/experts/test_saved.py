@@ -98,7 +98,7 @@ def test_what_is_still_missing_from_an_earlier_recovery_is_not_lost_again() -> N
 
 
 def test_a_recovery_beyond_the_last_count_estimates_what_was_routed_since() -> None:
-    """As where a process died and others kept what they had at the failure: nobody can tell its tokens any more."""
+    """As where a process died and others kept what they had at the failure: its tokens are unknown."""
     saved = SavedExperts(LAYERS)
     step(saved, 10, FIRST, SECOND, ALONE)
     step(saved, 20, FIRST)

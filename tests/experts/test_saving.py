@@ -70,7 +70,7 @@ def counts_of(layer: nn.Module) -> torch.Tensor:
 
 
 class Watching(Recorder):
-    """Tells of the steps as who watches a run does."""
+    """Reports the steps as the observer of a run does."""
 
     def __init__(self, saving: ExpertSaving) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class TestRecovery:
         back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
         assert len(back.save(None) or ()) == 4
 
-    def test_an_engine_without_a_limit_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_engine_without_a_limit_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
         job = self.trained(stale="stale")
         with caplog.at_level(logging.INFO):
             job.saving.restored({"00000-00000": 1, "00001-00000": 1}, 3)

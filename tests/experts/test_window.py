@@ -114,7 +114,7 @@ def test_a_snapshot_of_exactly_an_iteration_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("active", "frozen", "said"),
+    ("active", "frozen", "message"),
     [
         ([], [], "at least one"),
         ([1, 2], [1], "2 operators have active_bytes and 1 have frozen_bytes"),
@@ -124,8 +124,8 @@ def test_a_snapshot_of_exactly_an_iteration_fits() -> None:
         ([1, math.inf], [1, 1], "active_bytes must be finite and not negative"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(active: list[float], frozen: list[float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_sizes_that_make_no_sense_are_refused(active: list[float], frozen: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         sparse_window(active, frozen, 1.0, 1.0)
 
 

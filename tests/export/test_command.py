@@ -36,7 +36,7 @@ class Runs:
     directory: Path
     trained: dict[str, Any]
     loaded: dict[str, Any]
-    said: dict[str, list[str]]
+    messages: dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     training = Job(directory)
     trained = training.launch(worker="tests.export.worker", engines=engines)
     assert trained.statuses == [0, 0], trained.output[0][-3000:]
-    said = {
+    messages = {
         name: run_export(training.run_dir / name, directory / "universal" / name, "universal", "fp32", None)
         for name in ENGINES
     }
@@ -56,12 +56,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         worker="tests.export.worker", ranks=1, engines=engines, universal=directory / "universal"
     )
     assert loaded.statuses == [0], loaded.output[0][-3000:]
-    return Runs(training.run_dir, trained.result(), loaded.result(), said)
+    return Runs(training.run_dir, trained.result(), loaded.result(), messages)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_deepspeed_goes_on_from_a_universal_checkpoint(runs: Runs, engine: str) -> None:
-    assert f"checkpoint {SAVED} of" in runs.said[engine][0]
+    assert f"checkpoint {SAVED} of" in runs.messages[engine][0]
     loaded, trained = dict(runs.loaded[engine]), dict(runs.trained[engine])
     assert loaded.pop("steps") == SAVED
     trained.pop("module")

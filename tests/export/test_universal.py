@@ -22,13 +22,13 @@ def test_fused_adam_keeps_its_steps_as_a_number(tmp_path: Path) -> None:
         run_dir, out = tmp_path / optimizer, tmp_path / f"{optimizer}-universal"
         write_identity(run_dir, optimizer=optimizer, precision="fp16")
         write_checkpoint(run_dir, shard(operator("w", torch.ones(4), (2, 2)), seen=torch.ones(())))
-        said = write(run_dir, out)
+        lines = write(run_dir, out)
         found = torch.load(out / "global_step50_universal" / "zero" / "w" / "step.pt", weights_only=True)
         assert isinstance(found, kind)
         assert float(found) == 50
         assert (out / "latest_universal").read_text() == "global_step50_universal"
-        assert any("loss scale" in line for line in said)
-        assert any("outside_optimizer" in line for line in said)
+        assert any("loss scale" in line for line in lines)
+        assert any("outside_optimizer" in line for line in lines)
 
 
 def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_several_parameter_groups_are_kept_from_zero_3(tmp_path: Path, monkeypat
         engine = {**made.SCALARS["engine"], "param_groups": [{"lr": 0.1}] * groups}
         monkeypatch.setitem(made.SCALARS, "engine", engine)
         write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=groups)
-        said = write(tmp_path, tmp_path / f"out-{groups}")
+        lines = write(tmp_path, tmp_path / f"out-{groups}")
         folder = tmp_path / f"out-{groups}" / f"global_step{groups}_universal"
         stage_3 = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
         assert stage_3.exists() == (groups == 1)
-        assert any("not at ZeRO-3" in line for line in said) == (groups > 1)
+        assert any("not at ZeRO-3" in line for line in lines) == (groups > 1)

@@ -31,7 +31,7 @@ def run_campaign(directory: Path, path: Path, *options: str) -> dict[str, Any]:
 )
 def test_the_store_survives_a_sample_of_all_faults(fast_directory: Path, tmp_path: Path, parts: str) -> None:
     found = run_campaign(fast_directory, tmp_path / "faults.json", "--sample", "--only", parts)
-    # An environment that this machine does not allow is said, and nothing else is left out.
+    # An environment that this machine does not allow is reported, and nothing else is left out.
     assert all(outcome["scenario"].endswith("disk") for outcome in found["not_injected"]), found["not_injected"]
     assert {"power cut", "network file system"} <= found["never_injected"].keys()
     for row in found["scenarios"]:

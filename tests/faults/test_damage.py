@@ -156,7 +156,7 @@ def test_a_directory_in_an_uncommitted_save_does_not_stop_a_restart(own_run: Pat
     assert (tmp_path / "outside" / "file").exists()
 
 
-def test_a_directory_that_cannot_be_removed_stays_and_is_said(
+def test_a_directory_that_cannot_be_removed_stays_and_is_reported(
     own_run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nested = own_run / "checkpoints" / step_name(50) / "nested"

@@ -35,13 +35,13 @@ def test_time_without_failures_lowers_the_rate_and_a_failure_raises_it() -> None
 
 
 def test_the_interval_holds_its_share_of_rates_drawn_from_the_prior() -> None:
-    random, held = numpy.random.default_rng(0), []
+    random, covered = numpy.random.default_rng(0), []
     for _ in range(1000):
         true_rate = random.gamma(2.0, 1 / (2 * 12 * HOUR))
         failures = int(random.poisson(true_rate * 40 * HOUR))
         low, high = FailureRate(12.0, 2.0, failures, 40 * HOUR).interval_per_second(0.8)
-        held.append(low <= true_rate <= high)
-    assert numpy.mean(held) == pytest.approx(0.8, abs=0.04)  # three standard errors of 1000 draws
+        covered.append(low <= true_rate <= high)
+    assert numpy.mean(covered) == pytest.approx(0.8, abs=0.04)  # three standard errors of 1000 draws
 
 
 @given(st.floats(1e-3, 1e6), st.floats(0.01, 1000), st.integers(0, 10**6), st.floats(0, 1e10))

@@ -80,7 +80,7 @@ def test_noise_that_lingers_widens_the_covariance() -> None:
     once, long = (
         family.fit(PLACES, numpy.exp(1 + 0.05 * noise), numpy.ones_like(PLACES))[1] for noise in (steps, lingering)
     )
-    # (1 + 0.8) / (1 - 0.8) = 9 times the variance, as far as 81 points can tell
+    # (1 + 0.8) / (1 - 0.8) = 9 times the variance, as far as 81 points can show
     assert 3 < long[0, 0] / once[0, 0] < 15
 
 

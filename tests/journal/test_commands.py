@@ -31,16 +31,16 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def failure(description: str = "two GPUs", at: float = 5.0, told: float = 6.0) -> ReportedFailure:
-    return ReportedFailure(description=description, failed_unix_seconds=at, created_unix_seconds=told)
+def failure(description: str = "two GPUs", at: float = 5.0, reported: float = 6.0) -> ReportedFailure:
+    return ReportedFailure(description=description, failed_unix_seconds=at, created_unix_seconds=reported)
 
 
 def test_what_was_reported_is_read_in_its_order(run_dir: Path) -> None:
     assert reported_failures(run_dir) == []
-    told = [failure("ümlaut; 'quotes'", 9.0), failure(at=3.0)]
-    for one in told:
+    reports = [failure("ümlaut; 'quotes'", 9.0), failure(at=3.0)]
+    for one in reports:
         report_failure(run_dir, one)
-    assert reported_failures(run_dir) == told
+    assert reported_failures(run_dir) == reports
 
 
 def test_many_may_report_at_once(run_dir: Path) -> None:
@@ -130,12 +130,12 @@ def test_no_more_are_taken_of_many_that_report_at_once(run_dir: Path, monkeypatc
 
 def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 3)
-    for told in (0.0, 1000.0, 1200.0, 3700.0):  # the first is forgotten by then
-        report_failure(run_dir, failure(told=told))
+    for reported in (0.0, 1000.0, 1200.0, 3700.0):  # the first is forgotten by then
+        report_failure(run_dir, failure(reported=reported))
     with pytest.raises(TooManyReportsError, match="within an hour") as refused:
-        report_failure(run_dir, failure(told=4000.0))
+        report_failure(run_dir, failure(reported=4000.0))
     assert refused.value.retry_seconds == 600.0
-    report_failure(run_dir, failure(told=4600.0))
+    report_failure(run_dir, failure(reported=4600.0))
     assert len(reported_failures(run_dir)) == 5
 
 

@@ -167,7 +167,7 @@ def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -
         assert [row.iteration for row in reader.recent_steps(3)] == [4, 3, 6]
 
 
-def test_recovery_outcome_is_updated_and_an_unknown_one_is_told(path: Path, journal: Journal) -> None:
+def test_recovery_outcome_is_updated_and_an_unknown_one_is_reported(path: Path, journal: Journal) -> None:
     journal.record(recovery())
     journal.update_recovery("r1", "rolled_back", {"excess_nats": math.inf})
     journal.update_recovery("other", "kept", {})
@@ -312,7 +312,7 @@ def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journa
         assert reader.latest_phase() == second
 
 
-def test_a_backtest_that_is_told_again_is_kept_once(path: Path, journal: Journal) -> None:
+def test_a_backtest_that_is_recorded_again_is_kept_once(path: Path, journal: Journal) -> None:
     first = BacktestRow(life=0, iteration=50, checkpoints=3, result={"line_cosine": 0.5})
     other = dataclasses.replace(first, result={"line_cosine": 0.6})
     journal.record(*[first])
@@ -353,7 +353,7 @@ def test_the_plan_that_took_a_plans_place(path: Path, journal: Journal) -> None:
         assert [reader.plan_after(plan) for plan in plans] == [plans[1], plans[2], None]
 
 
-def test_a_bad_row_is_dropped_counted_and_told_once(path: Path, journal: Journal) -> None:
+def test_a_bad_row_is_dropped_counted_and_reported_once(path: Path, journal: Journal) -> None:
     bad = CheckpointRow(life=0, iteration=1, status="lost")  # type: ignore[arg-type]  # the point of the test
     wrong_type = CheckpointRow(life=0, iteration="1", status="skipped")  # type: ignore[arg-type]
     too_large = CheckpointRow(life=0, iteration=2**70, status="skipped")
@@ -441,7 +441,7 @@ def test_reader_works_while_rows_are_written(path: Path, journal: Journal) -> No
     assert seen[-1] > seen[0]
 
 
-def test_wal_is_used_on_local_disks_and_said(path: Path, journal: Journal) -> None:
+def test_wal_is_used_on_local_disks_and_logged(path: Path, journal: Journal) -> None:
     with JournalReader(path) as reader:
         assert reader.meta()["journal_mode"] == "wal"
         assert not is_network(reader.meta()["filesystem"])
@@ -619,7 +619,7 @@ def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path,
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "survived" in done.stdout
-    assert done.stderr.count("rows wait for room on its disk") == 1, "said once"
+    assert done.stderr.count("rows wait for room on its disk") == 1, "reported once"
 
 
 def test_a_file_that_turns_out_to_be_newer_is_left_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,7 +699,7 @@ def test_rows_after_close_are_counted_not_raised(path: Path) -> None:
     journal.close()
 
 
-def test_a_defect_in_the_thread_is_told(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_in_the_thread_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal.open(path)
     journal._enqueue(writer._Write("defect", 1, lambda _: 1 / 0))
     assert not journal.flush(FLUSH_SECONDS)
@@ -936,7 +936,7 @@ def test_a_line_after_a_torn_one_is_kept(path: Path, journal: Journal) -> None:
     assert kept == event(1)
 
 
-def test_an_event_file_that_lost_its_tail_is_told_and_not_imported_twice(path: Path, journal: Journal) -> None:
+def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(path: Path, journal: Journal) -> None:
     file_path = path.parent / "events" / "rank-00001.jsonl"
     file = EventFile(file_path)
     for number in range(3):
@@ -957,7 +957,7 @@ def test_an_event_file_that_lost_its_tail_is_told_and_not_imported_twice(path: P
     assert messages[4:] == ["line 3"]
 
 
-def test_an_event_file_on_a_full_disk_tells_once_and_never_raises() -> None:
+def test_an_event_file_on_a_full_disk_reports_once_and_never_raises() -> None:
     file = EventFile(Path("/dev/full"))
     for number in range(3):
         file.append(event(number))

@@ -1,4 +1,4 @@
-"""What one rank tells the journal, also where the disk has no room for it."""
+"""What one rank records in the journal, also where the disk has no room for it."""
 
 import sqlite3
 import subprocess
@@ -218,8 +218,8 @@ def test_an_event_file_is_made_once_there_is_room_for_it(small_disk: Path) -> No
     row = EventRow(life=0, rank=1, kind="x", message="y")
     file = EventFile(small_disk / "events" / "rank-00001.jsonl")
     file.append(row)
-    (told,) = file.failures()
-    assert "No space left" in told
+    (failure,) = file.failures()
+    assert "No space left" in failure
     assert file.failed_appends == 2
     for path in made[:2]:
         path.unlink()

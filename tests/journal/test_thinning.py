@@ -111,9 +111,9 @@ def test_a_slice_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
     for first in (1, 41):
         journal.record(*[step(iteration) for iteration in range(first, first + 40)])
         assert journal.flush(FLUSH_SECONDS)
-    (told,) = journal.failures()
-    assert "cannot be thinned out" in told
-    assert "all are kept" in told
+    (failure,) = journal.failures()
+    assert "cannot be thinned out" in failure
+    assert "all are kept" in failure
     failing[0] = False
     for iteration in range(81, 101):
         journal.record(*[step(iteration)])

@@ -112,6 +112,6 @@ def has_reached(launched: Launched, iteration: int) -> bool:
     return bool(reached) and reached[-1] >= iteration
 
 
-def has_said(launched: Launched, text: str, times: int) -> bool:
+def has_printed(launched: Launched, text: str, times: int) -> bool:
     """Whether something was printed so often."""
     return launched.output.count(text) >= times

@@ -15,15 +15,15 @@ RANKS = 2
 
 
 class Launch:
-    """A launcher's directory and a run's, with what was told."""
+    """A launcher's directory and a run's, with what was printed."""
 
     def __init__(self, tmp_path: Path, restarts_max: int = 3) -> None:
         (tmp_path / "launcher").mkdir()
         self.run_dir = tmp_path / "run"
         self.run_dir.mkdir()
         self.report = Report(tmp_path / "launcher")
-        self.told: list[str] = []
-        self.failures = Failures(self.report, restarts_max, self.told.append)
+        self.printed: list[str] = []
+        self.failures = Failures(self.report, restarts_max, self.printed.append)
         self.counters = [ProgressCounter(progress_path(self.run_dir, rank)) for rank in range(RANKS)]
 
     def reach(self, iteration: int) -> None:
@@ -44,7 +44,7 @@ def test_a_job_that_gains_something_in_each_life_may_fail_as_often_as_it_likes(t
         launch.open(life)
         launch.reach(10 * life + 5)
         assert launch.kill() == 0.0
-    assert launch.told[-1] == "Rank 1 was killed (SIGKILL) after iteration 95. All ranks start again"
+    assert launch.printed[-1] == "Rank 1 was killed (SIGKILL) after iteration 95. All ranks start again"
 
 
 def test_a_job_that_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_what_was_gained_counts_from_there_on(tmp_path: Path) -> None:
 def test_a_job_that_opens_no_run_is_given_up_too(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=1)
     assert launch.failures.after([Exit(0, status=3)]) == 1.0
-    assert launch.told == [
+    assert launch.printed == [
         "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
         "new iteration)"
     ]
@@ -130,7 +130,7 @@ def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None
         launch.kill()
 
 
-def test_a_refusal_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+def test_a_refusal_is_printed_once_and_not_tried_again(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
     for _ in range(RANKS):
         launch.report.refuse("ConfigError: 'intervall' is unknown")
@@ -155,7 +155,7 @@ def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Pat
     now = time.time()
     exits = [Exit.of_status(1, -9, now), Exit.of_status(0, -15, now), Exit.of_status(2, -9, now + 30.0)]
     assert launch.failures.after(exits) == 0.0
-    assert launch.told == ["Rank 1 was killed (SIGKILL) after iteration 7. All ranks start again"]
+    assert launch.printed == ["Rank 1 was killed (SIGKILL) after iteration 7. All ranks start again"]
     assert cause_of(exits_of(launch.run_dir, 3), 3) == "rank 1 was killed (SIGKILL)"
 
 
@@ -166,4 +166,4 @@ def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
     note_exit(launch.run_dir, 0, Exit(0, error="RuntimeError: Connection reset by peer", unix_seconds=20.0))
     note_exit(launch.run_dir, 0, Exit(1, error="ValueError: bad batch", unix_seconds=19.5))
     launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)])
-    assert launch.told[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")
+    assert launch.printed[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")

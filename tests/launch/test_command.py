@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import SCRIPT, Launched, has_reached, has_said, iterations
+from tests.launch.jobs import SCRIPT, Launched, has_printed, has_reached, iterations
 
 REFUSED = """
 import sys
@@ -55,8 +55,8 @@ def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path:
     command = ["cpsr", "run", "--nproc-per-node", "1", "--max-restarts=1", "train.py", "--verbose", "--help"]
     with Launched(tmp_path, command) as launched:
         assert launched.wait() == 1
-        said = [line for line in launched.lines() if not line.startswith("Started")]
-    assert said == [
+        lines = [line for line in launched.lines() if not line.startswith("Started")]
+    assert lines == [
         "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
         "new iteration)",
         "Rank 0 ended with status 3 before a run was opened. The job is not started again, after 2 failures without a "
@@ -102,7 +102,7 @@ def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
             launched.until(partial(has_reached, iteration=10 * (kill + 1)))
             back = launched.output.count("All ranks continue")
             os.kill(launched.children()[-1], signal.SIGKILL)
-            launched.until(partial(has_said, text="All ranks continue", times=back + 1))
+            launched.until(partial(has_printed, text="All ranks continue", times=back + 1))
         assert launched.wait() == 0
     assert iterations(launched)[-1] == 120
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output

@@ -36,7 +36,7 @@ SCRIPT = textwrap.dedent(
     def shard(offset, numel, name="w"):
         return Shard({name: OperatorState(name, ParamSlice(torch.zeros(numel), (9,), offset), {}, 0)})
     cases = [shard(4 * rank, 4), shard(3 * rank, 4), shard(0, 4, f"w{rank}"), shard(0, 9 * rank), shard(0, 9)]
-    found["held twice"] = [exchange.duplicated_operator(case) for case in cases]
+    found["owned twice"] = [exchange.duplicated_operator(case) for case in cases]
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["reduce"] == second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]], "c": [[7.0]]}
     assert first["nothing"] == second["nothing"] == {}
     assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
-    assert first["held twice"] == second["held twice"] == [None, "w", None, None, "w"]
+    assert first["owned twice"] == second["owned twice"] == [None, "w", None, None, "w"]
     assert "'b' has [1, 2] differences" in first["refused"]
     assert first["refused"] == second["refused"]
 

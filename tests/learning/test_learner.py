@@ -269,7 +269,7 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
     learner.notify(30, 0)
     failure = _failure_of(learner)
     assert "RuntimeError: no such tensor" in failure
-    assert learner.failure() is None  # said once
+    assert learner.failure() is None  # reported once
     assert learner.state_dict()["known"] == [10, 20]
     learner.record({"kind": "recovery"})
     learner.close()
@@ -337,7 +337,7 @@ ASKED: dict[str, Callable[[Learner], object]] = {
     "state_dict": lambda learner: learner.state_dict(),
     "record": lambda learner: learner.record({"kind": "recovery"}),
     "ask": lambda learner: learner.ask(lambda: None),
-    "failure": lambda learner: time.sleep(2 * LIMIT_SECONDS),  # nobody else asks: a look at a step boundary tells it
+    "failure": lambda learner: time.sleep(2 * LIMIT_SECONDS),  # nobody else asks: a check at a step boundary reports it
 }
 
 
@@ -377,7 +377,7 @@ def test_a_slice_without_an_end_is_left_behind(
     failure = learner.failure()
     assert failure is not None
     assert "did not end within" in failure
-    assert learner.failure() is None  # said once
+    assert learner.failure() is None  # reported once
     # From here on nobody waits for it, and what was complete is there.
     started = time.monotonic()
     learner.record({"kind": "rehearsal"})

@@ -1,4 +1,4 @@
-"""Ranks that are dealt the same are told so, and no others."""
+"""A warning goes to ranks that are dealt the same batches, and to no others."""
 
 from pathlib import Path
 
@@ -24,20 +24,20 @@ class Raising(dict):
     def values(self):
         raise KeyError("of the user's")
 
-def told(batches, kind=TorchAdapter, per_step=1, predicts=False):
-    said = []
+def reports(batches, kind=TorchAdapter, per_step=1, predicts=False):
+    kinds = []
     adapter = kind(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: said.append(kind))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
     for count, batch in enumerate(batches, 1):
         first.on_batch(batch)
         if count % per_step == 0:
             first.after_step()
-    return said
+    return kinds
 
 def ahead(count, predicts=False, threaded=False):
-    said = []
+    kinds = []
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: said.append(kind))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
     def deal():
         first.on_batch(torch.rand(3) + rank)
     for _ in range(count):
@@ -50,7 +50,7 @@ def ahead(count, predicts=False, threaded=False):
         else:
             deal()
         first.after_step()
-    return said
+    return kinds
 
 def drawn(seed, count=6):
     generator = torch.Generator().manual_seed(seed)
@@ -60,25 +60,25 @@ group = Group()
 same, own = drawn(0), drawn(rank)
 half = [one.bfloat16() for one in same]
 found = {
-    "same": told(same),
-    "own": told(own),
-    "same in structures": told([{"x": (half[i], same[i].numpy()), "id": [str(i)]} for i in range(6)]),
-    "own in one place": told([{"x": same[i], "y": [own[i]]} for i in range(6)]),
-    "constant": told([torch.ones(3)] * 6),
-    "two of three alike": told([same[0], same[1], same[0], same[3]]),
-    "tensor parallel": told(same, Parallel),
-    "opaque": told([object()] * 6),
-    "nested": told([torch.nested.nested_tensor([one, one[:2]]) for one in same]),
-    "conjugated": told([torch.complex(one, one).conj() for one in same]),
-    "without data": told([one.to("meta") for one in same]),
-    "raises": told([Raising()] * 6),
+    "same": reports(same),
+    "own": reports(own),
+    "same in structures": reports([{"x": (half[i], same[i].numpy()), "id": [str(i)]} for i in range(6)]),
+    "own in one place": reports([{"x": same[i], "y": [own[i]]} for i in range(6)]),
+    "constant": reports([torch.ones(3)] * 6),
+    "two of three alike": reports([same[0], same[1], same[0], same[3]]),
+    "tensor parallel": reports(same, Parallel),
+    "opaque": reports([object()] * 6),
+    "nested": reports([torch.nested.nested_tensor([one, one[:2]]) for one in same]),
+    "conjugated": reports([torch.complex(one, one).conj() for one in same]),
+    "without data": reports([one.to("meta") for one in same]),
+    "raises": reports([Raising()] * 6),
     "two ahead": ahead(2),
     "two ahead, predicts": ahead(2, predicts=True),
     "another thread": ahead(0, threaded=True),
-    "none": told([]) + told([torch.empty(0)] * 6),
-    "two a step": told(own, per_step=2, predicts=True),
-    "two a step, exact": told(own, per_step=2),
-    "one a step": told(own, predicts=True),
+    "none": reports([]) + reports([torch.empty(0)] * 6),
+    "two a step": reports(own, per_step=2, predicts=True),
+    "two a step, exact": reports(own, per_step=2),
+    "one a step": reports(own, predicts=True),
 }
 open(f"{sys.argv[1]}.{rank}", "w").write(json.dumps(found))
 group.close()
@@ -86,7 +86,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_only_ranks_that_are_dealt_the_same_are_told(tmp_path: Path) -> None:
+def test_only_ranks_that_are_dealt_the_same_are_reported(tmp_path: Path) -> None:
     found, other = run(SCRIPT, tmp_path)
     expected = {name: list[str]() for name in found} | {
         "same": ["same batches"],

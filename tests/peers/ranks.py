@@ -54,22 +54,22 @@ for line in sys.stdin:
     print(json.dumps(follow(Path(job["root"]), job["script"], job["nodes"])), flush=True)
 """
 
-# What every script begins with: the group, a directory for its node's memory, and what is told.
+# What every script begins with: the group, a directory for its node's memory, and what is reported.
 PROLOGUE = """
 dist.init_process_group("gloo")
 group = Group()
-found, told = {}, []
+found, events = {}, []
 memory = root / this_node()
 memory.mkdir(exist_ok=True)
-def tell(kind, message, iteration, level):
-    told.append([kind, message, iteration, level])
+def report(kind, message, iteration, level):
+    events.append([kind, message, iteration, level])
 checkpoints = root / "checkpoints"
 def opened(states, groups=None, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
     return Replicator(
-        states.memory, group, groups[rank], states.template, config, tell, checkpoints=checkpoints
+        states.memory, group, groups[rank], states.template, config, report, checkpoints=checkpoints
     )
-def held(owner, node=None):
+def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
     states = memory_states(RUN_ID, root / (node or this_node()))
     replicas = [state for state in states if state.rank == owner and "replica" in state.path.name]
@@ -77,14 +77,14 @@ def held(owner, node=None):
 def until(condition, seconds=20):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, (rank, told)
+        assert time.monotonic() < end, (rank, events)
         time.sleep(0.03)
 def meet(ranks):
     '''Wait for these ranks, whatever has become of the others.'''
     (root / f"met.{rank}").touch()
     until(lambda: all((root / f"met.{other}").exists() for other in ranks))
 def leave(hard=False):
-    found["told"] = told
+    found["events"] = events
     (root / f"found.{rank}").write_text(json.dumps(found))
     if not hard:  # else somebody is dead, and leaving the group would wait for it
         group.close()

@@ -53,13 +53,13 @@ class States:
         file, buffer = self._buffers[self._taken % len(self._buffers)]
         self._taken += 1
         file.unseal()
-        held = buffer.shard_at(iteration)
+        target_shard = buffer.shard_at(iteration)
         source_shard = shard(self._rank, iteration, self._elements, alike=self._alike)
-        for (_, target), (_, source) in zip(held.tensors(), source_shard.tensors(), strict=True):
+        for (_, target), (_, source) in zip(target_shard.tensors(), source_shard.tensors(), strict=True):
             target.copy_(source)
         scalars = {"of": [self._rank, iteration]}
-        file.seal(self._rank, 0, "snapshot", held, iteration, scalars)
-        return file.path, Snapshot(iteration, held, scalars)
+        file.seal(self._rank, 0, "snapshot", target_shard, iteration, scalars)
+        return file.path, Snapshot(iteration, target_shard, scalars)
 
 
 def is_right(

@@ -67,7 +67,7 @@ states = States(memory, rank, alike=alike)
 replicator = opened(states, replicas=2)
 for iteration in (10, 20):
     replicator.offer(*states.seal(iteration))
-    until(lambda: all(iteration in held(owner) for owner in replicator.placement.owners_kept_by(rank)))
+    until(lambda: all(iteration in replicated(owner) for owner in replicator.placement.owners_kept_by(rank)))
     group.barrier()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -93,13 +93,13 @@ leave()
 def test_every_state_is_left_after_a_sigkill_of_all_and_the_loss_of_any_two_of_three_machines(
     tmp_path: Path, alike: bool
 ) -> None:
-    said = f"alike = {alike}\n"
-    run(said + LIFE, tmp_path, ["a", "b", "c"], [-9, -9, -9])
+    settings = f"alike = {alike}\n"
+    run(settings + LIFE, tmp_path, ["a", "b", "c"], [-9, -9, -9])
     for kept in range(3):
         after = tmp_path / f"after-{kept}"
         shutil.copytree(tmp_path / "abc"[kept], after / "abc"[kept])
         nodes = ["abc"[rank] if rank == kept else f"new-{rank}" for rank in range(3)]
-        for rank, found in enumerate(run(said + RESTART, after, nodes)):
+        for rank, found in enumerate(run(settings + RESTART, after, nodes)):
             lost = rank != kept
             # Where all own the same, the lost ones take it from the one that is left, and the rest from their own.
             tensors, brought = ([kept], [True, True]) if alike and lost else ([], [lost])

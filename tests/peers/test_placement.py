@@ -83,7 +83,7 @@ def check_choices(members: Sequence[Member], placement: Placement) -> None:
 
 
 def partitions(size: int) -> Iterator[tuple[int, ...]]:
-    """Every way to put so many ranks on nodes, or into groups, that are not told apart by their names."""
+    """Every way to put so many ranks on nodes, or into groups, that are not distinguished by their names."""
     for labels in product(range(size), repeat=size):
         if all(label <= max(labels[:rank], default=-1) + 1 for rank, label in enumerate(labels)):
             yield labels
@@ -153,7 +153,7 @@ def test_regular_clusters_are_balanced_to_the_byte(nodes: int, per_node: int, st
     members = [Member(f"node-{rank // per_node}", rank % stages, 100, 100) for rank in range(nodes * per_node)]
     placement = place(members, 2)
     assert set(placement.load_bytes) == {200}
-    assert all(members[rank].group == owner % stages for owner, held in enumerate(placement.holders) for rank in held)
+    assert all(members[rank].group == owner % stages for owner, ranks in enumerate(placement.holders) for rank in ranks)
 
 
 def test_a_stage_on_one_node_is_replicated_by_the_others() -> None:
@@ -162,15 +162,15 @@ def test_a_stage_on_one_node_is_replicated_by_the_others() -> None:
     placement = place(members, 2)
     assert set(placement.load_bytes) == {200}
     assert all(
-        {members[rank].node for rank in held} == {"node-0", "node-1", "node-2"} - {members[owner].node}
-        for owner, held in enumerate(placement.holders)
+        {members[rank].node for rank in ranks} == {"node-0", "node-1", "node-2"} - {members[owner].node}
+        for owner, ranks in enumerate(placement.holders)
     )
 
 
-def test_what_is_impossible_is_said() -> None:
+def test_what_is_impossible_is_reported() -> None:
     members = [Member(node, 0, 5, 5) for node in ("a", "a", "b", "b")]
     placement = place(members, 3)
-    assert all(len(held) == 1 for held in placement.holders)
+    assert all(len(ranks) == 1 for ranks in placement.holders)
     assert placement.shortfall is not None
     assert (
         "3 replicas of each rank's state are asked for and 1 possible: the job runs on 2 nodes" in placement.shortfall
@@ -207,7 +207,7 @@ def test_there_are_as_many_replicas_as_every_machine_has_memory_for(
         assert "there is memory for" in (placement.shortfall or "")
 
 
-def test_too_little_memory_is_said_with_the_machine_and_its_bytes() -> None:
+def test_too_little_memory_is_reported_with_the_machine_and_its_bytes() -> None:
     members = [Member(node, 0, 100, 100) for node in "abc"]
     placement = place_within(members, 2, {"a": 1000, "b": 399, "c": 1000}, SLOTS)
     assert [len(holders) for holders in placement.holders] == [1, 1, 1]

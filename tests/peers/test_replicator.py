@@ -12,15 +12,15 @@ holders, owners = replicator.placement.holders[rank], replicator.placement.owner
 found["holders"], found["owners"] = holders, owners
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
-    until(lambda: all(iteration in held(owner) for owner in owners))
+    until(lambda: all(iteration in replicated(owner) for owner in owners))
     group.barrier()
-found["held"] = {owner: held(owner) for owner in owners}
+found["replicated"] = {owner: replicated(owner) for owner in owners}
 replicas = [s for s in memory_states(RUN_ID, memory) if s.rank in owners]
 found["right"] = [is_right(s) for s in replicas]
 found["modes"] = sorted({oct(s.path.stat().st_mode & 0o777) for s in replicas})
 group.barrier()
 replicator.forget_after(20)
-until(lambda: all(held(owner) == [20] for owner in owners))
+until(lambda: all(replicated(owner) == [20] for owner in owners))
 replicator.close(remove=rank != 3)
 group.barrier()
 found["left"] = sorted(path.name for path in memory.glob("*replica*"))
@@ -28,15 +28,15 @@ leave()
 """
 
 
-def test_the_two_newest_are_held_by_two_other_nodes(tmp_path: Path) -> None:
+def test_the_two_newest_are_stored_by_two_other_nodes(tmp_path: Path) -> None:
     ranks = run(FOUR, tmp_path, ["a", "b", "c", "d"])
     for rank, found in enumerate(ranks):
         assert len(found["holders"]) == len(found["owners"]) == 2
         assert all(rank in ranks[holder]["owners"] for holder in found["holders"])
-        assert set(map(tuple, found["held"].values())) == {(20, 30)}
+        assert set(map(tuple, found["replicated"].values())) == {(20, 30)}
         assert found["right"] == [True] * 4
         assert found["modes"] == ["0o600"]
-        assert found["told"] == []
+        assert found["events"] == []
         assert len(found["left"]) == (4 if rank == 3 else 0)
 
 
@@ -44,21 +44,21 @@ KILLED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, chunk_bytes=8192)
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:  # in the middle of what it sends
     replicator._outgoing[0]._bytes_per_second = replicator._outgoing[1]._bytes_per_second = 400_000
     replicator.offer(*states.seal(20))
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
-until(lambda: told)
+until(lambda: events)
 replicator.offer(*states.seal(20))
 other = 1 - rank
-until(lambda: 20 in held(other) and len(told) == 2)
+until(lambda: 20 in replicated(other) and len(events) == 2)
 replicator.offer(*states.seal(30))
-until(lambda: 30 in held(other))
+until(lambda: 30 in replicated(other))
 meet([0, 1])
-found["held"] = {owner: held(owner) for owner in (other, 2)}
+found["replicated"] = {owner: replicated(owner) for owner in (other, 2)}
 found["right"] = [is_right(s) for s in memory_states(RUN_ID, memory)]
 replicator.close(remove=False, together=False)
 found["left"] = len(list(memory.glob("*replica*")))
@@ -70,29 +70,29 @@ def test_after_a_sigkill_the_others_go_on_and_what_it_had_sent_stays(tmp_path: P
     *ranks, killed = run(KILLED, tmp_path, ["a", "b", "c"], [0, 0, -9])
     assert killed is None
     for rank, found in enumerate(ranks):
-        assert found["held"] == {str(1 - rank): [20, 30], "2": [10]}
+        assert found["replicated"] == {str(1 - rank): [20, 30], "2": [10]}
         assert all(found["right"])
         assert found["left"] == 4
-        assert [kind for kind, *_ in found["told"]] == ["replication ended"] * 2  # once in each direction
-        assert "takes no more replicas of rank 2's state in this life (" in found["told"][0][1]
-        assert "rank 2 gets no more replicas of this rank's state in this life (" in found["told"][1][1]
+        assert [kind for kind, *_ in found["events"]] == ["replication ended"] * 2  # once in each direction
+        assert "takes no more replicas of rank 2's state in this life (" in found["events"][0][1]
+        assert "rank 2 gets no more replicas of this rank's state in this life (" in found["events"][1][1]
 
 
 STOPPED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, chunk_bytes=8192, timeout_seconds=1.0)
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
 other = 1 - rank
 for iteration in (20, 30, 40):
     replicator.offer(*states.seal(iteration))
-    until(lambda: iteration in held(other))
-until(lambda: told)
+    until(lambda: iteration in replicated(other))
+until(lambda: events)
 meet([0, 1])
-found["held"] = {owner: held(owner) for owner in (other, 2)}
+found["replicated"] = {owner: replicated(owner) for owner in (other, 2)}
 replicator.close(remove=True, together=False)
 found["left"] = len(list(memory.glob("*replica*")))
 leave(hard=True)
@@ -102,18 +102,18 @@ leave(hard=True)
 def test_a_stopped_rank_is_given_up_in_time_and_delays_no_other(tmp_path: Path) -> None:
     *ranks, _ = run(STOPPED, tmp_path, ["a", "b", "c"], [0, 0, -9])
     for rank, found in enumerate(ranks):
-        assert found["held"] == {str(1 - rank): [30, 40], "2": [10]}
+        assert found["replicated"] == {str(1 - rank): [30, 40], "2": [10]}
         assert found["left"] == 0
-        assert len(found["told"]) == 1
-        assert "rank 2 gets no more replicas of this rank's state" in found["told"][0][1]
-        assert "Timed out" in found["told"][0][1]
+        assert len(found["events"]) == 1
+        assert "rank 2 gets no more replicas of this rank's state" in found["events"][0][1]
+        assert "Timed out" in found["events"][0][1]
 
 
 DAMAGED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=1, chunk_bytes=8192)
 replicator.offer(*states.seal(10))
-until(lambda: held(1 - rank) == [10])
+until(lambda: replicated(1 - rank) == [10])
 group.barrier()
 path, snapshot = states.seal(20)
 if rank == 0:
@@ -121,20 +121,20 @@ if rank == 0:
         file.seek(100_000)
         file.write(b"damage")
 replicator.offer(path, snapshot)
-until(lambda: told if rank == 1 else held(1 - rank) == [10, 20])
+until(lambda: events if rank == 1 else replicated(1 - rank) == [10, 20])
 group.barrier()
-found["held"] = held(1 - rank)
+found["replicated"] = replicated(1 - rank)
 replicator.close(remove=True)
 leave()
 """
 
 
-def test_what_arrives_damaged_is_said_and_not_kept(tmp_path: Path) -> None:
+def test_what_arrives_damaged_is_reported_and_not_kept(tmp_path: Path) -> None:
     first, second = run(DAMAGED, tmp_path, ["a", "b"])
-    assert first == {"held": [10, 20], "told": []}
-    assert second["held"] == [10]
-    assert [kind for kind, *_ in second["told"]] == ["replica damaged"]
-    assert "its hash does not hold" in second["told"][0][1]
+    assert first == {"replicated": [10, 20], "events": []}
+    assert second["replicated"] == [10]
+    assert [kind for kind, *_ in second["events"]] == ["replica damaged"]
+    assert "its hash does not hold" in second["events"][0][1]
 
 
 FULL = """
@@ -146,7 +146,7 @@ if rank == 1:  # its memory takes no file of that size
 group.barrier()
 if rank == 0:
     replicator.offer(*states.seal(10))
-until(lambda: told)
+until(lambda: events)
 replicator.close(remove=True)
 group.barrier()
 leave(hard=True)
@@ -155,21 +155,21 @@ leave(hard=True)
 
 def test_a_holder_without_room_says_so_and_its_owner_gives_it_up(tmp_path: Path) -> None:
     first, second = run(FULL, tmp_path, ["a", "b"])
-    assert "rank 1 gets no more replicas of this rank's state in this life (" in first["told"][0][1]
-    assert "this rank takes no more replicas of rank 0's state in this life ([Errno 27]" in second["told"][0][1]
+    assert "rank 1 gets no more replicas of this rank's state in this life (" in first["events"][0][1]
+    assert "this rank takes no more replicas of rank 0's state in this life ([Errno 27]" in second["events"][0][1]
 
 
 OVERTAKEN = """
 states = States(memory, rank, slots=1)
 replicator = opened(states, replicas=1, chunk_bytes=8192, rate_limit_bytes_per_second=2_000_000)
 replicator.offer(*states.seal(10))
-until(lambda: held(1 - rank) == [10])
+until(lambda: replicated(1 - rank) == [10])
 group.barrier()
 for iteration in (20, 30):
     replicator.offer(*states.seal(iteration))
     time.sleep(0.1)  # of the 0.3 s that it takes
 replicator.offer(*states.seal(40))
-until(lambda: held(1 - rank) == [10, 40])
+until(lambda: replicated(1 - rank) == [10, 40])
 group.barrier()
 replicator.close(remove=True)
 leave()
@@ -178,7 +178,7 @@ leave()
 
 def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_replica_stays(tmp_path: Path) -> None:
     for found in run(OVERTAKEN, tmp_path, ["a", "b"]):
-        assert [(kind, iteration) for kind, _, iteration, _ in found["told"]] == [("replica dropped", 20)]
+        assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
 
 
 ONE_NODE = """
@@ -193,13 +193,13 @@ leave()
 """
 
 
-def test_on_one_node_there_is_nothing_to_do_and_that_is_said_once(tmp_path: Path) -> None:
+def test_on_one_node_there_is_nothing_to_do_and_that_is_reported_once(tmp_path: Path) -> None:
     first, second = run(ONE_NODE, tmp_path, ["a", "a"])
-    (told,) = first["told"]
-    assert told[0] == "replicas"
-    assert "the job runs on one node" in told[1]
-    assert told[3] == logging.DEBUG  # there is nothing to do about it
-    assert second == {"told": [], "states": 2}
+    (event,) = first["events"]
+    assert event[0] == "replicas"
+    assert "the job runs on one node" in event[1]
+    assert event[3] == logging.DEBUG  # there is nothing to do about it
+    assert second == {"events": [], "states": 2}
 
 
 STAGES = """
@@ -217,7 +217,7 @@ found["left"] = len(list(memory.glob("*replica*")))
 found["kept"] = other_run.exists()
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 1:
     raise RuntimeError("training failed")
@@ -233,8 +233,8 @@ def test_groups_are_kept_together_and_an_error_of_training_stays_what_it_is(tmp_
             assert found["holders"] == [(rank + 2) % 4]
             assert found["before"] >= 2
             assert found["left"] == 2 * found["kept"]  # both ranks' files of another run
-    assert ranks[0]["told"][0][1].startswith("2 replicas of each rank's state are asked for and 1 possible")
-    assert ranks[0]["told"][0][3] == logging.WARNING
+    assert ranks[0]["events"][0][1].startswith("2 replicas of each rank's state are asked for and 1 possible")
+    assert ranks[0]["events"][0][3] == logging.WARNING
 
 
 ALIKE = """
@@ -243,11 +243,11 @@ replicator = opened(states, [[0, 1, 2]] * 3 + [[3]], replicas=2, chunk_bytes=819
 holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
-    until(lambda: all(iteration in held(owner) for owner in owners))
+    until(lambda: all(iteration in replicated(owner) for owner in owners))
     group.barrier()
 own = {s.iteration: s for s in memory_states(RUN_ID, memory) if s.rank == rank and s.kind == "snapshot"}
 found["holders"] = holders
-found["held"] = [
+found["replicated"] = [
     [s.rank, s.iteration, s.kind, is_right(s, own[s.iteration] if s.kind == "small" else None)]
     for s in memory_states(RUN_ID, memory)
     if s.rank in owners
@@ -265,10 +265,10 @@ def test_without_zero_a_holder_of_the_group_is_sent_what_it_has_not(tmp_path: Pa
     for rank, found in enumerate(ranks):
         owners = [owner for owner in range(4) if rank in ranks[owner]["holders"]]
         kinds = {owner: "snapshot" if owner == 3 else "small" for owner in owners}
-        assert found["held"] == [[owner, at, kinds[owner], True] for owner in owners for at in (20, 30)]
+        assert found["replicated"] == [[owner, at, kinds[owner], True] for owner in owners for at in (20, 30)]
         assert (found["largest"] < 10_000) == (3 not in owners)
         assert found["left"] == 0
-        assert found["told"] == []
+        assert found["events"] == []
     assert [sorted(found["holders"]) for found in ranks[:3]] == [[1, 2], [0, 2], [0, 1]]
 
 
@@ -277,7 +277,7 @@ states = States(memory, rank, alike=True)
 replicator = opened(states, [[0, 1], [0, 1], [2, 3], [2, 3]], replicas=2, chunk_bytes=8192)
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 found["kinds"] = {s.rank: s.kind for s in memory_states(RUN_ID, memory) if f"replica-{rank:05d}" in s.path.name}
 replicator.close(remove=True)
@@ -318,7 +318,7 @@ path, snapshot = states.seal(30)
 snapshot.shard.operators["weight"].parameter.values[0] += rank  # each trains a model of its own
 commit(snapshot)
 replicator.offer(*states.seal(40))
-until(lambda: told)
+until(lambda: events)
 replicator.offer(*states.seal(50))
 until(lambda: [50, "snapshot"] in kinds())
 group.barrier()
@@ -333,9 +333,9 @@ leave()
 
 def test_ranks_that_were_taken_for_alike_and_are_not_are_sent_whole_states(tmp_path: Path) -> None:
     for rank, found in enumerate(run(APART, tmp_path, ["a", "b"])):
-        (told,) = found["told"]
-        assert told[0] == "not alike"
-        assert told[1].startswith(f"ranks {rank} and {1 - rank} are of one data-parallel group and have committed")
+        (event,) = found["events"]
+        assert event[0] == "not alike"
+        assert event[1].startswith(f"ranks {rank} and {1 - rank} are of one data-parallel group and have committed")
         assert found["sizes"], "the next life knows it from the start"
 
 
@@ -344,10 +344,10 @@ states = States(memory, rank, alike=True)
 replicator = opened(states, replicas=1)
 replicator.offer(*states.seal(10))
 replicator.offer(*states.seal(20))
-until(lambda: 20 in held(1 - rank))
+until(lambda: 20 in replicated(1 - rank))
 group.barrier()  # or the other's 20 may be gone, or never sent, before it was seen here
 replicator.forget_after(15)
-until(lambda: 20 not in held(1 - rank))
+until(lambda: 20 not in replicated(1 - rank))
 found["small"] = [s.iteration for s in memory_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]
 group.barrier()
 replicator.close(remove=True)
@@ -368,17 +368,17 @@ if rank == 1:  # the machine has memory for one replica's slots and a half
 replicator = opened(states, replicas=2)
 found["holders"] = replicator.placement.holders[rank]
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 replicator.close(remove=True)
 leave()
 """
 
 
-def test_a_machine_with_too_little_memory_is_spared_and_that_is_said_once(tmp_path: Path) -> None:
+def test_a_machine_with_too_little_memory_is_spared_and_that_is_reported_once(tmp_path: Path) -> None:
     first, *others = run(NO_ROOM, tmp_path, ["a", "b", "c"])
     assert [len(found["holders"]) for found in (first, *others)] == [1, 1, 1]
-    ((kind, message, _, level),) = first["told"]
+    ((kind, message, _, level),) = first["events"]
     assert (kind, level) == ("replicas", logging.WARNING)
     assert "there is memory for 1: with 2 the machine b would hold" in message
-    assert [found["told"] for found in others] == [[], []]
+    assert [found["events"] for found in others] == [[], []]

@@ -21,17 +21,17 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
         _, snapshot = mine.seal(iteration)
         path = small.seal(snapshot)
         other.seal(iteration)
-    held = next(state for state in memory_states(RUN_ID, tmp_path) if state.path == path)
+    small_state = next(state for state in memory_states(RUN_ID, tmp_path) if state.path == path)
     tensors = next(state for state in memory_states(RUN_ID, tmp_path) if (state.rank, state.iteration) == (1, 30))
     into = shard(0, -1, ELEMENTS, alike=True)
-    assert load_together(held, tensors, into) == {"of": [0, 30]}
+    assert load_together(small_state, tensors, into) == {"of": [0, 30]}
     for (key, found), (_, expected) in zip(into.tensors(), shard(0, 30, ELEMENTS, alike=True).tensors(), strict=True):
         assert torch.equal(found, expected), key
     kept = [state for state in memory_states(RUN_ID, tmp_path) if str(state.kind) == "small"]
     assert [state.iteration for state in kept] == [20, 30]
-    assert held in kept
+    assert small_state in kept
     with pytest.raises(CheckpointError, match="param/weight as nothing"):  # it is no state to go on from alone
-        load_memory_state(held, into)
+        load_memory_state(small_state, into)
     small.close(remove=True)
     assert not list(tmp_path.glob("*small*"))
 
@@ -40,7 +40,7 @@ def test_it_is_small() -> None:
     assert small_bytes(shard(0, 0, 1_000_000)) < 10_000
 
 
-def test_fingerprints_tell_slices_apart_and_not_ranks() -> None:
+def test_fingerprints_distinguish_slices_and_not_ranks() -> None:
     alike = {fingerprint(shard(rank, rank, ELEMENTS, alike=True)) for rank in range(3)}
     assert len(alike) == 1
     slices = {fingerprint(shard(rank, 0, ELEMENTS)) for rank in range(3)}

@@ -78,7 +78,7 @@ def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
         "resealed": False,
         "stopped": False,
         "given up": True,
-        "told": [],
+        "events": [],
     }
     assert receiver["complete"]
     assert receiver["problem"] is None

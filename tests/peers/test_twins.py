@@ -18,8 +18,8 @@ def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...]) -> Path:
     """A checkpoint of as many ranks; its directory."""
     stores = [CheckpointStore(run_dir, rank, len(alike), RUN_ID, 1, fsync=False) for rank in range(len(alike))]
     for rank, store in enumerate(stores):
-        held = shard(rank, iteration, ELEMENTS, alike=alike[rank])
-        store.write(Snapshot(iteration, held, {"origin": "trained"}))
+        rank_shard = shard(rank, iteration, ELEMENTS, alike=alike[rank])
+        store.write(Snapshot(iteration, rank_shard, {"origin": "trained"}))
     assert stores[0].commit(iteration, 5.0, threading.Event()).committed
     return run_dir / "checkpoints" / f"step-{iteration:010d}"
 
@@ -37,9 +37,9 @@ def test_of_ranks_that_committed_the_same_the_words_are_equal(tmp_path: Path) ->
 def test_experts_in_files_of_their_own_count(tmp_path: Path, alike: bool) -> None:
     stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1, fsync=False) for rank in (0, 1)]
     for rank, store in enumerate(stores):
-        held = shard(rank, 10, ELEMENTS, alike=alike)
-        experts = frozenset(held.operators)
-        store.write(Snapshot(10, held, {"origin": "trained"}, contents=Contents.sparse(experts, experts)))
+        rank_shard = shard(rank, 10, ELEMENTS, alike=alike)
+        experts = frozenset(rank_shard.operators)
+        store.write(Snapshot(10, rank_shard, {"origin": "trained"}, contents=Contents.sparse(experts, experts)))
     assert stores[0].commit(10, 5.0, threading.Event()).committed
     words = Twins(tmp_path / "checkpoints").words(0, 1)
     assert words is not None

@@ -16,7 +16,7 @@ def test_the_disk_moves_the_minimum() -> None:
     assert found.clamp(501) == (500, "maximum")
 
 
-def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_said() -> None:
+def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_reported() -> None:
     found = bounds_of(job(persist_seconds=1500.0, iteration_seconds=1.5), Limits(10, 500), "recompute")
     assert found is not None
     assert (found.minimum_iterations, found.maximum_iterations) == (1000, 1000)

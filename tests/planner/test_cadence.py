@@ -14,7 +14,7 @@ def plan_of(base: int, exponents: list[int]) -> Plan:
 
 
 def saves(cadences: list[Cadence], plan: Plan, iterations: range) -> dict[int, list[Savers]]:
-    """Iteration -> what each rank is told, of the iterations at which anything is due."""
+    """Iteration -> who saves, for each rank, of the iterations at which anything is due."""
     found: dict[int, list[Savers]] = {}
     for iteration in iterations:
         due = {cadence.is_due(plan, iteration) for cadence in cadences}
@@ -31,12 +31,12 @@ def test_all_save_at_the_longest_and_exactly_those_due_between(exponents: list[i
     steps = 2 * longest + 2
     found = saves(cadences, plan, range(started + 1, started + steps * base + 1))
     assert list(found) == [started + step * base for step in range(1, steps + 1)]
-    for place, told in enumerate(found.values()):  # the first is of all, and counts start there
+    for place, savers in enumerate(found.values()):  # the first is of all, and counts start there
         if place % longest == 0:
-            assert set(told) == {"all"}
+            assert set(savers) == {"all"}
         else:
             due = ["this" if place % 2**exponent == 0 else "others" for exponent in exponents]
-            assert told == due
+            assert savers == due
 
 
 @given(EXPONENTS, EXPONENTS, st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
@@ -48,11 +48,11 @@ def test_after_a_new_plan_all_save_no_later_than_by_the_longer_of_the_two(
     cadences = [Cadence(rank, 0) for rank in range(ranks)]
     found = saves(cadences, first, range(1, changed + 1))
     found |= saves(cadences, second, range(changed + 1, changed + 33 * other + 1))
-    for told in found.values():
-        assert ("all" in told) == (set(told) == {"all"})
+    for savers in found.values():
+        assert ("all" in savers) == (set(savers) == {"all"})
     between = 0
-    for told in found.values():
-        between = 0 if "all" in told else between + 1
+    for savers in found.values():
+        between = 0 if "all" in savers else between + 1
         assert between < max(first.largest_multiple, second.largest_multiple)
 
 

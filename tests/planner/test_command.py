@@ -72,16 +72,16 @@ def test_every_sample_is_taken_as_it_is_printed(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
 
 
-def test_a_simulation_is_told_its_command(tmp_path: Path) -> None:
+def test_a_simulation_is_refused_with_its_command(tmp_path: Path) -> None:
     path = tmp_path / "simulation.yaml"
     failures = {"mtbf_hours": 6, "process": "poisson"}
     path.write_text(yaml.safe_dump(JOB | {"wall_days": 2.0, "runs": 2, "failures": failures}), encoding="utf-8")
     refused = CliRunner().invoke(app, ["plan", "--spec", str(path)])
     assert refused.exit_code == 2
-    said = " ".join(refused.output.split())
-    assert "describes a simulation: runs, wall_days, failures.process are keys of `cpsr simulate`" in said
-    assert "unknown key" not in said
-    named = re.search(r"`cpsr (simulate --spec [^`]+)`", said)
+    message = " ".join(refused.output.split())
+    assert "describes a simulation: runs, wall_days, failures.process are keys of `cpsr simulate`" in message
+    assert "unknown key" not in message
+    named = re.search(r"`cpsr (simulate --spec [^`]+)`", message)
     assert named is not None
     assert CliRunner().invoke(app, shlex.split(named[1])).exit_code == 0
     path.write_text(yaml.safe_dump(JOB), encoding="utf-8")  # the other way round nothing has to be left out

@@ -151,17 +151,19 @@ def test_every_policy_keeps_the_bounds(policy: str) -> None:
 
 def test_the_explanation_has_what_a_reader_needs() -> None:
     plan = make_plan([job(1.0, recovery=lag(0.0, 0.5), restart_seconds=30.0)], Limits(10, 500, 200))
-    said = plan.explanation
-    assert said["inputs"]["stall_seconds"] == 0.9
-    assert said["inputs"]["mtbf_hours"] == pytest.approx(1.0)
-    assert said["inputs"]["recovery_curve"] == "prior"
-    assert said["expected"]["restart_per_second"] == pytest.approx(30.0 / 3600)
-    parts = said["expected"]["stall_per_second"] + said["expected"]["recovery_per_second"]
-    assert said["expected"]["cost_per_second"] == pytest.approx(parts)
-    assert set(said["rivals"]) == {"young", "daly", "checkfreq", "pccheck", "gemini"}
-    assert set(said["forms"]) == {"theorem1", "untruncated", "sinh"}
-    assert all(form["cost_per_second"] >= said["expected"]["cost_per_second"] for form in said["forms"].values())
-    assert said["bounds"]["maximum_by"] == "predictor"
+    explanation = plan.explanation
+    assert explanation["inputs"]["stall_seconds"] == 0.9
+    assert explanation["inputs"]["mtbf_hours"] == pytest.approx(1.0)
+    assert explanation["inputs"]["recovery_curve"] == "prior"
+    assert explanation["expected"]["restart_per_second"] == pytest.approx(30.0 / 3600)
+    parts = explanation["expected"]["stall_per_second"] + explanation["expected"]["recovery_per_second"]
+    assert explanation["expected"]["cost_per_second"] == pytest.approx(parts)
+    assert set(explanation["rivals"]) == {"young", "daly", "checkfreq", "pccheck", "gemini"}
+    assert set(explanation["forms"]) == {"theorem1", "untruncated", "sinh"}
+    assert all(
+        form["cost_per_second"] >= explanation["expected"]["cost_per_second"] for form in explanation["forms"].values()
+    )
+    assert explanation["bounds"]["maximum_by"] == "predictor"
 
 
 @settings(max_examples=200, deadline=None)
@@ -229,7 +231,7 @@ def test_youngs_plan_is_his_interval_inside_the_bounds(stall: float, iteration: 
         assert abs(plan.interval_iterations * iteration - best) <= iteration * 0.5001 + best * 1e-9
 
 
-def test_fixed_is_what_the_user_said() -> None:
+def test_fixed_is_what_the_user_configured() -> None:
     plan = fixed_plan(50)
     assert (plan.interval_iterations, plan.origin, plan.explanation["bound"]) == (50, "fixed", "none")
     assert plan.mode is None

@@ -53,19 +53,19 @@ def test_with_nothing_changed_the_plan_is_the_same(policy: str, mode: Any) -> No
 
 
 @given(st.floats(1e-3, 1e4), st.floats(0.01, 100), st.floats(1e3, 1e9), st.floats(1e3, 1e9))
-def test_the_change_is_what_the_planner_would_have_been_told(
+def test_the_change_is_planned_as_if_it_were_measured(
     mtbf_hours: float, growth: float, snapshot: float, persist: float
 ) -> None:
     size = 1e6
     basis = basis_of(stored(make_plan([inputs()], LIMITS).explanation), "cpsr")
     assert basis is not None
-    told = preview(basis, Change(mtbf_hours, growth * size, None, persist), size)
+    changed = preview(basis, Change(mtbf_hours, growth * size, None, persist), size)
     expected = inputs(
         failures_per_second=1 / (mtbf_hours * 3600),
         stall_seconds=0.2 * growth * size / size,
         persist_seconds=growth * size / persist,
     )
-    assert told.interval_iterations == make_plan([expected], LIMITS).interval_iterations
+    assert changed.interval_iterations == make_plan([expected], LIMITS).interval_iterations
     faster = preview(basis, Change(snapshot_bytes_per_second=snapshot), size).explanation
     assert faster["inputs"]["stall_seconds"] == size / snapshot
     assert faster["origins"]["stall_seconds"]["kind"] == "configured"

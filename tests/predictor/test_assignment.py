@@ -91,7 +91,7 @@ def test_of_nobody_there_is_nothing() -> None:
     st.lists(st.lists(st.integers(0, 9), unique=True).map(sorted).map(tuple), min_size=1, max_size=4),
     st.integers(-1, 9),
 )
-def test_no_checkpoint_tells_of_more(seen: list[tuple[int, ...]], after: int) -> None:
+def test_no_checkpoint_has_more(seen: list[tuple[int, ...]], after: int) -> None:
     parts = [learned(name, one) for name, one in zip(ORDER, seen, strict=False)]
     found = together(parts, after)
     counts = {iteration: sum(iteration in one for one in seen) for iteration in range(after + 1, 10)}
@@ -130,7 +130,7 @@ def test_own_operators_are_all_that_is_seen(make_history: MakeHistory) -> None:
     assert own.read("a", 2, 1, 3).tolist() == [2.0, 2.0]
 
 
-def test_operators_that_no_rank_tells_of_follow_the_line(make_history: MakeHistory) -> None:
+def test_operators_that_no_rank_reports_follow_the_line(make_history: MakeHistory) -> None:
     settings: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "base": "checkpoint"}
     generator = torch.Generator().manual_seed(0)
     steps = [{name: torch.randn(9, generator=generator) for name in ORDER} for _ in range(8)]

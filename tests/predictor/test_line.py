@@ -248,10 +248,10 @@ def test_a_state_is_expected_to_be_no_better_than_its_oldest_operators(make_hist
     found = predictor.forecast(make_history(ITERATIONS, weights, taken={"w": older}), target)
     assert newest.expected_lag_iterations < before.expected_lag_iterations == found.expected_lag_iterations
     assert "own_series_operators" not in newest.settings
-    told = predictor.state_dict()
+    state = predictor.state_dict()
     predictor.record({"kind": "recovery", "settings": found.settings, "lag_iterations": -90.0})
     assert predictor.forecast(make_history(ITERATIONS, weights), target) == newest
-    assert predictor.state_dict()["direction"] == told["direction"]
+    assert predictor.state_dict()["direction"] == state["direction"]
 
 
 def test_a_failure_right_at_a_checkpoint_that_holds_older_weights_too(make_history: MakeHistory) -> None:

@@ -61,7 +61,7 @@ def test_an_update_that_an_exception_cut_short_may_begin_again() -> None:
     dump_guard.begin_update()
     assert not dump_guard.dump("half")
     dump_guard.end_update(3)
-    dump_guard.end_update(4)  # without a begin: nothing was held
+    dump_guard.end_update(4)  # without a begin: nothing was blocked
     assert dump_guard.dump("whole")
     assert recorder.dumped == [4]
 

@@ -24,8 +24,8 @@ SCRIPT = textwrap.dedent(
         "max": group.reduce(torch.tensor([rank, -rank]), "max").tolist(),
     }
     votes = group.votes()
-    said = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
-    found["votes"] = [votes.exchange(*said.get((rank, at), (False, 0))) for at in range(5)]
+    ballots = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
+    found["votes"] = [votes.exchange(*ballots.get((rank, at), (False, 0))) for at in range(5)]
     votes.finish()
     late = Group()  # of its own: a group in which a rank did not come cannot be used any more
     if rank == 0:
@@ -52,7 +52,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["sum"] == 2.0
     assert first["max"] == [1, 0]
     assert first["alone"] == "did not come"
-    # What is said at one call is agreed at the next, on both ranks.
+    # What is sent in one call is agreed in the next, on both ranks.
     assert first["votes"] == [[False, 0, 0], [False, 0, 0], [False, 7, 0], [True, 0, 0], [False, 0, 40]]
 
 

@@ -1,8 +1,8 @@
 """A rank of a plain torch job that is killed while its data loader's workers live, and restarted at once, in turn.
 
 One process imports, and forks every life: `python -m tests.recovery.killed_lives <run directory> <lives>`. Each life
-leaves a line of JSON: where its state came from, what was said of shared memory, and how many workers of the life
-before still lived when it had begun. Orphaned workers end by themselves within seconds: they are stopped, so that none
+leaves a line of JSON: the sources of its state, messages about shared memory, and the number of orphans. Orphans are
+workers of the life before that are still alive. They end by themselves within seconds: they are stopped, so that none
 does.
 """
 
@@ -26,7 +26,7 @@ from cpsr.checkpoint.run_directory import run_id
 from cpsr.journal import JournalReader
 from tests.recovery.test_faults import INTERVAL, Loop, config
 
-HELD_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 
 
 def loader() -> "DataLoader[Any]":
@@ -41,7 +41,7 @@ def killed_when_written(run_dir: Path, at: int, workers: Path) -> None:
 
     def writing(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.parent.name == f"step-{at:010d}":
-            end = time.monotonic() + HELD_SECONDS
+            end = time.monotonic() + WAIT_SECONDS
             while at not in [state.iteration for state in memory_states(run_id(run_dir))] and time.monotonic() < end:
                 time.sleep(0.005)
             pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
@@ -64,7 +64,7 @@ def kill_orphans(workers: Path) -> None:
     workers.unlink(missing_ok=True)
 
 
-def live(run_dir: Path, told: Path, workers: Path) -> None:
+def live(run_dir: Path, report: Path, workers: Path) -> None:
     orphans = orphans_of(workers)
     loop = Loop()
     with CPSRRecovery(loop.adapter, config(run_dir, checkpoint={"shared_memory": True})) as recovery:
@@ -75,7 +75,7 @@ def live(run_dir: Path, told: Path, workers: Path) -> None:
             sources = [source.source for row in reader.recoveries()[-1:] for source in row.sources]
             messages = [event.message for event in reader.events() if event.kind == "no shared memory"]
         line = {"started": started, "sources": sources, "messages": messages, "orphans": len(alive)}
-        with told.open("a") as file:
+        with report.open("a") as file:
             file.write(json.dumps(line) + "\n")
         kill_orphans(workers)
         for x, y in recovery.resume(loader(), repeat=True):
@@ -87,7 +87,7 @@ def main(run_dir: Path, lives: int) -> None:
     for _ in range(lives):
         pid = os.fork()
         if pid == 0:
-            live(run_dir, run_dir.parent / "told", workers)
+            live(run_dir, run_dir.parent / "lives.jsonl", workers)
             os._exit(1)
         _, status = os.waitpid(pid, 0)
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:

@@ -35,7 +35,7 @@ class Options:
         keeps: what the loop keeps; a key of `LOOPS`.
         given: how CPSR gets it: `adapter`, `register`, or not at all.
         accumulate: micro-batches in a step.
-        told_accumulate: what `TorchAdapter` is told of that.
+        adapter_accumulate: the same as given to `TorchAdapter`.
         late: what the loop keeps is made when the state is restored already.
         own_epochs: the loop over passes is the user's own, `from recovery.epoch` or `from 0` each time; or CPSR's.
         sampler: `sets epoch` and `keeps epoch` (each with a DistributedSampler), or none.
@@ -49,7 +49,7 @@ class Options:
     keeps: str = "nothing"
     given: str = ""
     accumulate: int = 1
-    told_accumulate: int = 1
+    adapter_accumulate: int = 1
     late: bool = False
     own_epochs: str = ""
     sampler: str = ""
@@ -218,7 +218,7 @@ class Averaged(Loop):
 
 
 class AveragedByHand(Loop):
-    """The same without torch's class: nothing tells it from any other dictionary of tensors."""
+    """The same without torch's class: nothing distinguishes it from any other dictionary of tensors."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
@@ -318,7 +318,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         called,
         optimizer,
         **({} if loop is None else loop.parts(options.given)),
-        micro_batches_per_iteration=options.told_accumulate,
+        micro_batches_per_iteration=options.adapter_accumulate,
     )
     with CPSRRecovery(adapter, options.config) as recovery:
         loop = LOOPS[options.keeps](module, optimizer) if loop is None else loop
@@ -378,8 +378,8 @@ def train(
 
 def waiting(called: nn.Module) -> AbstractContextManager[Any]:
     if isinstance(called, nn.parallel.DistributedDataParallel):
-        held: AbstractContextManager[Any] = called.no_sync()
-        return held
+        unsynchronized: AbstractContextManager[Any] = called.no_sync()
+        return unsynchronized
     return nullcontext()
 
 

@@ -1,7 +1,7 @@
 """The job of `worker.py`, in which one rank's learning ends early.
 
-Further faults: `killed:rank:iteration` kills the process while it learns of that checkpoint or a later one, and leaves
-a file with the result's name and `.killed`; `failed:rank:iteration` lets it learn nothing and kills it at that step.
+Further faults: `killed:rank:iteration` kills the process while it learns of that checkpoint or a later one. It leaves
+a file with the result's name and `.killed`. `failed:rank:iteration` lets it learn nothing and kills it at that step.
 """
 
 import os

@@ -1,7 +1,6 @@
 """A training script with data-loader workers of its own, as a user writes it; started by `terminated.py`.
 
-At a chosen moment every rank tells by a file that it is there, and stays until another file says that the signal was
-sent.
+At a chosen moment every rank writes a file, and stays until another file shows that the signal was sent.
 """
 
 import json

@@ -52,9 +52,9 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"), [("raises", "RuntimeError: out of ideas"), ("hangs", "did not end within")]
+    ("broken", "expected"), [("raises", "RuntimeError: out of ideas"), ("hangs", "did not end within")]
 )
-def test_a_broken_predictor_does_not_reach_training(job: Job, alone: Ended, broken: str, told: str) -> None:
+def test_a_broken_predictor_does_not_reach_training(job: Job, alone: Ended, broken: str, expected: str) -> None:
     ended = job.launch(broken=broken, iterations=FEWER, **WORKER)
     assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
     for stage in range(STAGES):
@@ -62,7 +62,7 @@ def test_a_broken_predictor_does_not_reach_training(job: Job, alone: Ended, brok
         assert ended.result(stage)["learned"] == []
     messages = events(job.run_dir, "learning ended")
     assert len(messages) == STAGES  # once on every rank
-    assert all(told in message for message in messages)
+    assert all(expected in message for message in messages)
 
 
 def test_a_stage_that_dies_in_a_bubble_leaves_no_thread(job: Job) -> None:

@@ -55,8 +55,8 @@ def test_partial_checkpoints_lie_between_the_whole_ones(failed: Job) -> None:
     assert verify_run(failed.run_dir) == []
     with JournalReader(failed.run_dir / "journal.db") as journal:
         assert [row.iteration for row in journal.checkpoints()] == [4, 12, WHOLE]
-        told = [event.iteration for event in journal.events() if event.kind == "partial checkpoint"]
-    assert told == [8, 16, PARTIAL]
+        partial_iterations = [event.iteration for event in journal.events() if event.kind == "partial checkpoint"]
+    assert partial_iterations == [8, 16, PARTIAL]
 
 
 def test_each_rank_is_predicted_from_its_own_weights(failed: Job, uninterrupted: Uninterrupted) -> None:
@@ -153,5 +153,5 @@ def test_copies_of_weights_have_one_interval(job: Job) -> None:
     assert ended.statuses == [0, 0], ended.output[0][-3000:]
     assert [info.partial for info in scan(job.run_dir / "checkpoints").checkpoints] == [False] * 3
     with JournalReader(job.run_dir / "journal.db") as journal:
-        (said,) = [event.message for event in journal.events() if event.kind == "one interval"]
-    assert "ranks hold the same elements of 'layers.0." in said
+        (message,) = [event.message for event in journal.events() if event.kind == "one interval"]
+    assert "ranks hold the same elements of 'layers.0." in message

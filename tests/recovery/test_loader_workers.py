@@ -19,14 +19,14 @@ def lives(directory: Path, count: int) -> list[dict[str, Any]]:
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     remove_memory_states(run_id(run_dir))
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return [json.loads(line) for line in (directory / "told").read_text().splitlines()]
+    return [json.loads(line) for line in (directory / "lives.jsonl").read_text().splitlines()]
 
 
-def assert_taken_over(told: list[dict[str, Any]]) -> None:
-    assert [life["orphans"] for life in told] == [0] + [2] * (len(told) - 1)
-    assert [life["messages"] for life in told] == [[]] * len(told)
-    assert [life["sources"] for life in told] == [[]] + [["memory"]] * (len(told) - 1)
-    assert [life["started"] for life in told] == [2 * INTERVAL * life for life in range(len(told))]
+def assert_taken_over(records: list[dict[str, Any]]) -> None:
+    assert [life["orphans"] for life in records] == [0] + [2] * (len(records) - 1)
+    assert [life["messages"] for life in records] == [[]] * len(records)
+    assert [life["sources"] for life in records] == [[]] + [["memory"]] * (len(records) - 1)
+    assert [life["started"] for life in records] == [2 * INTERVAL * life for life in range(len(records))]
 
 
 def test_every_restart_takes_the_memory_over(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What usual loops keep: after a kill every loss is that of the run left alone, or CPSR has said what it cannot see."""
+"""Usual training loops: after a kill every loss is that of the run left alone, or CPSR reports what it cannot see."""
 
 import json
 import re
@@ -79,7 +79,7 @@ MORE_CASES = {
     "generator": case("generator", "register"),
     "NumPy generator": case("NumPy generator", "register"),
     "random numbers after a step": case("draws"),
-    "accumulation, told": case("nothing", at=40, accumulate=3, told_accumulate=3),
+    "accumulation, in the adapter": case("nothing", at=40, accumulate=3, adapter_accumulate=3),
     "sampler with set_epoch": case("nothing", at=23, committed=20, own_epochs=OWN, sampler="sets epoch"),
     "sampler with set_epoch, in a pass": case("nothing", own_epochs=OWN, sampler="sets epoch"),
     "sampler without set_epoch": case("nothing", own_epochs=OWN, sampler="keeps epoch"),
@@ -153,35 +153,35 @@ def test_what_nobody_saves_is_refused_when_the_loop_has_used_it_once(tmp_path: P
 
 
 def test_a_schedule_that_is_used_later_is_warned_of(tmp_path: Path) -> None:
-    told = case("schedule by metric", own_epochs=OWN).launch(Job(tmp_path))
-    assert told.statuses == [0], told.output[0]
-    assert told.output[0].count("The schedule ReduceLROnPlateau was not given") == 1
+    ended = case("schedule by metric", own_epochs=OWN).launch(Job(tmp_path))
+    assert ended.statuses == [0], ended.output[0]
+    assert ended.output[0].count("The schedule ReduceLROnPlateau was not given") == 1
 
 
-def test_in_other_modes_it_is_said_once_and_the_advice_can_be_followed(tmp_path: Path) -> None:
+def test_in_other_modes_it_is_reported_once_and_the_advice_can_be_followed(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    said = case("scaler", accumulate=2, at=20, committed=4).launch(job, fails=True, mode="auto")
-    assert said.output[0].count("The GradScaler that scales the loss was not given to CPSR") == 1
-    assert "micro_batches_per_iteration=2)" in said.output[0]
-    better = case("scaler", "adapter", accumulate=2, told_accumulate=2).launch(job, mode="auto")
+    ended = case("scaler", accumulate=2, at=20, committed=4).launch(job, fails=True, mode="auto")
+    assert ended.output[0].count("The GradScaler that scales the loss was not given to CPSR") == 1
+    assert "micro_batches_per_iteration=2)" in ended.output[0]
+    better = case("scaler", "adapter", accumulate=2, adapter_accumulate=2).launch(job, mode="auto")
     assert better.statuses == [0], better.output[0]
     assert "the saved run had no grad_scaler" in better.output[0]
     assert "was not given" not in better.output[0]
     assert "micro_batches_per_iteration=" not in better.output[0]
 
 
-def test_ranks_that_train_the_same_batches_are_told_once(tmp_path: Path) -> None:
-    told = case("nothing").launch(Job(tmp_path / "same"), ranks=2)
-    assert told.statuses == [0, 0], told.output
-    assert told.output[0].count("ranks 0 and 1 train on the same batches") == 1
-    assert "sampler=DistributedSampler(dataset)" in told.output[0]
-    assert "same batches" not in told.output[1]
+def test_ranks_that_train_the_same_batches_are_reported_once(tmp_path: Path) -> None:
+    ended = case("nothing").launch(Job(tmp_path / "same"), ranks=2)
+    assert ended.statuses == [0, 0], ended.output
+    assert ended.output[0].count("ranks 0 and 1 train on the same batches") == 1
+    assert "sampler=DistributedSampler(dataset)" in ended.output[0]
+    assert "same batches" not in ended.output[1]
     apart = case("nothing", sampler="sets epoch", own_epochs=OWN).launch(Job(tmp_path / "apart"), ranks=2)
     assert apart.statuses == [0, 0], apart.output
     assert "same batches" not in apart.output[0]
 
 
-def test_a_loop_over_passes_that_begins_anew_is_told(tmp_path: Path) -> None:
+def test_a_loop_over_passes_that_begins_anew_is_reported(tmp_path: Path) -> None:
     job = Job(tmp_path)
     tried = case("nothing", at=17, committed=12, own_epochs="from 0", sampler="sets epoch")
     tried.launch(job, fails=True)

@@ -58,7 +58,7 @@ def sources_of(run_dir: Path) -> list[str]:
 def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
     job: Job, uninterrupted: Uninterrupted, fault: str
 ) -> None:
-    killed = job.launch(fault=fault, committed=8, held=12, settings=IN_MEMORY)
+    killed = job.launch(fault=fault, committed=8, in_memory=12, settings=IN_MEMORY)
     assert KILLED in killed.statuses
     back = job.launch(settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]

@@ -60,7 +60,7 @@ def test_a_rank_that_cannot_begin_takes_the_others_with_it(job: Job) -> None:
         assert [life.ending for life in journal.lives()] == ["error"]
 
 
-def test_another_number_of_ranks_is_told_a_way_that_works(job: Job) -> None:
+def test_another_number_of_ranks_is_shown_a_way_that_works(job: Job) -> None:
     first = job.launch(iterations=4)
     assert first.statuses == [0, 0], first.output[0][-3000:]
     refused = job.launch(iterations=8, ranks=1)
@@ -74,7 +74,7 @@ def test_another_number_of_ranks_is_told_a_way_that_works(job: Job) -> None:
     assert went_on.result()["learning_rate"] == pytest.approx([2e-2 / 1.08])  # the schedule of the eighth step
 
 
-def test_a_plain_torch_run_of_other_ranks_is_told_a_way_that_works(tmp_path: Path) -> None:
+def test_a_plain_torch_run_of_other_ranks_is_shown_a_way_that_works(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 1)
     engine = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
     config = {"run_dir": str(tmp_path / "run"), "mode": "exact"}
@@ -91,10 +91,10 @@ def test_a_plain_torch_run_of_other_ranks_is_told_a_way_that_works(tmp_path: Pat
     assert torch.equal(other.weight, module.weight)
 
 
-def follow_export(said: str) -> str:
+def follow_export(message: str) -> str:
     """Run the command that a refusal names; what it has written."""
-    found = re.search(r"`cpsr (export [^`]+)`", said)
-    assert found is not None, said
+    found = re.search(r"`cpsr (export [^`]+)`", message)
+    assert found is not None, message
     arguments = shlex.split(found[1])
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

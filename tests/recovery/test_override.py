@@ -43,9 +43,9 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
         for x, y in recovery.resume(loader(), repeat=True):
             loop.step(loop.model(x, y))
             time.sleep(0.005)
-            held = (recovery.plan.origin, recovery.plan.interval_iterations)
-            if not changes or changes[-1][1:] != held:
-                changes.append((recovery.iteration, *held))
+            current = (recovery.plan.origin, recovery.plan.interval_iterations)
+            if not changes or changes[-1][1:] != current:
+                changes.append((recovery.iteration, *current))
             origins = [origin for _, origin, _ in changes]
             if recovery.iteration == 60:
                 pin(tmp_path, PIN, EXPIRY_SECONDS)
@@ -59,8 +59,8 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
     assert after.origin == "cpsr"
     assert "override" not in after.explanation
     assert after.explanation["bounds"]["interval_min_iterations"] == 3
-    held_until = plans[plans.index(taken) + 1].from_iteration
-    under = [at for at in due if taken.from_iteration + PIN < at < held_until]
+    valid_until = plans[plans.index(taken) + 1].from_iteration
+    under = [at for at in due if taken.from_iteration + PIN < at < valid_until]
     assert len(under) > 1
     assert {second - first for first, second in pairwise(under)} == {PIN}
     assert [kind for kind in kinds if kind.startswith("override")] == ["override", "override ended"]

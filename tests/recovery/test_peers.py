@@ -1,4 +1,4 @@
-"""A machine is lost with its memory: what it held is brought from the machine that has a replica."""
+"""A machine is lost with its memory: its state is fetched from the machine that has a replica."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.recovery.test_memory import IN_MEMORY, KILLED, run_id, sources
 def test_the_state_of_a_lost_machine_comes_back_from_another(
     job: Job, uninterrupted: Uninterrupted, tmp_path: Path, zero: int, travels: str
 ) -> None:
-    killed = job.launch(fault="step:0:15", committed=12, held=12, settings=IN_MEMORY, nodes=["a", "b"], zero=zero)
+    killed = job.launch(fault="step:0:15", committed=12, in_memory=12, settings=IN_MEMORY, nodes=["a", "b"], zero=zero)
     assert KILLED in killed.statuses
     replicas = [
         state for state in memory_states(run_id(job), tmp_path / "memory" / "a") if "replica" in state.path.name

@@ -102,7 +102,7 @@ def test_a_mixture_shares_what_its_ranks_hold_alike(tmp_path: Path, expert_paral
     assert written.keys() == {name for one in alone for name in one["record"].operators}
 
 
-def told_of(job: Job) -> list[str]:
+def drift_messages(job: Job) -> list[str]:
     with JournalReader(job.run_dir / "journal.db") as journal:
         return [event.message for event in journal.events() if event.kind == "ranks differ"]
 
@@ -123,16 +123,16 @@ def test_ranks_that_drift_apart_write_all_their_own(job: Job, what: str) -> None
     assert step_name(4) in committed
     assert step_name(8) not in committed
     assert all(record.by_writer() == {} for record in manifests(job, CHECKPOINT))
-    (told,) = told_of(job)
-    assert "ranks 0 and 1" in told
-    assert "iteration 8" in told
+    (message,) = drift_messages(job)
+    assert "ranks 0 and 1" in message
+    assert "iteration 8" in message
     back = job.launch(mode="auto", **options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
     assert back.result(0)["started"]["iteration"] >= CHECKPOINT - INTERVAL
     states = [back.result(rank)["state_at_start"] for rank in range(RANKS)]
     assert states[0] != states[1]  # each its own
     # It is known from the start of that life on, and nothing is lost to it again.
-    assert len(told_of(job)) == 1
+    assert len(drift_messages(job)) == 1
     assert "have differed before" in back.output[0]
     assert verify_run(job.run_dir) == []
 
@@ -147,8 +147,8 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
         ended.output[0][-3000:],
     )
     assert all(record.by_writer() == {} for record in manifests(job, last))
-    (told,) = told_of(job)
-    assert f"iteration {last}" in told
+    (message,) = drift_messages(job)
+    assert f"iteration {last}" in message
 
 
 def test_short_lives_of_ranks_that_differ_make_progress(job: Job) -> None:

@@ -165,7 +165,7 @@ def test_mode_exact_says_where_no_such_checkpoint_is_left(failed: Job) -> None:
 
 def test_host_memory_holds_what_the_disk_does_not(job: Job) -> None:
     sections = {**settings(), "checkpoint": {"shared_memory": True, **SHORT}}
-    killed_at(job, CHECKPOINT + 1, sections, held=CHECKPOINT)
+    killed_at(job, CHECKPOINT + 1, sections, in_memory=CHECKPOINT)
     started = restarted(job, {**sections, **UNPREDICTED}).result()["started"]
     assert (started["iteration"], started["method"]) == (CHECKPOINT, "exact"), started
 
@@ -259,14 +259,14 @@ def test_older_experts_catch_up(tmp_path: Path) -> None:
     assert missed == {"since": 40, "missed": {"00000-00000": 5.0, "00000-00002": 10.0}, "step_factor": 1.25}
 
 
-def test_experts_that_are_saved_too_rarely_to_be_predicted_are_told_of(tmp_path: Path) -> None:
+def test_experts_that_are_saved_too_rarely_to_be_predicted_are_reported(tmp_path: Path) -> None:
     kept = {"interval_iterations": 50, "fsync": False, "shared_memory": False, "history_span_iterations": 400}
     config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "experts": {"policy": "sequential"}}
     plain_life(config, 0)
     with JournalReader(tmp_path / "journal.db") as journal:
-        told = [event.message for event in journal.events() if event.kind == "experts saved rarely"]
-    assert len(told) == 1
-    assert "history_span_iterations must be 450 and is 400" in told[0]
+        messages = [event.message for event in journal.events() if event.kind == "experts saved rarely"]
+    assert len(messages) == 1
+    assert "history_span_iterations must be 450 and is 400" in messages[0]
 
 
 def test_the_last_checkpoint_holds_all_experts_where_one_is_due_there_too(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ def test_the_others_leave_and_the_job_goes_on(job: Job, uninterrupted: Uninterru
     left = job.launch(fault=f"stop:1:{AT}", settings=HEARD, survivor_seconds=0.5)
     assert left.statuses == [LEFT_EXIT_STATUS, -9], left.output
     with JournalReader(job.run_dir / "journal.db") as journal:
-        told = {event.kind: event for event in journal.events()}
-    assert "rank 1 sent no heartbeat for 2 s" in told["left"].message
-    assert "all_reduce" in told["left"].message  # where the training thread stood
-    assert told["dumped"].iteration == AT
+        events = {event.kind: event for event in journal.events()}
+    assert "rank 1 sent no heartbeat for 2 s" in events["left"].message
+    assert "all_reduce" in events["left"].message  # where the training thread stood
+    assert events["dumped"].iteration == AT
 
     back = job.launch(settings=HEARD)
     assert back.statuses == [0, 0], back.output[0][-3000:]

@@ -79,9 +79,9 @@ def test_the_state_is_committed_and_the_run_goes_on_bitwise(
         status = life.wait()
         assert ranks > 1 or status == 128 + 15, life.output()
         assert not psutil.wait_procs(processes, END_SECONDS)[1]
-        said = life.output()
-    ended = json.loads((tmp_path / "run" / "ended.json").read_text()) if "is committed" in said else {}
-    assert ended.get("ending") == "sigterm", said
+        output = life.output()
+    ended = json.loads((tmp_path / "run" / "ended.json").read_text()) if "is committed" in output else {}
+    assert ended.get("ending") == "sigterm", output
     left_at = ended["iteration"]
     assert scan(tmp_path / "run" / "checkpoints").checkpoints[-1].iteration == left_at
 

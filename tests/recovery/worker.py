@@ -56,15 +56,15 @@ class Options:
         iterations: end of the run.
         fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
         committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
-        held: an iteration that shared memory must hold of every rank before, likewise.
+        in_memory: an iteration whose state of every rank must be in shared memory before, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
-            `reversed` grows as training goes on. `of a batch` gives other engines the loss of their loader's batch,
-            `of another` a loss that is not trained on, and `raising` a function that fails on rank 1.
+            `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
+            batch, and `of another` a loss that is not trained on. With `raising` the function fails on rank 1.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
@@ -83,7 +83,7 @@ class Options:
     iterations: int
     fault: str = ""
     committed: Path | None = None
-    held: int | None = None
+    in_memory: int | None = None
     zero: int = 1
     precision: str = "fp32"
     micro_batches: int = 1
@@ -274,10 +274,10 @@ def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
 class Faults:
     """What happens to this rank, and when.
 
-    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
-    `sigterm`, `sigterm-group` (to all processes of the rank's group) and `stop` (before a step). Phases deeper down:
-    `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second signal comes while the
-    rank is leaving. The iteration is the one that is complete.
+    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
+    `stop` (before a step). Also `sigterm`, and `sigterm-group`, which goes to all processes of the rank's group.
+    Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second
+    signal comes while the rank is leaving. The iteration is the one that is complete.
 
     In a rehearsal: `rehearsal-` and a name in `tests.rehearsal.faults`, with the number of the call in place of the
     iteration.
@@ -288,7 +288,7 @@ class Faults:
         self._phase = phase if victim in (str(rank), "all") else ""
         self._at = int(at)
         self._committed = options.committed
-        self._held = options.held
+        self._in_memory = options.in_memory
         self._run_dir = Path(options.config["run_dir"])
         if self._phase:
             self._arm()
@@ -310,14 +310,14 @@ class Faults:
         deadline = time.monotonic() + 30
         while self._committed is not None and not self._committed.exists() and time.monotonic() < deadline:
             time.sleep(0.005)
-        while self._held is not None and not self._holds(self._held) and time.monotonic() < deadline:
+        while self._in_memory is not None and not self._holds(self._in_memory) and time.monotonic() < deadline:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
-        held = {state.rank for state in memory_states(run_id) if state.iteration == iteration}
-        return len(held) == torch.distributed.get_world_size()
+        ranks = {state.rank for state in memory_states(run_id) if state.iteration == iteration}
+        return len(ranks) == torch.distributed.get_world_size()
 
     def _arm(self) -> None:
         at, step = self._at, f"step-{self._at:010d}"

@@ -62,7 +62,7 @@ class Strange:
         ([(1,)], 1, False, "an update was skipped", False),
     ],
 )
-def test_what_cannot_be_trained_on_again_is_said(
+def test_what_cannot_be_trained_on_again_is_reported(
     args: list[Any], losses: int, applied: bool, problem: str, hopeless: bool
 ) -> None:
     kept = batches()

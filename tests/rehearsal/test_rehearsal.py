@@ -101,7 +101,7 @@ UNDONE: dict[str, Case] = {
     "loss_fn raises": ("", SETTINGS, "loss_fn that raises", "refused", "loss_fn raised TypeError: "),
     "another loss": ("", SETTINGS, "loss_fn of another loss", "refused", "for a batch whose training loss is "),
 }
-# What is told of the rehearsals that there are none of any more.
+# Why there are no more rehearsals, in the message of the event.
 OFF = {
     "failed": "training went on from its exact state",
     "no memory": "more than rehearsal.batches_limit_bytes = 400",
@@ -187,7 +187,7 @@ def without(engine: str) -> str:
 
 
 @pytest.mark.parametrize("case", UNDONE)
-def test_what_goes_wrong_in_a_rehearsal_is_undone_and_told(trained: Trained, case: str) -> None:
+def test_what_goes_wrong_in_a_rehearsal_is_undone_and_reported(trained: Trained, case: str) -> None:
     _, _, engine, outcome, reason = UNDONE[case]
     run_dir, ended = trained[0] / case, trained[1]
     for rank in range(RANKS):
@@ -196,10 +196,10 @@ def test_what_goes_wrong_in_a_rehearsal_is_undone_and_told(trained: Trained, cas
     (row,) = rehearsals(run_dir)
     assert row.outcome == outcome
     assert reason in row.reason
-    told = OFF.get(outcome, OFF.get(case))
+    expected = OFF.get(outcome, OFF.get(case))
     off = events(run_dir, "rehearsals off")
-    assert len(off) == (0 if told is None else 1)
-    assert all(told is not None and told in event.message for event in off)
+    assert len(off) == (0 if expected is None else 1)
+    assert all(expected is not None and expected in event.message for event in off)
 
 
 def test_a_rank_killed_in_a_rehearsal_is_a_failure_like_any_other(tmp_path: Path, trained: Trained) -> None:
@@ -234,7 +234,7 @@ def test_sigterm_ends_a_rehearsal_at_the_next_micro_batch(tmp_path: Path, traine
     assert "asked to leave" in row.reason
     assert events(job.run_dir, "rehearsals off") == []
     ended = json.loads((job.run_dir / "ended.json").read_text())
-    assert ended == {"ending": "sigterm", "iteration": row.iteration + 1}  # said at one vote, agreed at the next
+    assert ended == {"ending": "sigterm", "iteration": row.iteration + 1}  # sent in one vote, agreed in the next
     back = job.launch("auto", iterations=ITERATIONS, settings=ONE, **ENGINES["zero 0"])
     for rank in range(RANKS):
         mine, exact = back.result(rank), trained[1].result(rank)[without("zero 0")]

@@ -47,7 +47,9 @@ def train(run_dir: Path, mode: str, rehearsal: dict[str, Any]) -> list[str]:
         ("auto", EAGER, "a plain torch loop is not known to CPSR"),
     ],
 )
-def test_why_nothing_is_rehearsed_is_said_once(tmp_path: Path, mode: str, rehearsal: dict[str, Any], why: str) -> None:
+def test_why_nothing_is_rehearsed_is_reported_once(
+    tmp_path: Path, mode: str, rehearsal: dict[str, Any], why: str
+) -> None:
     (message,) = train(tmp_path, mode, rehearsal)
     assert why in message
 
@@ -113,7 +115,7 @@ def test_a_proposal_does_not_outlive_the_state_that_it_was_made_for(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("outcome", "method", "guard", "feasible", "told"),
+    ("outcome", "method", "guard", "feasible", "recorded"),
     [
         ("refused", "exact", {"loss": {"accepted": False}}, True, True),
         ("diverged", "line", {"loss": {"accepted": True}}, True, True),
@@ -123,12 +125,12 @@ def test_a_proposal_does_not_outlive_the_state_that_it_was_made_for(tmp_path: Pa
     ],
 )
 def test_a_prediction_that_no_restart_could_use_is_as_dear_as_two_horizons(
-    outcome: Any, method: str, guard: dict[str, Any], feasible: bool, told: bool
+    outcome: Any, method: str, guard: dict[str, Any], feasible: bool, recorded: bool
 ) -> None:
     forecast = Forecast("line", feasible, {}, 5.0, "why", settings={"gain": 2.0})
     restored = Restored(Beginning.of(method), 80, 70, 80, "why", forecast=forecast, guard=guard)
     learned = _learned(running(1), Rehearsed(outcome, "why", restored))
-    assert (learned is not None) == told
+    assert (learned is not None) == recorded
     if learned is not None:
         assert learned["settings"] == {"gain": 2.0}
         assert (learned["lag_iterations"], learned["standard_error_iterations"]) == (20.0, 10.0)

@@ -37,7 +37,7 @@ def test_a_known_lag_is_found_within_its_error(lag: float, correlated: float) ->
     lags = numpy.array([item.lag_iterations for item in found], dtype=float)
     errors = numpy.array([item.standard_error_iterations for item in found], dtype=float)
     assert abs(lags.mean() - lag) < 4 * lags.std() / math.sqrt(len(lags)) + 0.02 * abs(lag)
-    # Two of its errors cover what they should, for noise that follows itself too (30 points tell that only so well).
+    # Two of its errors cover what they should, for noise that follows itself too (30 points show that only so well).
     covered = numpy.mean(numpy.abs(lags - lag) < 2 * errors)
     assert covered > (0.9 if correlated == 0.0 else 0.8)
     assert found[0].points == POINTS // 2

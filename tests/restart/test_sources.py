@@ -16,7 +16,7 @@ REFUSAL = Refusal(Recomputes.PREDICTION_REFUSED, "the guard refused it")
 
 @dataclass(frozen=True)
 class Given:
-    """A source that restores nothing but its own name, or fails as it was told to."""
+    """A source that restores nothing but its own name, or fails with the given error."""
 
     iteration: int
     error: Exception | None = None

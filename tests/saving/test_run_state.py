@@ -57,7 +57,7 @@ def test_random_states_and_changed_objects_are_put_back() -> None:
     assert (changed.loaded, untouched.loaded) == (1, 0)
 
 
-def test_waits_for_batches_of_other_processes_are_told() -> None:
+def test_waits_for_batches_of_other_processes_are_counted() -> None:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
     bubbles = Bubbles()

@@ -55,9 +55,9 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def step(self, exact: bool = True) -> list[str]:
-        told: list[str] = []
+        messages: list[str] = []
         adapter = TorchAdapter(self.module, self.optimizer, **self.adapted)
-        unsaved = Unsaved(adapter, lambda: self.registered, exact, lambda kind, message, *_: told.append(message))
+        unsaved = Unsaved(adapter, lambda: self.registered, exact, lambda kind, message, *_: messages.append(message))
         for _ in range(3):
             self.scaler.scale(self.module(torch.ones(4, 3)).sum()).backward()
             self.scaler.step(self.optimizer)
@@ -65,7 +65,7 @@ class Loop:
             for act in self.after_step:
                 act()
         unsaved.close()
-        return told
+        return messages
 
 
 def made(loop: Loop) -> Any:
@@ -132,9 +132,9 @@ def test_what_nobody_saves_is_found(kind: str) -> None:
         assert all(map(torch.equal, before, loop.module.parameters()))
     loop = Loop(fused)
     prepare(loop)
-    told = loop.step(exact=False)
-    assert len(told) == 1
-    assert message in told[0]
+    messages = loop.step(exact=False)
+    assert len(messages) == 1
+    assert message in messages[0]
 
 
 def given(loop: Loop) -> None:
@@ -253,9 +253,9 @@ def test_what_the_loop_does_not_use_is_only_warned_of(kind: str) -> None:
     prepare, name = IDLE[kind]
     loop = Loop()
     prepare(loop)
-    (told,) = loop.step()
-    assert "has not used so far" in told
-    assert name in told
+    (warning,) = loop.step()
+    assert "has not used so far" in warning
+    assert name in warning
 
 
 def registered(loop: Loop) -> None:

@@ -87,7 +87,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"short", b"x" * 15, b"two words that are long", b"\xff" * 40, "ü".encode() * 40]
 )
-def test_a_token_that_is_none_is_refused_and_not_told(tmp_path: Path, content: bytes) -> None:
+def test_a_token_that_is_none_is_refused_and_not_printed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="nothing is served") as refused:
@@ -99,10 +99,10 @@ def test_a_token_that_is_none_is_refused_and_not_told(tmp_path: Path, content: b
 
 
 @given(st.text(min_size=16, alphabet=st.characters(min_codepoint=33, max_codepoint=126)), st.text())
-def test_only_the_token_itself_opens(token: str, told: str) -> None:
+def test_only_the_token_itself_opens(token: str, given: str) -> None:
     access = Access(token)
     assert access.refusal("any", f"Bearer {token}") is None
-    assert (access.refusal("any", f"Bearer {told}") is None) == (told.strip() == token)
+    assert (access.refusal("any", f"Bearer {given}") is None) == (given.strip() == token)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "localhost.example.org"])

@@ -83,7 +83,7 @@ def test_a_token_is_sent_and_a_run_is_named(tmp_path: Path) -> None:
         assert "another-that" not in str(refused.value)
 
 
-def test_a_service_that_is_not_there_is_said() -> None:
+def test_a_service_that_is_not_there_is_reported() -> None:
     with Client("http://127.0.0.1:1") as client:
         with pytest.raises(ServiceError, match="start it with `cpsr serve`") as refused:
             client.plan()
@@ -95,7 +95,7 @@ def test_a_service_that_is_not_there_is_said() -> None:
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]"])
-def test_an_answer_of_something_else_is_said(content: bytes) -> None:
+def test_an_answer_of_something_else_is_reported(content: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))
     with Client("http://example.org", transport=transport) as client, pytest.raises(ServiceError, match="cpsr serve"):
         client.plan()

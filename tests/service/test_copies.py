@@ -97,16 +97,16 @@ def test_host_memory_of_this_machine_is_looked_into(
     commit(journal, 8, 2.0)
     flushed(journal)
     assert copies(client) == {7: [], 8: []}
-    held = hold(run_id, iteration=7)
+    stored = hold(run_id, iteration=7)
     (own,) = copies(client)[7]
     assert (own["tier"], own["holds"], own["ranks"], own["verified"]) == ("memory", "whole", [0], False)
-    assert own["bytes"] == held.path.stat().st_size
+    assert own["bytes"] == stored.path.stat().st_size
     replica = SHARED_MEMORY / f"cpsr-{run_id}-rank-00000-replica-00001-0"
-    replica.write_bytes(held.path.read_bytes())
+    replica.write_bytes(stored.path.read_bytes())
     assert [one["tier"] for one in copies(client)[7]] == ["memory", "peer"]
     assert copies(client)[8] == []
-    content = held.path.read_bytes()
-    held.path.write_bytes(content[:8] + b"\1" + content[9:])  # it is being written
+    content = stored.path.read_bytes()
+    stored.path.write_bytes(content[:8] + b"\1" + content[9:])  # it is being written
     replica.unlink()
     assert copies(client)[7] == []
     assert client.get("/checkpoints").json()["memory_seen"] is True
@@ -119,7 +119,7 @@ def test_a_state_of_another_life_is_not_that_checkpoint(journal: Journal, client
     assert copies(client)[7] == []
 
 
-def test_of_a_run_on_another_machine_nothing_is_said_of_memory(
+def test_of_a_run_on_another_machine_no_memory_is_reported(
     tmp_path: Path, journal: Journal, client: TestClient, run_id: str
 ) -> None:
     commit(journal, 7, 1.0)

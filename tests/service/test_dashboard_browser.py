@@ -108,7 +108,7 @@ def page(browser: Any) -> Iterator[Any]:
     expect.set_options(timeout=WAIT_MILLISECONDS)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda told: wrong.append(told.text) if "Content Security Policy" in told.text else None)
+    page.on("console", lambda line: wrong.append(line.text) if "Content Security Policy" in line.text else None)
     page.on("request", lambda request: None if "//127.0.0.1:" in request.url else wrong.append(request.url))
     yield page
     context.close()
@@ -186,7 +186,7 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Rehearsed recoveries")).to_be_hidden()
 
 
-def test_a_recovery_tells_of_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -200,7 +200,7 @@ def test_a_recovery_tells_of_every_shard_the_lag_and_the_guard(page: Any, journa
         expect(table.get_by_text("one sentence")).to_be_visible()
 
 
-def test_the_plots_are_drawn_and_told_as_tables(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_the_plots_are_drawn_and_shown_as_tables(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -212,9 +212,9 @@ def test_the_plots_are_drawn_and_told_as_tables(page: Any, journal: Journal, tmp
         expect(loss.get_by_role("cell", name="phase 0 ended (change)")).to_be_visible()
         # What a journal says is text, whatever it looks like.
         expect(loss.get_by_role("cell", name="failure: <b>killed</b>")).to_be_visible()
-        held = section(page, "Interval between checkpoints")
-        held.get_by_text("The plot as a table").click()
-        expect(held.get_by_role("row")).to_have_count(3)
+        intervals = section(page, "Interval between checkpoints")
+        intervals.get_by_text("The plot as a table").click()
+        expect(intervals.get_by_role("row")).to_have_count(3)
 
 
 def colours(page: Any, selector: str) -> int:
@@ -264,7 +264,7 @@ def test_a_plot_is_walked_through_by_keys(page: Any, journal: Journal, tmp_path:
 
 
 def shown(page: Any) -> tuple[float, float]:
-    """First and last iteration in the plot of the loss, as it tells."""
+    """First and last iteration in the plot of the loss, from its status line."""
     words = page.locator("#loss-figure .zoom [role=status]").text_content().split()
     return float(words[1]), float(words[3])
 
@@ -369,7 +369,7 @@ def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path:
         expect(page.locator("#connection")).to_have_text("The run has ended")
 
 
-def test_the_use_of_waits_is_told_of_each_rank(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_the_use_of_waits_is_shown_for_each_rank(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -392,7 +392,7 @@ def test_the_use_of_waits_is_told_of_each_rank(page: Any, journal: Journal, tmp_
         assert drawn["width"] / around["width"] == pytest.approx(0.4, abs=0.02)
 
 
-def test_a_checkpoint_tells_where_it_is(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_a_checkpoint_shows_where_it_is(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     step = tmp_path / "checkpoints" / step_name(90)
     step.mkdir(parents=True)
@@ -435,19 +435,19 @@ def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) ->
         panel = section(page, "What if failures had another rate?")
         slider = panel.get_by_role("slider", name="Mean time between failures of the job")
         own = panel.get_by_role("row").filter(has_text="This job").get_by_role("cell")
-        held = str(measured_plan().interval_iterations)
-        expect(own.nth(2)).to_have_text(held)
+        own_interval = str(measured_plan().interval_iterations)
+        expect(own.nth(2)).to_have_text(own_interval)
         assert slider.get_attribute("aria-valuetext") == "12 h, the job's own"
         slider.focus()
         page.keyboard.press("Home")
         expect(panel.get_by_role("status")).to_have_text("43.2 s")
-        expect(own.nth(2)).not_to_have_text(held)
-        expect(own.nth(1)).to_have_text(held)
+        expect(own.nth(2)).not_to_have_text(own_interval)
+        expect(own.nth(1)).to_have_text(own_interval)
         panel.get_by_role("button", name="The job's own rate").click()
-        expect(own.nth(2)).to_have_text(held)
+        expect(own.nth(2)).to_have_text(own_interval)
 
 
-def test_a_lost_connection_is_said_and_taken_up_again(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_a_lost_connection_is_shown_and_taken_up_again(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -519,7 +519,7 @@ def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> No
             journal.close()
 
 
-def test_what_is_amiss_is_said_first(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     journal.record(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
     flushed(journal)

@@ -70,14 +70,14 @@ def test_a_stream_is_taken_up_where_it_was_left(tmp_path: Path, journal: Journal
             "while nobody looked",
             "second",
         ]
-        # What a browser sends when it comes back goes before what its address said at first.
+        # What a browser sends when it comes back goes before what its address asked for at first.
         headers = {"last-event-id": again[1]["id"]}
         with httpx.stream("GET", f"{url}/events?after=start", headers=headers) as reply:
             text = next(chunk for chunk in reply.iter_text() if "second" in chunk)
         assert "while nobody looked" not in text
 
 
-def test_the_newest_step_is_told_without_an_id(tmp_path: Path, journal: Journal) -> None:
+def test_the_newest_step_is_sent_without_an_id(tmp_path: Path, journal: Journal) -> None:
     with served(tmp_path) as url, Client(url) as client:
         events = client.events()
         take(events, 1)
@@ -96,8 +96,8 @@ def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journa
         assert (hello["event"], reset["event"]) == ("hello", "reset")
         assert reset["data"]["kept"] == dict.fromkeys(FOLLOWED, 0), "nothing stays"
         record_event(journal, "now")
-        told = [one["data"] for one in take(events, 2)]
-        assert [(one["row"], one["message"]) for one in told] == [(1, "before"), (2, "now")]
+        sent = [one["data"] for one in take(events, 2)]
+        assert [(one["row"], one["message"]) for one in sent] == [(1, "before"), (2, "now")]
 
 
 def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> 
         assert gone["event"] == "unavailable"
         assert str(run_dir) in gone["data"]["message"]
         new_run(run_dir)
-        # A journal that is being made is none yet, which may be told as well.
+        # A journal that is being made is none yet, which may be sent as well.
         reset = next(one for one in events if one["event"] != "unavailable")
         assert (reset["event"], set(reset["data"]["kept"].values())) == ("reset", {0})
         (plan,) = take(events, 1)
-        assert plan["event"] == "plan", "what the new journal holds was not told yet"
+        assert plan["event"] == "plan", "what the new journal holds was not sent yet"
         shutil.rmtree(run_dir)
         with pytest.raises(ServiceError) as refused:
             next(client.events())
@@ -129,8 +129,8 @@ def test_a_stream_goes_on_where_a_journal_that_a_power_cut_has_shortened_agrees(
     copied = after_a_power_cut(tmp_path, journal)
     with served(run_dir) as url, Client(url) as client:
         events = client.events(after="start")
-        told = take(events, 4)
-        assert [one["data"].get("message") for one in told] == [None, "kept", "lost", "lost too"]
+        sent = take(events, 4)
+        assert [one["data"].get("message") for one in sent] == [None, "kept", "lost", "lost too"]
         run_dir.unlink()
         run_dir.symlink_to(copied)
         again = Journal.open(copied / "journal.db")
@@ -138,10 +138,10 @@ def test_a_stream_goes_on_where_a_journal_that_a_power_cut_has_shortened_agrees(
         record_event(again, "again")
         again.close()
         followed = [one for one in take(events, 2) if one["event"] != "progress"]
-        resumed = take(client.events(after=told[-1]["id"]), 3)[1:]
+        resumed = take(client.events(after=sent[-1]["id"]), 3)[1:]
         for reset, event in (followed, resumed):
             assert (reset["event"], event["data"]["message"]) == ("reset", "again")
-            kept = [one["data"] for one in told[1:] if one["data"]["row"] <= reset["data"]["kept"][one["event"]]]
+            kept = [one["data"] for one in sent[1:] if one["data"]["row"] <= reset["data"]["kept"][one["event"]]]
             assert [one["message"] for one in kept] == ["kept"]
             assert event["data"]["row"] == reset["data"]["kept"]["event"] + 1
         # Who comes back with the id of the reset has missed nothing.
@@ -183,8 +183,8 @@ def test_a_client_that_takes_nothing_is_let_go_and_holds_up_nobody(tmp_path: Pat
         assert slow.recv(1)
         began = time.monotonic()
         with Client(url) as client:
-            told = take(client.events(after="start"), 3001)  # another one gets all of it meanwhile
-            assert told[-1]["data"]["message"].startswith("2999 ")
+            sent = take(client.events(after="start"), 3001)  # another one gets all of it meanwhile
+            assert sent[-1]["data"]["message"].startswith("2999 ")
         time.sleep(max(0.0, 0.6 - (time.monotonic() - began)))
         received = drained(slow)
         assert received < 3000 * 2000, "the stream was ended before all of it was sent"

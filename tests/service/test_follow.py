@@ -29,7 +29,7 @@ def everything(run_dir: Path) -> News:
     return recorded_after(run_dir, start_of(end_of(run_dir)))
 
 
-def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal: Journal) -> None:
+def test_every_row_is_sent_once_in_the_order_of_its_time(tmp_path: Path, journal: Journal) -> None:
     for place, record in enumerate(ROWS.values()):
         record(journal, float(len(ROWS) - place))
     journal.record(EventRow(life=0, rank=1, kind="x", message="y", created_unix_seconds=0.5))
@@ -59,24 +59,24 @@ def test_every_row_is_told_once_in_the_order_of_its_time(tmp_path: Path, journal
         assert [row.content for row in after.rows] == [row.content for row in rows[seen + 1 :]]
 
 
-def test_much_is_told_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: Path, journal: Journal) -> None:
+def test_much_is_sent_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: Path, journal: Journal) -> None:
     count = 2 * ROWS_AT_ONCE + 7
     for number in range(count):
         backwards = float(count - number)
         journal.record(EventRow(life=0, rank=0, kind="x", message=str(number), created_unix_seconds=backwards))
         journal.record(CheckpointRow(life=0, iteration=number, status="skipped", created_unix_seconds=number))
     flushed(journal)
-    place, told = start_of(end_of(tmp_path)), []
+    place, sent = start_of(end_of(tmp_path)), []
     for _ in range(3):
         rows = recorded_after(tmp_path, place).rows
-        told += [(row.name, row.content.get("message", row.content["iteration"])) for row in rows]
+        sent += [(row.name, row.content.get("message", row.content["iteration"])) for row in rows]
         place = rows[-1].place
     assert recorded_after(tmp_path, place).rows == []
-    assert [message for name, message in told if name == "event"] == [str(number) for number in range(count)]
-    assert [at for name, at in told if name == "checkpoint"] == list(range(count))
+    assert [message for name, message in sent if name == "event"] == [str(number) for number in range(count)]
+    assert [at for name, at in sent if name == "checkpoint"] == list(range(count))
 
 
-def test_how_a_rehearsal_ended_is_told_to_who_has_seen_it_begin(tmp_path: Path, journal: Journal) -> None:
+def test_how_a_rehearsal_ended_is_sent_to_who_has_seen_it_begin(tmp_path: Path, journal: Journal) -> None:
     journal.record(rehearsal_row(id="d", outcome="running"))
     flushed(journal)
     rows = everything(tmp_path).rows
@@ -86,7 +86,7 @@ def test_how_a_rehearsal_ended_is_told_to_who_has_seen_it_begin(tmp_path: Path, 
     assert [row.content["outcome"] for row in ended.rows] == ["refused"]
 
 
-def test_of_another_journal_in_its_place_everything_is_told(tmp_path: Path) -> None:
+def test_of_another_journal_in_its_place_everything_is_sent(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     record_event(journal, "old")
     journal.close()
@@ -128,14 +128,14 @@ def after_a_power_cut(run_dir: Path, journal: Journal) -> Path:
 
 
 @pytest.mark.parametrize(("new_rows", "clock_seconds"), [(1, 0.0), (5, 0.0), (1, -3600.0), (5, -3600.0)])
-def test_rows_that_a_power_cut_took_are_told_anew_under_their_numbers(
+def test_rows_that_a_power_cut_took_are_sent_anew_under_their_numbers(
     tmp_path: Path, journal: Journal, new_rows: int, clock_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the journal has grown beyond what was told before, and where the clock has gone back."""
+    """Also where the journal has grown beyond what was sent before, and where the clock has gone back."""
     copied = after_a_power_cut(tmp_path, journal)
-    told = everything(tmp_path)
-    assert messages(told) == ["kept", "lost", "lost too"]
-    seen = told.rows[-1].place
+    first = everything(tmp_path)
+    assert messages(first) == ["kept", "lost", "lost too"]
+    seen = first.rows[-1].place
     assert recorded_after(copied, seen).rows == [], "nobody has written since"
     now_seconds = time.time() + clock_seconds
     with monkeypatch.context() as clock:
@@ -147,7 +147,7 @@ def test_rows_that_a_power_cut_took_are_told_anew_under_their_numbers(
     again.close()
     news = recorded_after(copied, seen)
     assert "lost its last rows" in news.reset
-    assert news.begin.rows == told.rows[0].place.rows
+    assert news.begin.rows == first.rows[0].place.rows
     assert messages(news) == [f"new {number}" for number in range(new_rows)]
     assert recorded_after(copied, news.rows[-1].place).reset == ""
 

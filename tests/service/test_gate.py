@@ -33,7 +33,7 @@ def test_a_body_that_is_too_large_is_refused(tmp_path: Path) -> None:
     assert client.get("/failures").json()["total"] == 1
 
 
-def test_who_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+def test_who_asks_too_often_learns_when_to_come_back(tmp_path: Path) -> None:
     new_run(tmp_path)
     client = limited(tmp_path, requests_per_second=0.1, requests_burst=3)
     assert [client.get("/healthz").status_code for _ in range(3)] == [200] * 3

@@ -75,8 +75,8 @@ def test_checkpoints_say_what_is_left_of_them(tmp_path: Path, client: TestClient
         for name in names:
             (step / name).touch()
     rows = client.get("/checkpoints").json()["checkpoints"]
-    told = {row["iteration"]: (row["on_disk"], row["verified"]) for row in rows}
-    assert told == {
+    copies = {row["iteration"]: (row["on_disk"], row["verified"]) for row in rows}
+    assert copies == {
         10: ("none", True),
         20: ("weights", True),
         30: ("whole", True),

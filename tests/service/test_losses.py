@@ -24,7 +24,7 @@ def asked(client: TestClient, **parameters: int) -> dict[str, Any]:
     return found
 
 
-def test_a_short_run_is_told_whole(client: TestClient, journal: Journal) -> None:
+def test_a_short_run_is_returned_whole(client: TestClient, journal: Journal) -> None:
     journal.record(*steps(0, 1, 7))
     flushed(journal)
     assert asked(client) == {"iterations": list(range(1, 8)), "losses": [1 / i for i in range(1, 8)], "total": 7}
@@ -73,7 +73,7 @@ def test_the_limit_is_bounded(client: TestClient, limit: str) -> None:
     error_of(client.get("/losses", params={"limit": limit}), 422)
 
 
-def test_a_part_of_a_long_run_is_told_in_more_detail(client: TestClient, journal: Journal) -> None:
+def test_a_part_of_a_long_run_is_returned_in_more_detail(client: TestClient, journal: Journal) -> None:
     journal.record(*steps(0, 1, 500))
     flushed(journal)
     assert asked(client, first_iteration=100, last_iteration=104)["iterations"] == [100, 101, 102, 103, 104]

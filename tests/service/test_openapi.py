@@ -22,7 +22,7 @@ from tests.service.conftest import BASE_URL
 from tests.service.journals import ROWS, measured_plan, plan_row, record_steps
 
 SEED = 1
-FAILURES_TOLD = 20
+FAILURES_SHOWN = 20
 EXAMPLES = 10  # of each operation, beside those at the edges of every parameter
 FEWER_EXAMPLES = 2  # where nothing can be read: every operation gives the same answer then
 UNLIMITED = Limits(requests_per_second=1e9, requests_burst=10**9)
@@ -63,8 +63,8 @@ def filter_case(_: HookContext, case: "Case[Any]") -> bool:
 
 
 def _numbers(values: object) -> dict[str, float]:
-    told = values if isinstance(values, dict) else {}
-    return {name: value for name, value in told.items() if isinstance(value, int | float)}
+    fields = values if isinstance(values, dict) else {}
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
 
 
 def _in_order(numbers: dict[str, float], low: str, high: str) -> bool:
@@ -101,7 +101,7 @@ def test_every_answer_is_as_described(tmp_path: Path, record: Callable[[Path], N
         elif isinstance(event, ScenarioFinished):
             asked |= {case.value.operation.label for case in event.recorder.cases.values()}
             wrong += _failed(event.recorder)
-    assert not wrong, "\n\n".join(wrong[:FAILURES_TOLD])
+    assert not wrong, "\n\n".join(wrong[:FAILURES_SHOWN])
     paths = app.openapi()["paths"].items()
     assert asked == {f"{method.upper()} {path}" for path, methods in paths for method in methods}
 

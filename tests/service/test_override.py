@@ -9,7 +9,7 @@ from cpsr.journal import Journal, latest_override
 from tests.service.journals import error_of, flushed, plan_row
 
 
-def test_an_override_is_written_told_and_withdrawn(tmp_path: Path, writing: TestClient, journal: Journal) -> None:
+def test_an_override_is_written_shown_and_withdrawn(tmp_path: Path, writing: TestClient, journal: Journal) -> None:
     journal.record(plan_row())
     flushed(journal)
     asked = {"interval_iterations": 25, "reason": "repairs", "expires_in_seconds": 600}
@@ -19,13 +19,13 @@ def test_an_override_is_written_told_and_withdrawn(tmp_path: Path, writing: Test
     assert written is not None
     assert (written.interval_min_iterations, written.interval_max_iterations, written.pinned) == (25, 25, True)
     assert 590 < written.expires_unix_seconds - time.time() <= 600
-    told = writing.get("/plan").json()["override"]
-    assert told == reply.json()
-    assert told["taken_up"] is False
-    journal.record(plan_row(origin="override", explanation={"override": {"id": told["id"]}}))
+    shown = writing.get("/plan").json()["override"]
+    assert shown == reply.json()
+    assert shown["taken_up"] is False
+    journal.record(plan_row(origin="override", explanation={"override": {"id": shown["id"]}}))
     flushed(journal)
     assert writing.get("/plan").json()["override"]["taken_up"] is True
-    assert writing.delete("/plan/override").json()["id"] == told["id"]
+    assert writing.delete("/plan/override").json()["id"] == shown["id"]
     assert writing.get("/plan").json()["override"] is None
     assert error_of(writing.delete("/plan/override"), 404)["code"] == "no_override"
 
@@ -37,8 +37,8 @@ def test_the_newest_override_counts_until_it_expires(
     flushed(journal)
     writing.put("/plan/override", json={"interval_iterations": 25, "reason": "a"})
     writing.put("/plan/override", json={"interval_max_iterations": 90, "reason": "b", "expires_in_seconds": 60})
-    told = writing.get("/plan").json()["override"]
-    assert (told["interval_min_iterations"], told["interval_max_iterations"], told["reason"]) == (None, 90, "b")
+    shown = writing.get("/plan").json()["override"]
+    assert (shown["interval_min_iterations"], shown["interval_max_iterations"], shown["reason"]) == (None, 90, "b")
     later = time.time() + 61
     monkeypatch.setattr(time, "time", lambda: later)
     assert writing.get("/plan").json()["override"] is None

@@ -88,8 +88,8 @@ def test_ranks_with_intervals_of_their_own(tmp_path: Path, client: TestClient, j
     assert len(set(plan.rank_interval_iterations)) == 2
     journal.record(plan_row(plan))
     flushed(journal)
-    told = client.get("/plan").json()["ranks"]
-    assert [rank["interval_iterations"] for rank in told] == list(plan.rank_interval_iterations)
+    listed = client.get("/plan").json()["ranks"]
+    assert [rank["interval_iterations"] for rank in listed] == list(plan.rank_interval_iterations)
 
 
 def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal: Journal) -> None:
@@ -103,7 +103,7 @@ def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal
     assert client.get("/plan").json()["phase"] == {"phase": 1, "first_iteration": 120}
 
 
-def test_history_says_until_when_each_plan_held(client: TestClient, journal: Journal) -> None:
+def test_history_shows_until_when_each_plan_applied(client: TestClient, journal: Journal) -> None:
     journal.record(
         PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=40, xi=1.0, last_xi=2.0, ended_by="change")
     )
@@ -306,7 +306,7 @@ def test_locked_journal_is_503_and_comes_back(tmp_path: Path, client: TestClient
     assert client.get("/plan").status_code == 200
 
 
-def test_a_number_that_is_none_is_null_or_told_by_its_name(client: TestClient, journal: Journal) -> None:
+def test_a_number_that_is_none_is_null_or_given_by_its_name(client: TestClient, journal: Journal) -> None:
     nan = replace(measured_plan(), explanation={"inputs": {"stall_seconds": float("nan")}, "bound": "none"})
     journal.record(plan_row(nan))
     record_steps(journal, seconds=float("nan"))

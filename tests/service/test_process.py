@@ -27,7 +27,7 @@ def free_port() -> int:
         return port
 
 
-class Said:
+class EventLog:
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
 
@@ -37,17 +37,17 @@ class Said:
     def wait(self, kind: str) -> str:
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
-            for said, message in self.events:
-                if said == kind:
+            for name, message in self.events:
+                if name == kind:
                     return message
             time.sleep(0.02)
-        raise AssertionError(f"{kind} was not said: {self.events}")
+        raise AssertionError(f"{kind} was not reported: {self.events}")
 
 
-def process_of(run_dir: Path, said: Said, **settings: Any) -> ServiceProcess:
+def process_of(run_dir: Path, log: EventLog, **settings: Any) -> ServiceProcess:
     service = {"enabled": True, "port": free_port(), **settings}
     config = CPSRConfig.load({"run_dir": str(run_dir), "service": service})
-    return ServiceProcess(config.service, run_dir, said)
+    return ServiceProcess(config.service, run_dir, log)
 
 
 def answered(process: ServiceProcess) -> None:
@@ -64,8 +64,8 @@ def answered(process: ServiceProcess) -> None:
 
 
 def test_it_answers_until_it_is_closed(tmp_path: Path) -> None:
-    said = Said()
-    process = process_of(new_run(tmp_path), said)
+    log = EventLog()
+    process = process_of(new_run(tmp_path), log)
     began = time.monotonic()
     process.start()
     assert time.monotonic() - began < 1.0, "training does not wait for it"
@@ -75,46 +75,46 @@ def test_it_answers_until_it_is_closed(tmp_path: Path) -> None:
         process.close()  # not kept by who listens
     assert process._process is not None
     assert process._process.returncode == 0
-    assert [kind for kind, _ in said.events] == ["service"]
+    assert [kind for kind, _ in log.events] == ["service"]
     assert "serving" in (tmp_path / LOG_FILE).read_text()
 
 
-def test_its_death_is_said_once_and_nothing_else(tmp_path: Path) -> None:
-    said = Said()
-    process = process_of(new_run(tmp_path), said)
+def test_its_death_is_reported_once_and_nothing_else(tmp_path: Path) -> None:
+    log = EventLog()
+    process = process_of(new_run(tmp_path), log)
     process.start()
     assert process._process is not None
     process._process.send_signal(signal.SIGKILL)
-    assert "training is not affected" in said.wait("service ended")
+    assert "training is not affected" in log.wait("service ended")
     process.close()
-    assert [kind for kind, _ in said.events] == ["service", "service ended"]
+    assert [kind for kind, _ in log.events] == ["service", "service ended"]
 
 
 def test_where_it_cannot_serve_its_log_says_why(tmp_path: Path) -> None:
-    said = Said()
-    process = process_of(new_run(tmp_path), said, host="0.0.0.0")
+    log = EventLog()
+    process = process_of(new_run(tmp_path), log, host="0.0.0.0")
     process.start()
-    assert "status 2" in said.wait("service ended")
+    assert "status 2" in log.wait("service ended")
     assert "without a token" in (tmp_path / LOG_FILE).read_text()
     process.close()
 
 
-def test_where_it_cannot_be_started_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Said()
+def test_where_it_cannot_be_started_that_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
-    process = process_of(tmp_path, said)
+    process = process_of(tmp_path, log)
     process.start()
     process.close()
-    assert [kind for kind, _ in said.events] == ["service ended"]
-    assert "could not be started" in said.events[0][1]
+    assert [kind for kind, _ in log.events] == ["service ended"]
+    assert "could not be started" in log.events[0][1]
 
 
 def test_it_is_off_unless_it_is_wanted(tmp_path: Path) -> None:
-    said = Said()
-    process = process_of(tmp_path, said, enabled=False)
+    log = EventLog()
+    process = process_of(tmp_path, log, enabled=False)
     process.start()
     process.close()
-    assert (said.events, list(tmp_path.iterdir())) == ([], [])
+    assert (log.events, list(tmp_path.iterdir())) == ([], [])
 
 
 JOB = """

@@ -19,7 +19,7 @@ def test_never_more_than_the_burst_and_the_rate(pauses: list[float], per_second:
 
 
 @given(waits, st.floats(0.5, 50), st.integers(1, 20))
-def test_who_waits_as_told_is_answered(pauses: list[float], per_second: float, burst: int) -> None:
+def test_who_waits_that_long_is_answered(pauses: list[float], per_second: float, burst: int) -> None:
     rates, now = Rates(per_second, burst), 0.0
     for pause in pauses:
         now += pause

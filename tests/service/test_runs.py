@@ -17,13 +17,13 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs in a directory, and around them what must not be found."""
     root = tmp_path_factory.mktemp("around")
     new_run(root / "outside")
-    held = root / "runs"
+    directory = root / "runs"
     for name in ("a", "b c"):
-        new_run(held / name)
-    (held / "notes").mkdir()
-    (held / "file").touch()
-    (held / "link").symlink_to(root / "outside", target_is_directory=True)
-    return held
+        new_run(directory / name)
+    (directory / "notes").mkdir()
+    (directory / "file").touch()
+    (directory / "link").symlink_to(root / "outside", target_is_directory=True)
+    return directory
 
 
 def test_a_directory_of_several_runs(several: Path) -> None:

@@ -46,14 +46,14 @@ def test_another_host_is_served_with_a_token() -> None:
 
 
 def test_answers_do_not_wait_for_what_the_client_acknowledges() -> None:
-    """Without this a second piece of an answer is held back for the client's delayed acknowledgement, 40 ms."""
+    """Without this a second piece of an answer waits for the client's delayed acknowledgement, 40 ms."""
     with bind("127.0.0.1", 0, Access()) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-def test_a_taken_port_is_said_and_waited_for_where_that_was_asked() -> None:
+def test_a_taken_port_is_reported_and_waited_for_where_that_was_asked() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match="choose another"):
@@ -271,9 +271,9 @@ def test_what_another_address_opens_beyond_its_share_is_closed_and_loopback_answ
     options = ("--host", "0.0.0.0", "--connections-max", "8", "--idle-seconds", "20")
     with serving(tmp_path, *options, **{TOKEN_VARIABLE: TOKEN}) as (_, url):
         port = int(url.rpartition(":")[2])
-        held = [socket.create_connection((own_address(), port)) for _ in range(10)]
+        opened = [socket.create_connection((own_address(), port)) for _ in range(10)]
         kept = []
-        for one in held:
+        for one in opened:
             one.settimeout(1)
             try:
                 assert one.recv(1) == b""
@@ -284,7 +284,7 @@ def test_what_another_address_opens_beyond_its_share_is_closed_and_loopback_answ
         with Client(f"http://127.0.0.1:{port}", TOKEN) as client:
             assert client.health()["status"] == "ok"
         assert len(kept) == 2
-        for one in held:
+        for one in opened:
             one.close()
 
 

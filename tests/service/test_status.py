@@ -99,7 +99,7 @@ def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) ->
     assert own["plan"]["override"]["reason"] == "[repairs]"
 
 
-def test_what_it_holds_of_this_machines_memory_is_told_and_what_others_left(run_dir: Path, memory: Path) -> None:
+def test_what_it_holds_of_this_machines_memory_is_shown_and_what_others_left(run_dir: Path, memory: Path) -> None:
     assert "memory" not in status(run_dir)[1]
     for run_id, size in (("gpt", 3_000_000), ("gone", 4_000_000)):
         (memory / f"cpsr-{run_id}-rank-00000-0").write_bytes(bytes(size))
@@ -107,8 +107,8 @@ def test_what_it_holds_of_this_machines_memory_is_told_and_what_others_left(run_
     *_, own, others = status(run_dir)[1].splitlines()
     assert own == "host memory of this machine: 3.0 MB"
     assert others == "1 run whose directory is gone, or not in sight, left 4.0 MB of it as well: cpsr release --orphans"
-    told = json.loads(status(run_dir, "--json")[1])["memory"]
-    assert (told["bytes"] // 1_000_000, told["orphaned_bytes"] // 1_000_000, told["orphaned_runs"]) == (3, 4, 1)
+    usage = json.loads(status(run_dir, "--json")[1])["memory"]
+    assert (usage["bytes"] // 1_000_000, usage["orphaned_bytes"] // 1_000_000, usage["orphaned_runs"]) == (3, 4, 1)
 
 
 def test_one_run_of_several_is_named(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
         assert json.loads(status(url, "--json")[1])["plan"] is None
 
 
-def test_bubbles_are_of_the_newest_life_and_an_end_is_said(tmp_path: Path) -> None:
+def test_bubbles_are_of_the_newest_life_and_an_end_is_shown(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     journal.start_life("auto")
     journal.record(bubble_row(life=0))
@@ -142,8 +142,8 @@ def test_bubbles_are_of_the_newest_life_and_an_end_is_said(tmp_path: Path) -> No
     _, output, _ = status(tmp_path)
     assert output.splitlines()[0] == "run: ok, it has ended, no step yet"
     assert "on 1 rank, the predictor worked in 50.0% of that" in output
-    (told,) = json.loads(status(tmp_path, "--json")[1])["bubbles"]
-    assert (told["rank"], told["used_seconds"]) == (2, 4.0)
+    (bubble,) = json.loads(status(tmp_path, "--json")[1])["bubbles"]
+    assert (bubble["rank"], bubble["used_seconds"]) == (2, 4.0)
 
 
 def spoil(path: Path) -> None:
@@ -161,7 +161,7 @@ def spoil(path: Path) -> None:
     ],
     ids=["nothing", "foreign", "newer"],
 )
-def test_what_cannot_be_told_is_one_line_with_status_2(tmp_path: Path, make: Any, words: str) -> None:
+def test_what_cannot_be_read_is_one_line_with_status_2(tmp_path: Path, make: Any, words: str) -> None:
     make(tmp_path)
     code, output, errors = status(tmp_path)
     assert (code, output, errors.count("\n")) == (2, "", 1)

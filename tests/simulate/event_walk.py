@@ -10,7 +10,7 @@ class Walk:
     """One run of a job that predicts after failures, or recomputes where it has no `lag`; detection takes no time.
 
     A recovery is struck by failures as training is, and then begins again. The next checkpoint is begun when the
-    interval has passed since the restart and the watch is over, and each is durable some time after its stall. A lag
+    interval has passed since the restart and the watch is over. Each is durable some time after its stall. A lag
     below zero is had so many iterations after a predicted restart; a failure before leaves none.
     """
 

@@ -6,8 +6,8 @@ def lost_work_seconds(
 ) -> float:
     """Mean training time that a failure takes back where failures are rare and persisting ends within the interval.
 
-    For an interval of k seconds: a failure in the stall s loses k, one later the time since, and one before the newest
-    checkpoint is durable another k; together `k (k/2 + s + p) / (k + s)`.
+    For an interval of k seconds: a failure in the stall s loses k, and one later the time since. One before the newest
+    checkpoint is durable loses another k. Together: `k (k/2 + s + p) / (k + s)`.
     """
     trained = iteration_seconds * interval_iterations
     return trained * (trained / 2 + stall_seconds + persist_seconds) / (trained + stall_seconds)

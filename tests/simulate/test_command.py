@@ -96,19 +96,19 @@ def test_a_trace_takes_the_place_of_the_process(write, tmp_path: Path, capsys: p
     assert "line 4: 'nonsense' is not" in " ".join(capsys.readouterr().out.split())
 
 
-def test_policies_are_told_how_often_a_trace_meets_the_job(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_policies_know_how_often_a_trace_meets_the_job(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     trace = tmp_path / "trace.csv"
     rows = [f"0,add,{node}" for node in range(8)] + ["3600000,remove,0", "3600000,add,8", "7200000,add,9"]
     trace.write_text("\n".join(rows), encoding="utf-8")
     failures = {"process": "trace", "trace": str(trace), "mtbf_hours": 1}
     report_path = tmp_path / "figures.json"
-    told = []
+    found = []
     for nodes in (None, 2):
         run_simulation(write(failures=failures | {"trace_nodes": nodes}, runs=1), None, ["young"], report_path)
         report = json.loads(report_path.read_text(encoding="utf-8"))
-        told.append((report["mtbf_seconds"], report["systems"][0]["interval_iterations"]))
+        found.append((report["mtbf_seconds"], report["systems"][0]["interval_iterations"]))
     # Once in two hours one of 8 nodes goes, and one time in four it is one of the job's 2: sqrt(2 4 s M) / 3 s.
-    assert told == [(7200, 80), (pytest.approx(28800), 160)]
+    assert found == [(7200, 80), (pytest.approx(28800), 160)]
 
 
 def test_a_trace_that_cannot_be_simulated_is_refused(write, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

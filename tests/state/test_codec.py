@@ -38,7 +38,7 @@ def through_json(tree: Any) -> Any:
 def test_plain_data_comes_back_equal_and_of_the_same_type(tree: Any) -> None:
     back = through_json(tree)
     assert back == tree
-    assert repr(back) == repr(tree)  # tells 1 from True, 0.0 from -0.0, tuples from lists, and the order of keys
+    assert repr(back) == repr(tree)  # differs for 1 and True, 0.0 and -0.0, tuples and lists, and orders of keys
 
 
 def test_numbers_that_json_has_not() -> None:

@@ -241,17 +241,17 @@ def test_only_batches_of_other_processes_are_waited_for(workers: int) -> None:
     assert waits == (["begins", "ends", "dealt"] if workers else ["dealt"])
 
 
-def test_a_request_is_told_of_every_batch_that_there_is() -> None:
+def test_a_request_is_reported_for_every_batch_that_there_is() -> None:
     """Not of the end of the last pass, after which a loop still has to do what it does between two passes."""
-    told: list[int] = []
+    requested: list[int] = []
     stream = ResumableLoader(
         LOADERS["shuffled, own generator"](),
         DataPosition(),
         until_epoch=2,
-        hooks=LoaderHooks(on_request=lambda: told.append(stream.position.batches)),
+        hooks=LoaderHooks(on_request=lambda: requested.append(stream.position.batches)),
     )
     assert len(list(stream)) == 12
-    assert told == [*range(6), *range(6, 12)]
+    assert requested == [*range(6), *range(6, 12)]
 
 
 @pytest.mark.parametrize("kind", ["shuffled, own generator", "shuffled, global generator", "augmented", "iterable"])
@@ -277,7 +277,7 @@ def test_a_checkpoint_before_a_pass_continues_bitwise(kind: str) -> None:
     assert [value(batch) for batch in again] == expected
 
 
-def test_a_pass_goes_on_in_its_own_order_whatever_the_sampler_was_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_goes_on_in_its_own_order_whatever_the_sampler_was_set_to(caplog: pytest.LogCaptureFixture) -> None:
     def stream(position: DataPosition, epoch: int) -> ResumableLoader:
         loader = DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 2, 1, seed=3))
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]

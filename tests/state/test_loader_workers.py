@@ -134,10 +134,10 @@ def test_a_worker_that_fails_otherwise_still_makes_torch_raise(failure: str, tmp
         "raises": (lambda: int("no number"), "in DataLoader worker process"),
     }
     act, message = acts[failure]
-    rank = in_a_rank(lambda: items(iter(loader(Items(9, act)))), tmp_path / "said")
+    rank = in_a_rank(lambda: items(iter(loader(Items(9, act)))), tmp_path / "output")
     rank.join(WAIT_SECONDS)
     assert rank.exitcode == 1
-    assert re.search(message, (tmp_path / "said").read_text())
+    assert re.search(message, (tmp_path / "output").read_text())
 
 
 @pytest.mark.parametrize("terminated", [True, False])
@@ -156,30 +156,30 @@ def test_a_worker_that_is_ended_on_purpose_is_no_failure(terminated: bool, tmp_p
         gc.collect()
         return f"all ended: {ended(before)}"
 
-    rank = in_a_rank(work, tmp_path / "said")
+    rank = in_a_rank(work, tmp_path / "output")
     rank.join(2 * WAIT_SECONDS)
-    assert (tmp_path / "said").read_text() == "all ended: True\n"
+    assert (tmp_path / "output").read_text() == "all ended: True\n"
     assert rank.exitcode == 0
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_they_end_with_their_rank_also_where_they_hang(in_order: bool, tmp_path: Path) -> None:
-    told = tmp_path / "workers"
+    pids_file = tmp_path / "workers"
 
     def work() -> None:
         batches = iter(loader(Items(0, lambda: time.sleep(600))))
-        told.with_suffix(".tmp").write_text(" ".join(str(worker.pid) for worker in workers()))
-        told.with_suffix(".tmp").replace(told)
+        pids_file.with_suffix(".tmp").write_text(" ".join(str(worker.pid) for worker in workers()))
+        pids_file.with_suffix(".tmp").replace(pids_file)
         if not in_order:
             next(batches)
-        vars(multiprocessing)["held"] = batches  # to the end of the process
+        vars(multiprocessing)["kept"] = batches  # to the end of the process
 
-    rank = in_a_rank(work, tmp_path / "said")
+    rank = in_a_rank(work, tmp_path / "output")
     deadline = time.monotonic() + WAIT_SECONDS
-    while not told.exists():
+    while not pids_file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    left = [psutil.Process(int(pid)) for pid in told.read_text().split() if psutil.pid_exists(int(pid))]
+    left = [psutil.Process(int(pid)) for pid in pids_file.read_text().split() if psutil.pid_exists(int(pid))]
     if not in_order:
         for worker in left:
             worker.send_signal(signal.SIGTERM)

@@ -49,7 +49,7 @@ def averaged(model: swa_utils.AveragedModel) -> Callable[[], Any]:
     return update
 
 
-# Makes an object, and what changes it and tells how it is.
+# Makes an object, and a function that changes it and returns a value of its state.
 KINDS: dict[str, Callable[[], tuple[Any, Callable[[], Any]]]] = {
     "torch.Generator": lambda: (one := torch.Generator(), lambda: float(torch.rand((), generator=one))),
     "NumPy Generator": lambda: (one := numpy.random.default_rng(), lambda: one.normal()),

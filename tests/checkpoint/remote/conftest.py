@@ -1,4 +1,4 @@
-"""Runs with checkpoints, targets that fail when told to, and the oracle that the tests of this room share."""
+"""Runs with checkpoints, targets that fail on demand, and the oracle that the tests of this room share."""
 
 import json
 import os
@@ -189,7 +189,7 @@ def committed_at(place: Place) -> list[int]:
 
 
 def silent(kind: str, message: str, iteration: int | None, level: int) -> None:
-    """Takes what is said and drops it."""
+    """Takes a report and drops it."""
 
 
 def fetched(place: Place, run_dir: Path) -> int | None:

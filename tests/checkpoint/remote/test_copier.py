@@ -22,18 +22,18 @@ RETENTION = CheckpointConfig(history_span_iterations=0, history_min_checkpoints=
 
 
 class Copied:
-    """A run of one rank whose checkpoints are copied, and what was said of it."""
+    """A run of one rank whose checkpoints are copied, and what was reported of it."""
 
     def __init__(self, run_dir: Path, every: int = 1, keep: int = 2) -> None:
         self.store: CheckpointStore = new_run(run_dir)[0]
         self.place = open_place(URL)
-        self.said: list[tuple[str, str, int]] = []
+        self.events: list[tuple[str, str, int]] = []
         self.removed: list[int | None] = []
         config = CheckpointConfig(target=URL, target_every_checkpoints=every, target_keep_checkpoints=keep)
-        self.copier = Copier(self.place, config, self.store, run_dir, self._say)
+        self.copier = Copier(self.place, config, self.store, run_dir, self._report)
 
-    def _say(self, kind: str, message: str, iteration: int | None, level: int) -> None:
-        self.said.append((kind, message, level))
+    def _report(self, kind: str, message: str, iteration: int | None, level: int) -> None:
+        self.events.append((kind, message, level))
         if kind == "target removed":
             self.removed.append(iteration)
 
@@ -45,7 +45,7 @@ class Copied:
         wait_until(lambda: self.count(kind) >= count)
 
     def count(self, kind: str) -> int:
-        return sum(said[0] == kind for said in self.said)
+        return sum(event[0] == kind for event in self.events)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -62,8 +62,8 @@ def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: 
         run.wait_for("target copied", number)
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [20, 30]
-    assert {level for _, _, level in run.said} == {logging.DEBUG}  # nothing that people must read
-    (removed,) = [message for kind, message, _ in run.said if kind == "target removed"]
+    assert {level for _, _, level in run.events} == {logging.DEBUG}  # nothing that people must read
+    (removed,) = [message for kind, message, _ in run.events if kind == "target removed"]
     assert "checkpoint 10 is being removed" in removed
     assert fetched(run.place, tmp_path / "new") == 30
 
@@ -88,7 +88,7 @@ def test_an_end_after_an_error_copies_nothing_more(tmp_path: Path, faulty: type[
     started = time.monotonic()
     run.copier.close(0.0)
     assert time.monotonic() - started < 2.0
-    assert [kind for kind, _, _ in run.said] == ["target copy stopped"]
+    assert [kind for kind, _, _ in run.events] == ["target copy stopped"]
     assert committed_at(run.place) == []
 
 
@@ -115,7 +115,9 @@ def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, f
     assert [info.iteration for info in run.store.catalogue() if info.full] == [50, 60]
 
 
-def test_an_unreachable_target_is_said_once_counted_and_tried_again(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+def test_an_unreachable_target_is_reported_once_counted_and_tried_again(
+    tmp_path: Path, faulty: type[FaultySystem]
+) -> None:
     run = Copied(tmp_path / "run")
     faulty.arm(1)
     for number, iteration in enumerate((10, 20, 30), start=1):
@@ -125,17 +127,17 @@ def test_an_unreachable_target_is_said_once_counted_and_tried_again(tmp_path: Pa
     run.commit(40)
     run.wait_for("target copied")
     run.copier.close(PATIENCE_SECONDS)
-    levels = [level for kind, _, level in run.said if kind == "target copy failed"]
+    levels = [level for kind, _, level in run.events if kind == "target copy failed"]
     assert levels == [logging.WARNING, logging.DEBUG, logging.DEBUG]
-    assert "does not answer" in run.said[0][1]
-    assert "attempt 3 in a row" in run.said[2][1]
-    kind, message, level = run.said[3]
+    assert "does not answer" in run.events[0][1]
+    assert "attempt 3 in a row" in run.events[2][1]
+    kind, message, level = run.events[3]
     assert (kind, level) == ("target copied", logging.INFO)
     assert "after 3 attempts that failed" in message
     assert fetched(run.place, tmp_path / "new") == 40
 
 
-def test_a_damaged_checkpoint_is_said_and_not_copied(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+def test_a_damaged_checkpoint_is_reported_and_not_copied(tmp_path: Path, faulty: type[FaultySystem]) -> None:
     run = Copied(tmp_path / "run")
     directory = commit([run.store], 10)
     (directory / "rank-00000.extra.safetensors").write_bytes(b"damaged")
@@ -144,7 +146,7 @@ def test_a_damaged_checkpoint_is_said_and_not_copied(tmp_path: Path, faulty: typ
     run.commit(20)
     run.wait_for("target copied")
     run.copier.close(PATIENCE_SECONDS)
-    assert "rank-00000.extra" in run.said[0][1]
+    assert "rank-00000.extra" in run.events[0][1]
     assert committed_at(run.place) == [20]
 
 
@@ -173,7 +175,7 @@ def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> N
     run.wait_for("target refused")
     run.commit(20)
     run.copier.close(PATIENCE_SECONDS)
-    assert [(kind, level) for kind, _, level in run.said] == [("target refused", logging.ERROR)]
+    assert [(kind, level) for kind, _, level in run.events] == [("target refused", logging.ERROR)]
     assert [copy.identity.run_id for copy in scan(run.place).copies] == ["ab" * 16]
 
 
@@ -185,11 +187,11 @@ def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[Fault
     (tmp_path / "run" / "run.json").unlink()
     run.commit(20)
     run.wait_for("target copy failed", 2)
-    assert "run.json" in run.said[1][1]
+    assert "run.json" in run.events[1][1]
     run.copier.close(PATIENCE_SECONDS)
 
 
-def test_a_removal_is_told_also_where_it_breaks_off(
+def test_a_removal_is_reported_also_where_it_breaks_off(
     tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Copied(tmp_path / "run", keep=1)
@@ -209,7 +211,7 @@ def test_a_removal_is_told_also_where_it_breaks_off(
     assert run.removed == [10, 20], "10 has gone, and 20 is none any more"
 
 
-def test_old_copies_that_cannot_be_removed_are_said_and_the_copy_stands(
+def test_old_copies_that_cannot_be_removed_are_reported_and_the_copy_stands(
     tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Copied(tmp_path / "run", keep=1)
@@ -225,5 +227,5 @@ def test_old_copies_that_cannot_be_removed_are_said_and_the_copy_stands(
     run.commit(20)
     run.wait_for("target not tidied")
     run.copier.close(PATIENCE_SECONDS)
-    assert "not allowed to delete" in run.said[-1][1]
+    assert "not allowed to delete" in run.events[-1][1]
     assert committed_at(run.place) == [10, 20]

@@ -1,4 +1,4 @@
-"""One set of promises, held by every kind of target."""
+"""One set of promises, kept by every kind of target."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_what_is_written_is_there(url: str) -> None:
     place.remove(FOLDER, first="COMMIT")
 
 
-def test_what_is_absent_is_said_so(url: str) -> None:
+def test_what_is_absent_is_reported_so(url: str) -> None:
     place = open_place(url)
     with pytest.raises(TargetAbsentError, match=FOLDER):
         place.read(FOLDER, "COMMIT")
@@ -77,14 +77,14 @@ def test_user_and_password_are_never_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("nosuchsystem://x", "nosuchsystem"),
         ("simplecache::memory://x", "chain of file systems"),
     ],
 )
-def test_urls_that_are_not_usable(url: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_urls_that_are_not_usable(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         open_place(url)
 
 

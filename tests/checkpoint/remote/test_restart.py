@@ -118,15 +118,15 @@ def test_another_world_size_is_refused(tmp_path: Path, url: str) -> None:
 
 
 def test_a_target_that_does_not_answer(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    """With something to go on from it is said; with nothing it is an error, and never a start from scratch."""
+    """With something to go on from it is reported; with nothing it is an error, and never a start from scratch."""
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
     shutil.rmtree(store.directory / "step-0000000020")
-    said: list[tuple[str, int]] = []
-    fetcher = Fetcher(open_place(url), tmp_path / "run", lambda kind, _, iteration, level: said.append((kind, level)))
+    events: list[tuple[str, int]] = []
+    fetcher = Fetcher(open_place(url), tmp_path / "run", lambda kind, _, iteration, level: events.append((kind, level)))
     faulty.arm(1)
     assert fetcher.fetch(store, Group(), ()) is None
-    assert said == [("target not reachable", logging.WARNING)]
+    assert events == [("target not reachable", logging.WARNING)]
     with pytest.raises(RecoveryError, match="holds no checkpoint to restart at, and the target cannot be read"):
         fetcher.fetch(store, Group(), (10,))
     with pytest.raises(RecoveryError, match="does not answer"):
@@ -139,15 +139,17 @@ def test_a_target_that_hangs_holds_up_no_restart_that_has_a_checkpoint(
 ) -> None:
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
-    said: list[str] = []
-    fetcher = Fetcher(open_place(url), tmp_path / "run", lambda kind, message, *_: said.append(f"{kind}: {message}"))
+    messages: list[str] = []
+    fetcher = Fetcher(
+        open_place(url), tmp_path / "run", lambda kind, message, *_: messages.append(f"{kind}: {message}")
+    )
     monkeypatch.setattr(restart, "ANSWER_SECONDS", 0.2)
     faulty.arm(None, hangs_at=3)
     started = time.monotonic()
     assert fetcher.fetch(store, Group(), ()) is None
     assert time.monotonic() - started < 5.0
-    assert len(said) == 1
-    assert said[0].startswith("target not reachable: the target did not answer within 0.2 s")
+    assert len(messages) == 1
+    assert messages[0].startswith("target not reachable: the target did not answer within 0.2 s")
     # With nothing to go on from, it is waited for.
     threading.Timer(0.6, faulty.answers.set).start()
     faulty.answers.clear()
@@ -236,19 +238,19 @@ def test_a_damaged_copy_is_set_aside_once_another_is_used(tmp_path: Path, url: s
     assert committed_at(place) == [10, 20]
 
 
-def test_a_copy_that_is_set_aside_is_told_once_it_is(tmp_path: Path, url: str) -> None:
+def test_a_copy_that_is_set_aside_is_reported_once_it_is(tmp_path: Path, url: str) -> None:
     store = copied_run(tmp_path / "run", url, (10, 20, 30))
     place = open_place(url)
     place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
     shutil.rmtree(store.directory)
     (store,) = new_run(tmp_path / "run")
-    said: list[tuple[str, int | None]] = []
+    events: list[tuple[str, int | None]] = []
 
-    def say(kind: str, message: str, iteration: int | None, level: int) -> None:
-        said.append((kind, iteration))
+    def report(kind: str, message: str, iteration: int | None, level: int) -> None:
+        events.append((kind, iteration))
 
-    assert Fetcher(place, tmp_path / "run", say).fetch(store, Group(), ()) == 20
-    assert said == [("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)]
+    assert Fetcher(place, tmp_path / "run", report).fetch(store, Group(), ()) == 20
+    assert events == [("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)]
 
 
 TWO_RANKS = """
@@ -264,12 +266,12 @@ from tests.checkpoint.remote.conftest import RUN, assert_whole
 
 dist.init_process_group("gloo")
 group, base = Group(), Path(sys.argv[1]).parent
-found, said = [], []
-def say(kind, message, iteration, level):
-    said.append(kind)
+found, kinds = [], []
+def report(kind, message, iteration, level):
+    kinds.append(kind)
 for name in ("whole", "hurt"):
     run = base / f"new-{name}"
-    fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, say)
+    fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, report)
     fetcher.adopt_run(group)
     store = CheckpointStore(run, group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
@@ -277,7 +279,7 @@ for name in ("whole", "hurt"):
     found.append(fetcher.fetch(store, group, ()))
     assert_whole(store, found[-1], group.rank)
 try:
-    fetcher = Fetcher(open_place(f"file://{base}/lost"), base / "new-lost", say)
+    fetcher = Fetcher(open_place(f"file://{base}/lost"), base / "new-lost", report)
     fetcher.adopt_run(group)
     store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
@@ -285,7 +287,7 @@ try:
     fetcher.fetch(store, group, ())
 except CPSRError as error:
     found.append(str(error))
-Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([found, said]))
+Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([found, kinds]))
 dist.destroy_process_group()
 """
 
@@ -300,11 +302,11 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
             send(place, tmp_path / "run", directory)
         if name != "whole":
             place.write("step-0000000020", "rank-00001.params.safetensors", b"damaged")
-    (first, told), (second, told_twice) = two_ranks.run(TWO_RANKS, tmp_path)
+    (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)
     once = ["target adopted", "target fetched"]
     damaged = ["target adopted", "target copy damaged", "target fetched", "target set aside"]
-    assert told == [*once, *damaged, "target adopted", "target copy damaged"]
-    assert told_twice == [], "what all ranks do is said once"
+    assert kinds == [*once, *damaged, "target adopted", "target copy damaged"]
+    assert other_kinds == [], "what all ranks do is reported once"
     assert first == second
     assert first[:2] == [20, 10]
     assert "rank 1" in first[2]

@@ -77,13 +77,13 @@ def test_large_files_go_in_parts_and_the_thread_copies(tmp_path: Path, bucket: s
     assert b"".join(place.chunks("step-0000000001", "large")) == b"".join(pieces)
     place.remove("step-0000000001", first="COMMIT")
     store = new_run(tmp_path / "run")[0]
-    said: list[str] = []
+    kinds: list[str] = []
     config = CheckpointConfig(target="s3://bucket/runs/large")
-    copier = Copier(place, config, store, tmp_path / "run", lambda kind, *_: said.append(kind))
+    copier = Copier(place, config, store, tmp_path / "run", lambda kind, *_: kinds.append(kind))
     commit([store], 10)
     copier.notify(10)
     copier.close(30.0)
-    assert said == ["target copied"]
+    assert kinds == ["target copied"]
     shutil.rmtree(tmp_path / "run")
     assert fetched(place, tmp_path / "run") == 10
 

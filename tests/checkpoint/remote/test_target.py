@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 20.0
 
 
 def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tuple[int | None, list[str]]:
-    """One life of a run of one rank: what it fetched when it began, and the kinds of what it said.
+    """One life of a run of one rank: what it fetched when it began, and the kinds of what it reported.
 
     Whether a copy is done before the next checkpoint is the machine's affair: `target slow` is left out.
     """
@@ -40,7 +40,7 @@ def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tup
         target.notify(iteration)  # as at every step
     target.close(PATIENCE_SECONDS)
     return fetched, [
-        said.kind for said in target.reports() if said.level >= logging.WARNING and said.kind != "target slow"
+        report.kind for report in target.reports() if report.level >= logging.WARNING and report.kind != "target slow"
     ]
 
 

@@ -85,6 +85,6 @@ def longest_wait(saved: Sequence[set[Expert]], layers: Sequence[ExpertLayer]) ->
     """
     waits = []
     for expert in (Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)):
-        held = [-1, *(step for step, chosen in enumerate(saved) if expert in chosen), len(saved)]
-        waits += [later - earlier for earlier, later in pairwise(held)]
+        saves = [-1, *(step for step, chosen in enumerate(saved) if expert in chosen), len(saved)]
+        waits += [later - earlier for earlier, later in pairwise(saves)]
     return max(waits)

@@ -176,11 +176,11 @@ def on_rank(experts: Iterable[int], size: int = 1, rank: int = 0, layer: str = "
 
 
 def refusals(ranks: list[ModelOperators | None]) -> list[str]:
-    """What each rank is told, in rank order; empty where it is not refused."""
-    told: list[Any] = []
+    """The error of each rank, in rank order; empty where it is not refused."""
+    gathered: list[Any] = []
 
     def collect(value: Any) -> list[Any]:
-        told.append(json.loads(json.dumps(value)))
+        gathered.append(json.loads(json.dumps(value)))
         raise InterruptedError
 
     for one in ranks:
@@ -189,7 +189,7 @@ def refusals(ranks: list[ModelOperators | None]) -> list[str]:
     found = []
     for one in ranks:
         try:
-            check_shared(one, lambda _: told)
+            check_shared(one, lambda _: gathered)
             found.append("")
         except (ConfigError, UnsupportedEngineError) as error:
             found.append(str(error))
@@ -215,8 +215,10 @@ def test_experts_that_are_not_a_ranks_own_are_refused(
 
 def test_numbers_that_begin_anew_on_each_rank_are_refused() -> None:
     """A name would stand for another expert on each rank, and pass for a replica of it."""
-    told = r"experts 0, 1 on rank 1 of 2 expert-parallel ranks.* numbers over all ranks.* begin at 2.* leave expert_par"
-    with pytest.raises(UnsupportedEngineError, match=told):
+    message = (
+        r"experts 0, 1 on rank 1 of 2 expert-parallel ranks.* numbers over all ranks.* begin at 2.* leave expert_par"
+    )
+    with pytest.raises(UnsupportedEngineError, match=message):
         on_rank((0, 1), 2, 1).layers({"moe.experts.0.weight": 1, "moe.experts.1.weight": 1, "moe.gate.weight": 1})
     for ranks in ([(0, 1), (0, 1)], [(0, 1, 2), (0, 1, 2)], [range(8), range(8)]):
         found = refusals([on_rank(own, 2, rank) for rank, own in enumerate(ranks)])
@@ -226,12 +228,14 @@ def test_numbers_that_begin_anew_on_each_rank_are_refused() -> None:
 
 def test_a_size_that_does_not_divide_is_refused_on_all_ranks() -> None:
     found = refusals([on_rank(own, 3, rank) for rank, own in enumerate([(0, 1, 2), (3, 4, 5), (6, 7)])])
-    told = "layer 'moe' has 8 experts, which 3 expert-parallel ranks cannot share equally; sizes that can: 1, 2, 4, 8"
-    assert found == [told] * 3
+    message = (
+        "layer 'moe' has 8 experts, which 3 expert-parallel ranks cannot share equally; sizes that can: 1, 2, 4, 8"
+    )
+    assert found == [message] * 3
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told"),
+    ("ranks", "message"),
     [
         ([on_rank(range(4), 2), on_rank((4, 5), 2, 1)], "0, 1, 2, 3 on rank 0 of 2 .* would be 0, 1, 2;"),
         ([on_rank((0, 2)), on_rank((0, 2))], "0, 2 on rank 0 of 1 .* would be 0, 1; .* frozen ones too"),
@@ -242,10 +246,10 @@ def test_a_size_that_does_not_divide_is_refused_on_all_ranks() -> None:
         ([on_rank((0,)), None], r"rank 1 has the layers of experts \[\], and rank 0 \['moe'\]"),
     ],
 )
-def test_ranks_that_do_not_fit_together_are_refused_alike(ranks: list[ModelOperators | None], told: str) -> None:
+def test_ranks_that_do_not_fit_together_are_refused_alike(ranks: list[ModelOperators | None], message: str) -> None:
     found = refusals(ranks)
     assert found[0] == found[1]
-    assert re.search(told, found[0]), found[0]
+    assert re.search(message, found[0]), found[0]
 
 
 @pytest.mark.parametrize(

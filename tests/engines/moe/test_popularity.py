@@ -25,7 +25,7 @@ def test_numbers_are_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ([[1, 2]], "1 layers were given, and the model has 2"),
         ([[1, 2], [1, 2]], r"layer 'blocks.1' have shape \(2,\), not \(3,\)"),
@@ -34,8 +34,8 @@ def test_numbers_are_copied() -> None:
         ([[1, 2], [1, numpy.inf, 2]], "'blocks.1' must be finite and not negative"),
     ],
 )
-def test_counts_that_do_not_fit_are_refused(values: Sequence[Sequence[float]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_counts_that_do_not_fit_are_refused(values: Sequence[Sequence[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         per_expert(mixture(2, 3), values, "tokens")
 
 
@@ -54,7 +54,7 @@ def test_shares_of_a_layer_are_a_whole(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("make", [LoadAware, Moetion, partial(Moetion, every_rank=True)])
 @pytest.mark.parametrize(
-    ("popularity", "said"),
+    ("popularity", "message"),
     [
         (load([1, 2, 3]), "unsaved tokens of 1 layers were given"),
         (load([1, 2, 3], [1]), "unsaved tokens of layer 'blocks.1' have shape"),
@@ -64,9 +64,9 @@ def test_shares_of_a_layer_are_a_whole(data: st.DataObject) -> None:
     ],
 )
 def test_policies_refuse_what_does_not_fit_their_layers(
-    make: Callable[[Sequence[ExpertLayer]], Policy], popularity: Popularity, said: str
+    make: Callable[[Sequence[ExpertLayer]], Policy], popularity: Popularity, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         make(mixture(3, 2)).select(0, popularity, Budget(experts_per_layer=1))
 
 

@@ -77,7 +77,7 @@ def train(model: Model, counts: HookedTokenCounts, iteration: int, *sizes: int, 
     counts.end_iteration(iteration, applied)
 
 
-def told(taken: list[Counted]) -> list[tuple[int, list[list[int]]]]:
+def as_lists(taken: list[Counted]) -> list[tuple[int, list[list[int]]]]:
     return [(one.iteration, [numpy.asarray(layer).tolist() for layer in one.routed.tokens]) for one in taken]
 
 
@@ -90,7 +90,7 @@ def test_iterations_are_given_once_and_feed_accounts_and_measures() -> None:
     layers = mixture(*EXPERTS)
     hard, decayed = HardCount(layers), TimeDecayed(layers, 0.5)
     taken = counts.take()
-    assert told(taken) == [(1, [[2, 2, 1], [3, 2]]), (2, [[2, 1, 1], [3, 1]])]
+    assert as_lists(taken) == [(1, [[2, 2, 1], [3, 2]]), (2, [[2, 1, 1], [3, 1]])]
     for one in taken:
         hard.observe(one.routed)
         decayed.observe(one.routed)
@@ -98,7 +98,7 @@ def test_iterations_are_given_once_and_feed_accounts_and_measures() -> None:
     assert [layer.tolist() for layer in decayed.scores] == [[1.5, 1.0, 0.75], [2.25, 1.0]]
     assert counts.take() == []
     train(model, hooked, 3, 1)
-    assert told(counts.take()) == [(3, [[1, 0, 0], [1, 0]])]
+    assert as_lists(counts.take()) == [(3, [[1, 0, 0], [1, 0]])]
 
 
 def test_probabilities_are_added_up_beside_the_tokens() -> None:
@@ -118,13 +118,13 @@ def test_a_forward_that_a_backward_repeats_counts_once(reentrant: bool) -> None:
     model = Model(reentrant)
     counts = counting(model)
     train(model, counts, 1, 5, 1)
-    assert told(counts.take()) == [(1, [[3, 2, 1], [4, 2]])]
+    assert as_lists(counts.take()) == [(1, [[3, 2, 1], [4, 2]])]
 
 
 def test_what_is_not_trained_on_is_not_counted() -> None:
     model = Model()
     counts = counting(model)
-    model(torch.ones(4, 2))  # before any step: nobody said that it is training
+    model(torch.ones(4, 2))  # before any step: nothing shows that it is training
     counts.begin_forward()
     model(torch.ones(2, 2)).backward()
     model.eval()
@@ -134,7 +134,7 @@ def test_what_is_not_trained_on_is_not_counted() -> None:
     model(torch.ones(4, 2)).backward()  # between two steps, as rehearsals are
     train(model, counts, 2, 4, applied=False)
     train(model, counts, 3, 1)
-    assert told(counts.take()) == [(1, [[1, 1, 0], [1, 1]]), (3, [[1, 0, 0], [1, 0]])]
+    assert as_lists(counts.take()) == [(1, [[1, 1, 0], [1, 1]]), (3, [[1, 0, 0], [1, 0]])]
 
 
 def test_layers_that_were_left_out_routed_nothing() -> None:
@@ -144,7 +144,7 @@ def test_layers_that_were_left_out_routed_nothing() -> None:
     train(model, counts, 1, 2)
     model.leave_out = {0, 1}
     train(model, counts, 2, 2)
-    assert told(counts.take()) == [(1, [[0, 0, 0], [1, 1]]), (2, [[0, 0, 0], [0, 0]])]
+    assert as_lists(counts.take()) == [(1, [[0, 0, 0], [1, 1]]), (2, [[0, 0, 0], [0, 0]])]
 
 
 def test_no_step_reads_what_was_counted() -> None:
@@ -167,7 +167,7 @@ def test_what_was_undone_is_forgotten() -> None:
     counts.forget()
     assert counts.take() == []
     train(model, counts, 1, 1)
-    assert told(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
+    assert as_lists(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
 
 
 def test_nothing_is_left_on_the_layers() -> None:
@@ -176,7 +176,7 @@ def test_nothing_is_left_on_the_layers() -> None:
     train(model, counts, 1, 1)
     counts.remove()
     assert all(not layer._forward_hooks for layer in model.layers)
-    assert told(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
+    assert as_lists(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
 
 
 def test_counts_of_other_experts_are_refused() -> None:

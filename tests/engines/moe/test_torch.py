@@ -37,17 +37,17 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "message"),
     [
         ("(0, 1, 2), (3, 4)", "5 experts, which 2 expert-parallel ranks cannot share equally"),
         ("(0, 1), (0, 1)", "experts 0, 1 on rank 1 of 2 expert-parallel ranks"),
         ("(0, 1), (2, 4)", "experts 2, 4 on rank 1 of 2 expert-parallel ranks"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_on_both(numbers: str, told: str, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share_is_refused_on_both(numbers: str, message: str, tmp_path: Path) -> None:
     first, second = run(f"NUMBERS = [{numbers}]\n{SCRIPT}", tmp_path)
     assert first == second
-    assert told in first
+    assert message in first
 
 
 def test_names_with_the_numbers_over_all_ranks(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert found.missing == ()
 
 
-def test_what_cannot_be_fitted_is_said(journal: Journal) -> None:
+def test_what_cannot_be_fitted_is_reported(journal: Journal) -> None:
     journal.record(*[step(1, None), step(2, float("nan")), step(3, -1.0), step(4, 2.0)])
     assert journal.flush(20.0)
     with JournalReader(journal.path) as reader:
@@ -139,10 +139,10 @@ def test_lives_that_were_killed_or_ended_by_an_error_are_failures(
 def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None:
     with JournalReader(lives_of(tmp_path, ["killed", "killed"])) as reader:
         first, second = (life.started_unix_seconds for life in reader.lives())
-        told = [
+        reports = [
             ReportedFailure(description="before the run", failed_unix_seconds=first - 1.0),
             ReportedFailure(description="what the restart shows", failed_unix_seconds=second + 60.0),
             ReportedFailure(description="another", failed_unix_seconds=second + 3600.0),
             ReportedFailure(description="the same again", failed_unix_seconds=second + 3601.0),
         ]
-        assert fit_curves(reader, [], 1, 100, CONFIG, told).failures.failures == 2
+        assert fit_curves(reader, [], 1, 100, CONFIG, reports).failures.failures == 2

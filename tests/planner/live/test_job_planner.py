@@ -73,7 +73,7 @@ def written(journal: RankJournal) -> None:
 
 
 def proposed(planner: JobPlanner) -> Plan | None:
-    """What the thread proposes, once it has looked at everything it was told."""
+    """What the thread proposes, once it has looked at all that was noted."""
     until = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < until and planner._wake.is_set():
         time.sleep(0.01)
@@ -100,7 +100,7 @@ def test_it_plans_from_what_was_measured_and_at_the_end_of_each_phase(tmp_path: 
     planner.note(saved(200, moment=1.2))
     planner.consider(situation(210, plan))
     again = proposed(planner)
-    assert again is not None, "a phase has ended: the plan is told anew although its interval is the same"
+    assert again is not None, "a phase has ended: the plan is proposed anew although its interval is the same"
     planner.close()
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
@@ -132,7 +132,7 @@ def test_a_plan_that_is_as_good_is_not_proposed(tmp_path: Path, journal: RankJou
     planner.close()
 
 
-def test_what_fails_ends_planning_and_is_told_once(tmp_path: Path, journal: RankJournal) -> None:
+def test_what_fails_ends_planning_and_is_reported_once(tmp_path: Path, journal: RankJournal) -> None:
     def broken() -> list[Any]:
         raise ValueError("no backtests today")
 
@@ -150,14 +150,14 @@ def test_what_fails_ends_planning_and_is_told_once(tmp_path: Path, journal: Rank
     planner.close()
 
 
-def test_other_ranks_only_tell_their_costs(tmp_path: Path, journal: RankJournal) -> None:
+def test_other_ranks_only_record_their_costs(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path), rank=1)
     planner.start(tmp_path, 2, journal)
     planner.note(saved(100))
     planner.consider(situation(110, planner.first_plan({})))
     assert planner._thread is None
-    told = planner.state_dict(planner.first_plan({}))
-    assert told["costs"] == {
+    state = planner.state_dict(planner.first_plan({}))
+    assert state["costs"] == {
         "iteration": 100,
         "saves": 1,
         "stall_seconds": 0.02,
@@ -172,11 +172,11 @@ def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journ
     before._phases.observe(100, 1.0)
     before._phases.observe(200, 1.2)
     before.note(saved(200, stall_seconds=0.5))
-    told = before.state_dict(Plan(70, "cpsr", {}, "recompute"))
+    state = before.state_dict(Plan(70, "cpsr", {}, "recompute"))
     after = planner_of(configured(tmp_path))
-    after.load_state_dict(told)
+    after.load_state_dict(state)
     assert after._phases.ended == 1
-    plan = after.first_plan(told)
+    plan = after.first_plan(state)
     assert (plan.interval_iterations, plan.origin, plan.mode) == (70, "cpsr", "recompute")
     assert "before the restart" in plan.explanation["rule"]
     # It plans before its own first checkpoint: a job that fails before each would never plan otherwise.
@@ -219,7 +219,7 @@ def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, journal
 
 
 @pytest.mark.parametrize("policy", ["cpsr", "theorem1"])
-def test_curves_that_are_not_known_are_told_to_those_who_need_them(
+def test_curves_that_are_not_known_are_reported_to_those_who_need_them(
     tmp_path: Path, journal: RankJournal, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
     caplog.set_level("INFO")
@@ -231,12 +231,12 @@ def test_curves_that_are_not_known_are_told_to_those_who_need_them(
     planner.close()
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
-        told = [event.message for event in reader.events() if event.kind == "not fitted"]
+        messages = [event.message for event in reader.events() if event.kind == "not fitted"]
     if policy == "cpsr":
-        assert told == []
+        assert messages == []
         assert "not known yet" not in caplog.text
     else:
-        (message,) = told
+        (message,) = messages
         assert message.startswith("policy 'theorem1' cannot choose an interval yet, and the plan keeps to its limits: ")
         assert "the predictor's accuracy is not known yet (it needs 4 checkpoints that were predicted" in message
 
@@ -303,14 +303,14 @@ journal.close("clean")
 PER_RANK = {"intervals": "per_rank", "mtbf_hours": 0.05}
 
 
-def told_costs(
+def commit_costs(
     run_dir: Path,
     iteration: int,
     stalls: Sequence[float],
     contents: Contents = WHOLE,
     moments: Sequence[float] = (1.0, 1.0),
 ) -> None:
-    """A checkpoint in which every rank says what its own cost."""
+    """Commit a checkpoint in which every rank records what its own cost."""
     stores = [
         CheckpointStore(run_dir, rank, len(stalls), "run", int(not contents.moments), fsync=False)
         for rank in range(len(stalls))
@@ -336,23 +336,23 @@ def proposed_for(tmp_path: Path, journal: RankJournal, ranks: int) -> Plan:
 
 
 def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, journal: RankJournal) -> None:
-    told_costs(tmp_path, 2000, [0.02, 0.4])
-    told_costs(tmp_path, 2005, [0.0, 0.0], contents=WEIGHTS)  # of no account: it costs less
+    commit_costs(tmp_path, 2000, [0.02, 0.4])
+    commit_costs(tmp_path, 2005, [0.0, 0.0], contents=WEIGHTS)  # of no account: it costs less
     plan = proposed_for(tmp_path, journal, 2)
     assert plan.rank_interval_iterations[0] == plan.interval_iterations
     assert plan.multiple_of(1) == plan.largest_multiple > 1
 
 
 def test_where_a_ranks_costs_are_not_known_all_have_one_interval(tmp_path: Path, journal: RankJournal) -> None:
-    told_costs(tmp_path, 2000, [0.02, 0.4])
+    commit_costs(tmp_path, 2000, [0.02, 0.4])
     assert proposed_for(tmp_path, journal, 3).rank_interval_iterations == ()
 
 
 def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
-    told = planner_of(configured(tmp_path)).state_dict(Plan(70, "cpsr", {}, "predict", (140, 70)))
-    plan = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(told)
+    state = planner_of(configured(tmp_path)).state_dict(Plan(70, "cpsr", {}, "predict", (140, 70)))
+    plan = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(state)
     assert (plan.interval_iterations, plan.rank_interval_iterations) == (70, (140, 70))
-    common = planner_of(configured(tmp_path)).first_plan(told)
+    common = planner_of(configured(tmp_path)).first_plan(state)
     assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
     assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)
 
@@ -377,18 +377,18 @@ def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: 
     planner = planner_of(configured(tmp_path))
     planner.start(tmp_path, 2, journal)
     looked(planner, 50, 1.0)
-    assert planner._phases.xi == 1.0, "no rank has said anything yet: rank 0's own"
-    told_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
+    assert planner._phases.xi == 1.0, "no rank has recorded anything yet: rank 0's own"
+    commit_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
     looked(planner, 100, 1.0)
     assert planner._phases.xi == 2.0, "of both, for the phase that had begun as well"
     assert planner._phases.ended == 0, "which is no change of the gradients"
-    told_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
+    commit_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
     looked(planner, 150, 1.04)
     assert newest(planner)[1] == pytest.approx(2.08), "rank 0's own, times what all were to it"
-    told_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
+    commit_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
     looked(planner, 200, 1.0)
     assert planner._phases.ended == 1, "rank 1's gradients have changed, rank 0's have not"
-    told = planner.state_dict(Plan(50, "cpsr", {}))
+    state = planner.state_dict(Plan(50, "cpsr", {}))
     planner.close()
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
@@ -396,7 +396,7 @@ def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: 
     assert (phase.xi, phase.ended_by) == (2.0, "change")
     assert phase.last_xi == pytest.approx(2.2)
     after = planner_of(configured(tmp_path))
-    after.load_state_dict(told)
+    after.load_state_dict(state)
     after.start(tmp_path, 2, journal)
     looked(after, 220, 1.0)
     assert newest(after)[1] == pytest.approx(2.2), "and not scaled once more"
@@ -507,10 +507,10 @@ def test_an_override_between_two_plans_stays_within_the_configured_bounds(tmp_pa
 
 
 def test_backtests_are_recorded_when_the_curves_are_fitted(tmp_path: Path, journal: RankJournal) -> None:
-    told = [
+    accuracies = [
         {"iteration": at, "checkpoints": at // 10, "vitp_cosine": 0.5, "mean_square_motion": 1.0} for at in (50, 60)
     ]
-    planner = planner_of(configured(tmp_path), accuracy=lambda: told)
+    planner = planner_of(configured(tmp_path), accuracy=lambda: accuracies)
     planner.start(tmp_path, 1, journal)
     for end in (100, 200, 300):
         planner.note(saved(end, moment=1.0 + end))

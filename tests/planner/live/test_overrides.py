@@ -34,12 +34,12 @@ def test_limits_are_narrowed_and_never_widened(low: int | None, high: int | None
 
 
 def test_a_plan_says_what_it_was_made_under() -> None:
-    held = override(50, 50)
-    plan = make_plan([PlannerInputs(0.6, 0.2, 4.0, 1 / 7200)], bounded(LIMITS, held))
-    told = overridden(plan, held, LIMITS)
-    assert (told.interval_iterations, told.origin) == (50, "override")
-    assert told.explanation["override"]["without"] == {"interval_min_iterations": 10, "interval_max_iterations": 500}
-    assert (told.explanation["override"]["id"], told.explanation["override"]["policy"]) == (3, "cpsr")
+    pinned = override(50, 50)
+    plan = make_plan([PlannerInputs(0.6, 0.2, 4.0, 1 / 7200)], bounded(LIMITS, pinned))
+    result = overridden(plan, pinned, LIMITS)
+    assert (result.interval_iterations, result.origin) == (50, "override")
+    assert result.explanation["override"]["without"] == {"interval_min_iterations": 10, "interval_max_iterations": 500}
+    assert (result.explanation["override"]["id"], result.explanation["override"]["policy"]) == (3, "cpsr")
     assert overridden(plan, None, LIMITS) == plan
     bound = override(20, None)
     assert overridden(plan, bound, LIMITS).origin == "cpsr", "the rule has chosen within the bounds"
@@ -64,9 +64,9 @@ def test_what_holds_is_the_newest_until_it_expires_or_is_withdrawn(
     assert watch.now() is None
     override_plan(tmp_path, override(5, 5))
     override_plan(tmp_path, override(6, 6, seconds=30.0))
-    held = watch.now()
-    assert held is not None
-    assert (held.id, held.interval_min_iterations) == (2, 6)
+    current = watch.now()
+    assert current is not None
+    assert (current.id, current.interval_min_iterations) == (2, 6)
     override_plan(tmp_path, override(7, None))
     assert watch.now() is not None
     override_plan(tmp_path, override(6, 6, seconds=30.0))
@@ -85,18 +85,18 @@ def test_where_it_cannot_be_read_the_last_one_holds(
     Journal.open(tmp_path / "journal.db").close()
     override_plan(tmp_path, override(5, 5, seconds=60.0))
     watch = OverrideWatch(tmp_path)
-    held = watch.now()
+    current = watch.now()
     for file in tmp_path.glob("commands.db*"):
         file.write_bytes(b"x" * 4096)
-    assert held is not None
-    assert [watch.now(), watch.now()] == [held, held]
+    assert current is not None
+    assert [watch.now(), watch.now()] == [current, current]
     assert caplog.text.count("cannot be read") == 1
     later = time.time() + 61.0
     monkeypatch.setattr(time, "time", lambda: later)
     assert watch.now() is None
 
 
-def test_what_is_said_of_it() -> None:
+def test_the_messages_of_overrides() -> None:
     assert "an interval of 5 iterations" in override_message(override(5, 5))
     assert "from 5 to any iterations" in override_message(override(5, None))
     assert "for inf s" in override_message(override(5, 6, seconds=float("inf")))

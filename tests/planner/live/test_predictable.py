@@ -84,9 +84,9 @@ def test_it_comes_back_as_measurements_pass() -> None:
 
 
 def test_it_says_what_was_measured() -> None:
-    held = predictable(200, [seen(140, GOOD)] * 3, SPACINGS).because
+    unchanged = predictable(200, [seen(140, GOOD)] * 3, SPACINGS).because
     assert (
-        held == f"{EXPECTED}; of 3 measured recoveries about 3 cost less than recomputing and 0 did not, "
+        unchanged == f"{EXPECTED}; of 3 measured recoveries about 3 cost less than recomputing and 0 did not, "
         "which does not lower it"
     )
     lowered = predictable(200, [seen(140, BAD)] * 5, SPACINGS).because

@@ -32,8 +32,8 @@ def test_a_moment_that_is_no_number_makes_no_share(other: float) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-20, 1e20)), min_size=1, max_size=8))
 def test_the_first_ranks_own_times_the_share_is_the_mean_of_all(ranks: list[tuple[int, float]]) -> None:
-    told = [replace(COSTS, parameters=parameters, mean_second_moment=moment) for parameters, moment in ranks]
-    share = second_moment_share(told)
+    costs = [replace(COSTS, parameters=parameters, mean_second_moment=moment) for parameters, moment in ranks]
+    share = second_moment_share(costs)
     assert share is not None
     moments = [moment for _, moment in ranks]
     assert min(moments) * (1 - 1e-9) <= share * moments[0] <= max(moments) * (1 + 1e-9)

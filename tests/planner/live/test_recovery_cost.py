@@ -78,10 +78,10 @@ def test_rehearsals_and_recoveries_are_measurements() -> None:
     assert recovered.standard_error_iterations == 9
 
 
-def test_what_was_measured_is_told_in_the_order_of_time() -> None:
+def test_what_was_measured_is_in_the_order_of_time() -> None:
     rows = [rehearsal(lag_iterations=lag, created_unix_seconds=at) for lag, at in ((1.0, 10.0), (3.0, 30.0))]
-    told = {"lag": {"lag_iterations": 2.0, "standard_error_iterations": 9.0}}
-    found = measured_lags(rows, [recovery(guard=told, created_unix_seconds=20.0)], 60)
+    guard = {"lag": {"lag_iterations": 2.0, "standard_error_iterations": 9.0}}
+    found = measured_lags(rows, [recovery(guard=guard, created_unix_seconds=20.0)], 60)
     assert [lag.lag_iterations for lag in found] == [1.0, 2.0, 3.0]
 
 
