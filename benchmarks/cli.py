@@ -36,7 +36,7 @@ def plan(
     failures: Annotated[int, typer.Option(min=1, help="With --real: in each job; the aim is for 10.")] = 10,
     cache: Annotated[Path | None, typer.Option(help="With --real: keeps the jobs; runs/bench-plan-real.")] = None,
 ) -> None:
-    """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs foretell their cost."""
+    """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs predict their cost."""
     if real:
         from cpsr.benchmarks.plan.injection import Injection
         from cpsr.benchmarks.plan.real import CACHE

@@ -12,12 +12,12 @@ __all__ = ["AgeWeighted"]
 
 
 class AgeWeighted:
-    """Another policy that is told each expert's unsaved tokens times its age.
+    """Another policy, given each expert's unsaved tokens times its age.
 
-    A policy that saves the experts with the most unsaved tokens saves popular ones over and over where places are few,
-    and the tokens of the many others pile up. An expert with r tokens an iteration that is saved every a-th time has
-    `r (a - 1) / 2` at risk on average; for a given number of places the sum is least with a proportional to
-    `1 / sqrt(r)`, hence where `r a^2`, tokens times age, is equal for all when their turn comes.
+    A policy that saves the experts with the most unsaved tokens saves popular ones over and over where places are few.
+    The tokens of the many others pile up. An expert with r tokens an iteration that is saved every a-th time has
+    `r (a - 1) / 2` at risk on average. For a given number of places the sum is least with a proportional to
+    `1 / sqrt(r)`. Then `r a^2`, tokens times age, is equal for all when their turn comes.
 
     None of the papers does this; their own rule is the policy without it.
 

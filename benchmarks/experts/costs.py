@@ -27,9 +27,9 @@ class Cost:
         policy: which experts were saved.
         mode: what became of those that were stale.
         lags_iterations: persistent lag behind the run without failures, 60 to 160 iterations after each failure's
-            checkpoint; all failures so far are in it. None where it cannot be told.
+            checkpoint; all failures so far are in it. None where it cannot be determined.
         standard_errors_iterations: of these, over validation chunks; None where it was counted as a bound.
-        obstacles: why a lag is a bound or cannot be told.
+        obstacles: why a lag is a bound or cannot be determined.
         restored: iterations of the checkpoints that the failures went back to.
         iterations: of the validations since the first failure.
         gaps_nats: loss there over that of the run without failures, in the mean over chunks.
@@ -157,5 +157,5 @@ def _lag(recovered: LossCurve, fault_free: LossCurve, restored: int) -> tuple[fl
     except LagBeyondError as error:
         return error.bound_iterations, None, f"counted as the bound: {error}"
     except ValueError as error:
-        return None, None, f"no lag can be told: {error}"
+        return None, None, f"no lag can be determined: {error}"
     return lag.iterations, lag.standard_error, None

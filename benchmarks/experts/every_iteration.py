@@ -54,7 +54,7 @@ class BlockPair:
     Attributes:
         with_seconds: of the block.
         without_seconds: of its neighbour.
-        stall_seconds: for which each snapshot held the training thread up.
+        stall_seconds: for which each snapshot blocked the training thread.
         snapshot_bytes: of each.
     """
 
@@ -67,10 +67,10 @@ class BlockPair:
 def measure_every_iteration(training: Training, pairs: int, experts_per_layer: int) -> dict[str, Any]:
     """Every way to choose operators, paired with the same training without snapshots.
 
-    Ways: everything; by PEC in turn, and by MOETION, K experts of each layer beside all that is no expert; and in a
-    window, where every operator has its turn, experts and others, the least popular first. The window is the
-    smallest whose snapshots take half of the aim's 3% of what the link moves in an iteration: copies between memories
-    take the time of the very cores that train, and the other half is for beginning them.
+    One way is everything. PEC in turn and MOETION save K experts of each layer beside all that is no expert. In a
+    window, every operator has its turn, experts and others, the least popular first. The window is the smallest whose
+    snapshots take half of the aim's 3% of what the link moves in an iteration. Copies between memories take the time
+    of the very cores that train, and the other half is for beginning them.
 
     Args:
         training: anywhere.

@@ -67,7 +67,7 @@ class Curve:
 
 @dataclass
 class _FaultFree:
-    """The run without failures: its curve, its routed tokens, and what the first failure is held against."""
+    """The run without failures: its curve, its routed tokens, and what the first failure is compared with."""
 
     tokens: NDArray[numpy.int64]
     curve: Curve = field(default_factory=Curve)
@@ -137,9 +137,9 @@ def _with_failures(
         checkpoint: everything as it was at the first failure's checkpoint.
 
     Returns:
-        `policy` and `mode`; `account` of lost tokens at the end; `failures`, for each: `curve` from its checkpoint
-        to the next failure, `ages` of this rank's experts in iterations, and `saved_experts` of all ranks in each
-        checkpoint since the failure before.
+        `policy` and `mode`; `account` of lost tokens at the end; `failures`. Each failure has its `curve` from its
+        checkpoint to the next failure, and `ages` of this rank's experts in iterations. It also has `saved_experts`
+        of all ranks in each checkpoint since the failure before.
     """
     how, found = _MODES[mode], list[dict[str, Any]]()
     policy = policy.fork(how.more_capacity, how.step_factor, checkpoint if how.whole else None)

@@ -187,4 +187,4 @@ def _compared(found: Iterable[Compared]) -> Table:
 
 
 def _text(estimate: Estimate | None, digits: int) -> str:
-    return "none can be told" if estimate is None else interval_text(estimate, digits=digits)
+    return "undetermined" if estimate is None else interval_text(estimate, digits=digits)

@@ -116,7 +116,7 @@ class Recovered:
         label: of the model.
         policy: which experts were saved.
         mode: what became of stale ones.
-        seeds: that a lag can be told of.
+        seeds: with a lag.
         lag_iterations: after all failures; None where fewer than two seeds have one.
         mean_gap_nats: over the time since the first failure.
         injection_gap_nats: right after a recovery.

@@ -31,8 +31,8 @@ class Scheduling:
 
     Attributes:
         policy: name.
-        ranks: of the expert-parallel group, which share the experts; with more than one, what all of them save is
-            chosen, as each of them works it out in a job.
+        ranks: of the expert-parallel group, which share the experts. With more than one, each chooses what all of
+            them save, as in a job.
         seconds: of choosing the operators of one snapshot; the fastest of several, which other processes delayed least.
         chosen: operators in it.
     """
@@ -71,8 +71,8 @@ def _timed(name: str, ranks: int, make: Callable[[], Policy], popularity: Popula
     seconds = []
     for _ in range(REPEATS):
         policy = make()  # anew: a window is found at its beginning alone
-        told = replace(popularity)  # what one selection worked out of it is not there for the next
+        own = replace(popularity)  # what one selection worked out of it is not there for the next
         started = time.perf_counter()
-        chosen = policy.select(0, told, budget)
+        chosen = policy.select(0, own, budget)
         seconds.append(time.perf_counter() - started)
     return Scheduling(name, ranks, min(seconds), len(chosen))

@@ -65,9 +65,8 @@ class Shape:
 def pec_shape() -> Shape:
     """GPT-2 small in which every other feed-forward layer has 8 experts.
 
-    How it was checkpointed the paper does not say. A head with weights of its own and a causal mask of fp32 in each
-    attention, as GPT-2's usual implementation keeps one, are the reading under which its 54.2%, 15% and 76.9% all come
-    out.
+    How it was checkpointed the paper does not say. Its 54.2%, 15% and 76.9% all come out if the head has weights of
+    its own and each attention keeps a causal mask of fp32. GPT-2's usual implementation does so.
 
     Source: pec, Table 1.
     """

@@ -1,4 +1,4 @@
-"""What a job of several ranks is told to measure; it travels to the job as JSON."""
+"""What a job of several ranks measures; the job receives it as JSON."""
 
 from typing import Annotated, Literal, Self
 

@@ -92,8 +92,8 @@ class _Writer:
         if self._group.rank == 0:
             assert self._store.commit(iteration, TIMEOUT_SECONDS, Event()).committed
             self._store.retain(CheckpointConfig(history_span_iterations=0, history_min_checkpoints=2))
-        told = self._group.gather([written.bytes, written.seconds])
-        return _Cost(*(list(column) for column in zip(*told, strict=True)))
+        costs = self._group.gather([written.bytes, written.seconds])
+        return _Cost(*(list(column) for column in zip(*costs, strict=True)))
 
 
 def measure_writes(training: Training, rounds: int, experts_per_layer: int, directory: Path) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def blamed_for(*names: str) -> frozenset[str]:
 def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
     started = time.perf_counter()
     wrong = list(_found_wrong(run_dir, change))
-    told = "; ".join(sorted({problem.file.name for problem in verify_run(run_dir)}))
+    named = "; ".join(sorted({problem.file.name for problem in verify_run(run_dir)}))
     equal, survived = not any("loads" in one or "loaded" in one for one in wrong), not wrong
     if restarts:
         kept = set(COMMITTED) - change.hurt
@@ -190,7 +190,7 @@ def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
         survived, equal = survived and verdict.survived, equal and verdict.state_equal
         wrong += [verdict.what] if verdict.what else []
     seconds = time.perf_counter() - started
-    return Outcome(change.scenario, change.fault, True, survived, equal, seconds, "; ".join(wrong) or f"names {told}")
+    return Outcome(change.scenario, change.fault, True, survived, equal, seconds, "; ".join(wrong) or f"names {named}")
 
 
 def _found_wrong(run_dir: Path, change: Change) -> Iterator[str]:

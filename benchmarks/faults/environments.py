@@ -32,7 +32,7 @@ POLL_SECONDS = 0.002
 DESCRIPTORS = 64  # a process that saves has far fewer files open
 FREE_KIBIBYTES = (0, 4, 8, 12, 16)  # the save stops at another of its files with each
 DELAY_MICROSECONDS = 20_000
-HELD_UP_SHARE_MAX = 0.25  # of the time that the writing takes; whoever waits for it is held up for most of that
+BLOCKED_SHARE_MAX = 0.25  # of the time that the writing takes; whoever waits for it is blocked for most of that
 DAY_SECONDS = 86_400.0
 CLOCKS = {
     "back to 1970": lambda real: 0.0,
@@ -42,7 +42,7 @@ CLOCKS = {
 
 Environment = Callable[[Path, Saves], Iterator[Outcome]]
 
-# What this campaign does not do to a machine; said in its report, so that nobody takes it for tested.
+# What this campaign does not do to a machine; stated in its report, so that nobody takes it for tested.
 NOT_INJECTED = {
     "power cut": "what was not forced to the disk outlives a process; needs a machine that can be switched off",
     "clock of the whole machine": "time() jumps in the process that saves; the machine's own clock is left alone",
@@ -162,7 +162,7 @@ def _clock_jumps(directory: Path, saves: Saves) -> Iterator[Outcome]:
 
 
 def _slow_disk(directory: Path, saves: Saves) -> Iterator[Outcome]:
-    """Every write and fsync takes long, so that saves overrun: those without a free buffer are skipped and said."""
+    """Every write and fsync takes long, so that saves overrun: those without a free buffer are skipped and reported."""
     stage = Stage(directory, saves.prepare)
     slow = [f"{name}:delay_enter={DELAY_MICROSECONDS}" for name in ("write", "fsync")]
     status, notes = stage.traced(partial(_saves_in_a_row, saves), slow)
@@ -172,10 +172,10 @@ def _slow_disk(directory: Path, saves: Saves) -> Iterator[Outcome]:
     wrong = [f"the process that trains ended with status {status}"] if status else []
     if not skipped or not committed or len(endings) != len(saves.row):
         wrong.append(f"of the saves {saves.row} became {endings}")
-    if notes.get("held_up_seconds", 0.0) > HELD_UP_SHARE_MAX * notes.get("seconds", 0.0):
-        wrong.append(f"training was held up for {notes['held_up_seconds']:.2f} of {notes['seconds']:.2f} s")
+    if notes.get("blocked_seconds", 0.0) > BLOCKED_SHARE_MAX * notes.get("seconds", 0.0):
+        wrong.append(f"training was blocked for {notes['blocked_seconds']:.2f} of {notes['seconds']:.2f} s")
     verdict = stage.judged(committed[-1:], committed)
-    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else f"skipped, counted and said: {skipped}"
+    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else f"skipped, counted and reported: {skipped}"
     survived = not wrong and verdict.survived
     fault = f"each write and fsync takes {DELAY_MICROSECONDS / 1000:g} ms more"
     yield Outcome("error: slow disk", fault, True, survived, verdict.state_equal, verdict.seconds, what)
@@ -186,12 +186,12 @@ def _saves_in_a_row(saves: Saves, run_dir: Path, gate: Gate) -> None:
     """As many saves as come due while the first is still being written."""
     rank_0 = saves.begin(run_dir, KEEP_ALL, saves.row)
     gate.wait()
-    held_up, started = 0.0, time.perf_counter()
+    blocked_for, started = 0.0, time.perf_counter()
     for iteration in saves.row:
         if not rank_0.begin(iteration):
             rank_0.writer.skip(iteration, "every host buffer is in use: the disk is slow")
-        held_up += rank_0.handed_over_seconds
-    gate.note(outcomes=rank_0.wait(), held_up_seconds=held_up, seconds=time.perf_counter() - started)
+        blocked_for += rank_0.handed_over_seconds
+    gate.note(outcomes=rank_0.wait(), blocked_seconds=blocked_for, seconds=time.perf_counter() - started)
 
 
 def _untraced(

@@ -122,7 +122,7 @@ def inject_everywhere(fault: Fault, directory: Path, every: int = 1, saves: Save
 
 
 def judge_saves(saves: Saves, stage: Stage, fault: Fault, where: str, status: int, notes: dict[str, Any]) -> Outcome:
-    """Whether all saves ended as they may, and a restart finds what they said is committed."""
+    """Whether all saves ended as they may, and a restart finds what they reported as committed."""
     scenario = f"error: {fault.name}"
     wrong = list(_wrong_endings(saves, fault, status, notes))
     kept = [*saves.committed, *(save for save in saves.iterations if _ending(notes, save)[0] == "committed")]
@@ -132,8 +132,8 @@ def judge_saves(saves: Saves, stage: Stage, fault: Fault, where: str, status: in
     # A disk that fails for good may take the commit record in and refuse both to confirm it and to remove it.
     possible = {newest, *saves.iterations} if fault.lasting else {newest}
     verdict = stage.judged(possible, kept)
-    told = ": ".join(_ending(notes, saves.iterations[0]))
-    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else told
+    ending = ": ".join(_ending(notes, saves.iterations[0]))
+    what = "; ".join([*wrong, verdict.what]) if wrong or verdict.what else ending
     return Outcome(scenario, where, True, not wrong and verdict.survived, verdict.state_equal, verdict.seconds, what)
 
 
@@ -156,7 +156,7 @@ def _wrong_endings(saves: Saves, fault: Fault, status: int, notes: dict[str, Any
     for save in saves.iterations:
         seconds = notes.get(f"{save} seconds", 0.0)
         if seconds > HANDED_OVER_SECONDS:
-            yield f"training was held up for {seconds:.2f} s"
+            yield f"training was blocked for {seconds:.2f} s"
 
 
 def _ending(notes: dict[str, Any], save: int) -> tuple[str, str]:

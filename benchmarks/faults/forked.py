@@ -51,7 +51,7 @@ class Gate:
         self._memory[RELEASED] = 1
 
     def end(self) -> None:
-        """In the parent: tell a process that works beside the fork that the fork has ended."""
+        """In the parent: signal to a process that works beside the fork that the fork has ended."""
         self._memory[OVER] = 1
 
     def await_end(self) -> None:

@@ -1,8 +1,8 @@
 """Says of every life of a job where it began, with which bits, what its records say of it, and how it went on.
 
-Every step of every rank is known by the digests of its state and of its small state (random states, counters,
-schedule), and by its batch. Up to the last iteration that descends from nothing but training they are those of the job
-that was left alone; after a predicted restart they are compared with what the life before has noted.
+Every step of every rank is known by its batch and by the digests of its state and its small state (random states,
+counters, schedule). Up to the last iteration that descends from nothing but training they are those of the job that was
+left alone. After a predicted restart they are compared with what the life before has noted.
 """
 
 import math
@@ -117,9 +117,9 @@ class Judge:
                 self.lost.append("the journal holds no recovery of a life that ended well")
             return
         found = row.method, row.restored_iteration, row.checkpoint_iteration, row.requested_mode
-        said = start["method"], start["iteration"], start["checkpoint_iteration"], self.scenario.mode
-        if found != said:
-            self.lost.append(f"the journal says {found} of the recovery, the ranks {said}")
+        reported = start["method"], start["iteration"], start["checkpoint_iteration"], self.scenario.mode
+        if found != reported:
+            self.lost.append(f"the journal says {found} of the recovery, the ranks {reported}")
         if row.failure_iteration is not None and row.failure_iteration != before.failure_iteration:
             self.lost.append(f"journal: failed at {row.failure_iteration}, counters: {before.failure_iteration}")
         self.lost += impossible_sources(row, before, alike=self.scenario.zero == 0)
@@ -169,8 +169,8 @@ class Judge:
 
     # The end
 
-    def conclude(self, held: Sequence[MemoryState]) -> None:
-        """All lives were seen: look at what the job has left, in memory what is `held`."""
+    def conclude(self, states: Sequence[MemoryState]) -> None:
+        """All lives were seen: look at what the job has left; `states` are those in memory."""
         assert self._ended is not None
         if not self._ended.good:
             words = next((out[-300:] for out in self._ended.output if out), "")
@@ -180,7 +180,7 @@ class Judge:
         if last != self.scenario.iterations:
             self.lost.append(f"the last checkpoint is {last}, the job ended at {self.scenario.iterations}")
         self.lost += [f"{problem.file}: {problem.what}" for problem in verify_run(self.run_dir)]
-        if held:
+        if states:
             self.lost.append("a clean end has left states in shared memory")
         label = next((info.label for info in scan(self.run_dir / "checkpoints").checkpoints[::-1]), None)
         kept = self._trained_until != math.inf
@@ -209,7 +209,7 @@ def _source(row: RecoveryRow | None, rank: int) -> str:
 
 
 def impossible_sources(row: RecoveryRow, before: Remains, *, alike: bool) -> Iterator[str]:
-    """Sources that hold nothing of what they are said to have given; `alike` where a rank's state does for all."""
+    """Sources that have nothing of what the journal names them for; `alike` where a rank's state does for all."""
     tiers = {source.source for source in row.sources}
     if tiers == {"predicted"} and row.restored_iteration != before.failure_iteration:
         yield f"predicted at {row.restored_iteration}, and the job had failed at {before.failure_iteration}"
@@ -217,7 +217,7 @@ def impossible_sources(row: RecoveryRow, before: Remains, *, alike: bool) -> Ite
         if source.iteration != row.restored_iteration:
             goes_on = row.restored_iteration
             yield f"rank {source.rank} came from iteration {source.iteration}, the job goes on at {goes_on}"
-        here = {rank for rank, iteration in before.held if iteration == source.iteration}
+        here = {rank for rank, iteration in before.stored if iteration == source.iteration}
         there = bool(here) if alike else source.rank in here
         if source.source == "disk" and source.iteration not in before.committed:
             yield f"rank {source.rank} came from checkpoint {source.iteration}, which was not committed"

@@ -16,7 +16,7 @@ from cpsr.errors import CPSRError
 
 __all__ = ["live"]
 
-MORE_LIVES = 2  # after the last fault: restarts that a launcher would make, too, which are counted and said
+MORE_LIVES = 2  # after the last fault: restarts that a launcher would make, too, which are counted and reported
 SILENCE_SECONDS = 5.0  # after which a rank is given up: long for a busy machine, and far below what a launcher waits
 SIGTERM_GRACE_SECONDS = 1.0
 DAMAGED_BYTE = PAGE_BYTES + 64  # among the tensors
@@ -148,16 +148,16 @@ class _Stage:
 
     def _outcome(self, judge: Judge) -> Outcome:
         extra = self._lives - len(self._scenario.lives) - 1
-        told = f"{extra} more restarts than faults; " if extra > 0 else ""
+        more = f"{extra} more restarts than faults; " if extra > 0 else ""
         lost = self._wrong + judge.lost
         return Outcome(
             scenario=self._scenario.name,
-            fault=self._scenario.told,
+            fault=self._scenario.summary,
             injected=not self._missing,
             survived=not lost,
             state_equal=not judge.differs,
             seconds=judge.seconds_to_resume,
-            what=told + "; ".join([*self._missing, *lost, *judge.differs] or [f"restarts: {', '.join(judge.methods)}"]),
+            what=more + "; ".join([*self._missing, *lost, *judge.differs] or [f"restarts: {', '.join(judge.methods)}"]),
         )
 
 

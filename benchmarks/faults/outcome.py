@@ -13,11 +13,11 @@ class Outcome:
     Attributes:
         scenario: the kind of fault and the work that met it.
         fault: this one of its kind.
-        injected: False where the fault did not happen; then nothing is said about surviving it.
-        survived: the newest state that was promised came back, the next save was committed, and what failed said why.
+        injected: False where the fault did not happen; then `survived` means nothing.
+        survived: the newest state that was promised came back, the next save was committed, and failures gave a reason.
         state_equal: everything that was read back is bit for bit what was saved.
         seconds: until the state was back and the following save committed, from the restart on.
-        what: what went wrong, or why it could not be injected; else what the job was told.
+        what: what went wrong, or why it could not be injected; else what the job reported.
     """
 
     scenario: str

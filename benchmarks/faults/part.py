@@ -1,6 +1,6 @@
-"""What the ranks of a job are told, in a module that imports nothing of the product.
+"""What the ranks of a job are to do, in a module that imports nothing of the product.
 
-A rank is told where its machine's shared memory is before it imports what asks for it.
+A rank learns where its machine's shared memory is before it imports what asks for it.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Part:
         poison: see `Scenario`.
         faults: what happens in this life.
         nodes: by rank, where each is a machine of its own: the directory that is its shared memory, whose name is the
-            machine's; empty where all are on this one.
+            machine's. Empty where all are on this one.
     """
 
     config: dict[str, Any]

@@ -24,14 +24,14 @@ class Remains:
     Attributes:
         committed: iterations of whole checkpoints.
         failure_iteration: the last step that every rank had finished, as its counters say; None without any.
-        held: rank and iteration of every whole state in memory.
+        stored: rank and iteration of every whole state in memory.
         complete: iterations at which memory holds the whole state of all ranks with everything that belongs to it, of
             the life that trained last.
     """
 
     committed: frozenset[int]
     failure_iteration: int | None
-    held: frozenset[tuple[int, int]] = frozenset()
+    stored: frozenset[tuple[int, int]] = frozenset()
     complete: frozenset[int] = frozenset()
 
     @property
@@ -61,9 +61,9 @@ def _run_id(run_dir: Path) -> str | None:
 def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Remains:
     """Look without changing anything."""
     progress = read_progress(run_dir, RANKS)
-    held = [state for state in states_in(run_dir, memories) if verify_memory_state(state) is None]
+    stored = [state for state in states_in(run_dir, memories) if verify_memory_state(state) is None]
     first = newest_life(run_dir)
-    newest = [state for state in held if (state.life, state.branch) >= first]
+    newest = [state for state in stored if (state.life, state.branch) >= first]
     snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}
     # Small states travel only where every rank's weights and moments are the same: any rank's snapshot has them.
     whole = {iteration for _, iteration in snapshots}
@@ -72,6 +72,6 @@ def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Re
     return Remains(
         committed=frozenset(info.iteration for info in scan(run_dir / "checkpoints").checkpoints if info.full),
         failure_iteration=None if progress is None else progress.iteration,
-        held=frozenset((state.rank, state.iteration) for state in held),
+        stored=frozenset((state.rank, state.iteration) for state in stored),
         complete=frozenset(iteration for iteration, count in ranks.items() if count == RANKS),
     )

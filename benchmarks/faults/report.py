@@ -61,6 +61,6 @@ def live_table(outcomes: Sequence[Outcome]) -> Table:
     for heading in ("injected", "survived", "equal", "resumed s", ""):
         table.add_column(heading, justify="right")
     for outcome in outcomes:
-        said = [("yes" if yes else "no") for yes in (outcome.injected, outcome.survived, outcome.state_equal)]
-        table.add_row(outcome.scenario, *said, f"{outcome.seconds:.1f}", verdict(outcome.good))
+        answers = [("yes" if yes else "no") for yes in (outcome.injected, outcome.survived, outcome.state_equal)]
+        table.add_row(outcome.scenario, *answers, f"{outcome.seconds:.1f}", verdict(outcome.good))
     return table

@@ -70,6 +70,6 @@ def _judged(stage: Stage, error: str, call: Call, status: int, notes: dict[str, 
         wrong.append(f"the restart ended with status {status}")
     verdict = stage.judged(COMMITTED[-1:], COMMITTED)
     equal = verdict.state_equal and notes.get("equal", True) is True
-    told = str(notes.get("refused", f"restored {notes.get('newest')}"))
-    what = "; ".join([*wrong, verdict.what, told]) if wrong or verdict.what else told
+    ending = str(notes.get("refused", f"restored {notes.get('newest')}"))
+    what = "; ".join([*wrong, verdict.what, ending]) if wrong or verdict.what else ending
     return Outcome(scenario, str(call), True, not wrong and verdict.survived, equal, verdict.seconds, what)

@@ -40,7 +40,7 @@ class RankWriter:
         experts: the iterations whose checkpoints are sparse.
 
     Attributes:
-        handed_over_seconds: how long the newest snapshot held up the thread that trains.
+        handed_over_seconds: how long the newest snapshot blocked the thread that trains.
     """
 
     def __init__(

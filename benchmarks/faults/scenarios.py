@@ -41,11 +41,11 @@ class Scenario:
         zero: stage.
         lives: what happens in each life; after the last of them the job is left alone.
         shared_memory: whether snapshots outlive the processes.
-        memory: what is done to it after the first life: `damaged` is one bit of everything that rank 1 held.
+        memory: what is done to it after the first life: `damaged` is one bit of every state of rank 1.
         poison: a predicted state is trained on targets that make it diverge.
-        asked: SIGTERM to all ranks once the first fault has happened, as a launcher does that was told to stop.
+        asked: SIGTERM to all ranks once the first fault has happened, as a launcher sends it that is stopped.
         replicated: what ranks hold alike is written by each of them, or shared out.
-        nodes: each rank is a machine of its own, with replicas on the other; the memory that is `removed` is then that
+        nodes: each rank is a machine of its own, with replicas on the other. The memory that is `removed` is then that
             of the machine of rank 1.
         continued: the rank that was stopped goes on when the next life has begun.
         iterations, interval_iterations: of the job and its checkpoints.
@@ -66,7 +66,7 @@ class Scenario:
     interval_iterations: int = INTERVAL
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """All of it, in one line."""
         lives = "; ".join(" and ".join(str(fault) for fault in life) for life in self.lives)
         memory = self.memory if self.shared_memory else "off"

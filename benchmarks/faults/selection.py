@@ -162,8 +162,8 @@ def parts_asked_for(only: str) -> list[str]:
     """Names of parts, in the order in which they run.
 
     Args:
-        only: words, comma-separated; empty for all. A word is a part's name, or how names begin up to their colon;
-            `live` is live jobs; `sparse` stands for all parts with sparse checkpoints.
+        only: words, comma-separated; empty for all. A word is a part's name, or how names begin up to their colon.
+            `live` is live jobs, and `sparse` stands for all parts with sparse checkpoints.
 
     Raises:
         ConfigError: a word names no part.

@@ -40,7 +40,7 @@ class Work:
         newest: one of these is the newest checkpoint after an interruption, unless the work notes others on its way.
         done: the newest one once the work is done.
         kept: whole checkpoints that are there in any case, unless the work notes others on its way.
-        damaged: the run held a damaged checkpoint before.
+        damaged: the run had a damaged checkpoint before.
         beside: in a process that is not interrupted, while the work runs.
         always: injections (see `Tracer`) that the work meets in any case.
     """

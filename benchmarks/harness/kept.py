@@ -17,7 +17,7 @@ _DECISIVE = ("code", "cpu_model", "cores", "python", "versions")
 def kept(cache: Path, task: Any, machine: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
     """What a task found, measured now where this very code on this machine has not measured it yet.
 
-    Code whose commit is not known, or that differs from it, is measured every time: nobody could tell what it was.
+    Code whose commit is not known, or that differs from it, is measured every time: nobody would know what it was.
 
     Args:
         cache: a directory, made where it is missing.

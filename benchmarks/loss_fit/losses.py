@@ -1,4 +1,4 @@
-"""The losses of runs that were really trained, with the second moments that tell their phases."""
+"""The losses of runs that were really trained, with the second moments that show their phases."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

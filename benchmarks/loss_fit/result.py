@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class PhaseFit:
-    """The fit at the end of one phase, held against the losses that came after it.
+    """The fit at the end of one phase, compared with the losses that came after it.
 
     Attributes:
         run: name of the run.

@@ -43,7 +43,7 @@ class Gate:
         self._pace.before_slice()
 
     def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
-        """Tell the pace itself."""
+        """Report to the pace itself."""
         self._pace.after_slice(used_seconds, processor_seconds)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Starts the demo's job under torchrun's own agent, with workers that need not import torch anew at every restart.
 
 torchrun starts programs, whose imports take most of a restart. The agent behind it can also start a function from a
-fork server, which has the libraries loaded; it watches, ends and restarts such workers in the same way.
+fork server, which has the libraries loaded. It watches, ends and restarts such workers in the same way.
 """
 
 import multiprocessing

@@ -40,7 +40,7 @@ class FailingJob:
     Attributes:
         seed: of the weights, the data, and the failures.
         mode: as configured.
-        stop_iteration: where the job is told to leave.
+        stop_iteration: where the job is asked to leave.
         schedule_iterations: length of the training that its learning rate is meant for.
         validate_from_iteration: losses are taken often from here on.
         failures: ascending in work.
@@ -102,7 +102,7 @@ def follow(job: FailingJob, run_dir: Path, on_progress: Callable[[int], None]) -
     Args:
         job: what to run.
         run_dir: of the job.
-        on_progress: told the job's iteration.
+        on_progress: called with the job's iteration.
 
     Raises:
         CPSRError: the job ended by itself, or hangs; the message names its log.

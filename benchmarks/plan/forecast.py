@@ -1,4 +1,4 @@
-"""What a job's plans foretold its checkpoints and failures to cost, and what they did cost."""
+"""What a job's plans predicted its checkpoints and failures to cost, and what they did cost."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ __all__ = [
     "Cost",
     "FailureCost",
     "Forecast",
-    "Held",
     "Measured",
+    "PlanSpan",
     "Realised",
     "begun_between",
     "each_failure",
     "extra_seconds",
     "forecast",
-    "held_plans",
     "lag_behind",
     "lag_course",
     "measured",
     "median_iteration_seconds",
+    "plan_spans",
     "realised",
 ]
 
@@ -41,18 +41,18 @@ BEFORE_ITERATIONS, AFTER_ITERATIONS = 50, 110
 COURSE_WINDOW_ITERATIONS = 100  # the course of the lag is taken over as many, of which half overlap with the next
 COURSE_STEP_ITERATIONS = 50
 LAG_MAX_ITERATIONS = 400  # ten failures; as far as the run that does not fail goes on
-LAG_WINDOW = (60, 160)  # iterations: the transient of a recovery is over, and the loss still tells the time
+LAG_WINDOW = (60, 160)  # iterations: the transient of a recovery is over, and the loss still shows the time
 
 
 @dataclass(frozen=True)
-class Held:
-    """A plan, and the work over which it held.
+class PlanSpan:
+    """A plan, and the work over which it applied.
 
     Attributes:
         expected: of its explanation; where it carried an earlier life's interval over, of the plan that measured.
         inputs: of its explanation, likewise.
         mode: how a failure would be recovered from.
-        interval_iterations: that held.
+        interval_iterations: of the plan.
         first, last: the iterations trained, repeated ones counted again: `first < work <= last`.
     """
 
@@ -92,7 +92,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast(Cost):
-    """What the plans foretold.
+    """What the plans predicted.
 
     Attributes:
         failures: that they expected in that time.
@@ -109,7 +109,7 @@ class Measured(Cost):
 
     Attributes:
         repeated_iterations: trained more than once.
-        behind: persistent lag of the losses, on the axis of iterations; None where it is beyond what can be told.
+        behind: persistent lag of the losses, on the axis of iterations; None where it is beyond what can be measured.
         bound_iterations: then the lag that is at least there, and is counted; else None.
     """
 
@@ -128,7 +128,7 @@ class FailureCost:
         uncommitted: whether that life was still watching a predicted state, and so had committed nothing.
         horizon: from the checkpoint to the failure, in iterations.
         planned_horizon: what the plan expects on average.
-        interval: that held.
+        interval: of the plan.
         method: of the recovery.
         outcome: of the recovery.
         repeated: iterations that were to be trained again.
@@ -166,10 +166,10 @@ class Realised:
     moved: float
 
 
-def held_plans(plans: Sequence[PlanRow], lives: Sequence[LifeStart], work: int) -> list[Held]:
-    """Which plan held when.
+def plan_spans(plans: Sequence[PlanRow], lives: Sequence[LifeStart], work: int) -> list[PlanSpan]:
+    """Which plan applied when.
 
-    A life begins with the interval that held before, and with nothing measured: what was expected of it still is.
+    A life begins with the interval that applied before, and with nothing measured: what was expected of it still is.
 
     Args:
         plans: of the journal, in the order in which they came to hold.
@@ -183,24 +183,24 @@ def held_plans(plans: Sequence[PlanRow], lives: Sequence[LifeStart], work: int) 
         raise CPSRError("the journal has more lives than failures: the job failed by itself, see its log")
     starts = [_work_at(plan.life, plan.from_iteration, lives) for plan in plans]
     known: PlanRow | None = None
-    held = []
+    spans = []
     for plan, first, last in zip(plans, starts, [*starts[1:], work], strict=True):
         if _is_measured(plan):
             known = plan
         if known is not None and first < last:
             explanation = known.explanation
             mode = str(known.mode)
-            held.append(
-                Held(explanation["expected"], explanation["inputs"], mode, plan.interval_iterations, first, last)
+            spans.append(
+                PlanSpan(explanation["expected"], explanation["inputs"], mode, plan.interval_iterations, first, last)
             )
-    return held
+    return spans
 
 
-def forecast(held: Sequence[Held], first: int, last: int, iteration_seconds: float) -> Forecast:
+def forecast(plans: Sequence[PlanSpan], first: int, last: int, iteration_seconds: float) -> Forecast:
     """What plans expected of the work from `first` to `last`.
 
     Args:
-        held: the plans.
+        plans: of the job, with their work.
         first: work before what is counted.
         last: work at its end.
         iteration_seconds: how long an iteration took.
@@ -208,7 +208,7 @@ def forecast(held: Sequence[Held], first: int, last: int, iteration_seconds: flo
     Raises:
         CPSRError: a part of the work was done before anything was planned.
     """
-    parts = [(plan, max(0, min(plan.last, last) - max(plan.first, first))) for plan in held]
+    parts = [(plan, max(0, min(plan.last, last) - max(plan.first, first))) for plan in plans]
     planned = sum(work for _, work in parts)
     if planned < last - first:
         raise CPSRError(f"only {planned} of the {last - first} iterations that are judged were planned for")
@@ -262,8 +262,8 @@ def measured(stalls: float, record: JobRecord, behind: Lag | float, iteration_se
     """
     bound = behind if isinstance(behind, float) else None
     lag = record.repeated + (behind if isinstance(behind, float) else behind.iterations)
-    told = None if isinstance(behind, float) else behind
-    return Measured(stalls, lag * iteration_seconds, lag, record.repeated, told, bound)
+    measured_lag = None if isinstance(behind, float) else behind
+    return Measured(stalls, lag * iteration_seconds, lag, record.repeated, measured_lag, bound)
 
 
 def lag_behind(run_dir: Path, fault_free: Path, iterations: int) -> Lag | float:
@@ -287,10 +287,10 @@ def lag_course(run_dir: Path, fault_free: Path, first: int) -> list[tuple[int, f
     Args:
         run_dir: of the run that failed.
         fault_free: of the run that did not.
-        first: iteration from which it is told.
+        first: iteration from which it is measured.
 
     Returns:
-        Iteration, lag and its standard error, in iterations; where the losses do not tell there is none.
+        Iteration, lag and its standard error, in iterations; where the losses do not show it there is none.
     """
     run, other = validation_curve(run_dir), validation_curve(fault_free)
     common = numpy.isin(run.iterations, other.iterations)
@@ -316,20 +316,20 @@ def begun_between(
 
 
 def each_failure(
-    recoveries: Sequence[RecoveryRow], held: Sequence[Held], record: JobRecord, watch_iterations: int
+    recoveries: Sequence[RecoveryRow], plans: Sequence[PlanSpan], record: JobRecord, watch_iterations: int
 ) -> Iterator[FailureCost]:
     """Every failure, where the journal has its recovery.
 
     Args:
         recoveries: of the journal; one a life but the first.
-        held: the plans.
+        plans: of the job, with their work.
         record: of the job.
         watch_iterations: after a predicted restart, in which nothing is committed.
     """
     by_life = {row.life: row for row in recoveries}
     for number, kill in enumerate(record.kills):
         row, before = by_life.get(number + 1), by_life.get(number)
-        plan = next((one for one in held if one.first < kill.work <= one.last), None)
+        plan = next((one for one in plans if one.first < kill.work <= one.last), None)
         if row is None or plan is None or row.failure_iteration is None or row.checkpoint_iteration is None:
             continue
         since = kill.work - record.lives[number].work
@@ -390,6 +390,6 @@ def _is_measured(plan: PlanRow) -> bool:
     return bool(inputs.get("iteration_seconds")) and isinstance(plan.explanation["expected"]["stall_per_second"], float)
 
 
-def _planned_horizon(plan: Held) -> float:
+def _planned_horizon(plan: PlanSpan) -> float:
     """Of the plan that measured; the interval may be that of an earlier one for some iterations."""
     return float(plan.expected["horizon_iterations"])

@@ -13,12 +13,12 @@ __all__ = ["Injection", "Mode", "failing_job", "failures_of", "fault_free_job"]
 
 Mode = Literal["exact", "auto"]
 SECONDS_PER_HOUR = 3600.0
-# The rate is told to the planner and not left for it to find: what is measured is the forecast, not the estimate of the
+# The planner is given the rate and does not have to find it: what is measured is the forecast, not the estimate of the
 # rate. A prior of so many failures keeps the stretch in which nothing fails from counting against it.
 MTBF_PRIOR_FAILURES = 100.0
-# A job ends well before its learning rate does, so that the loss still falls there, and tells the time.
+# A job ends well before its learning rate does, so that the loss still falls there, and shows the time.
 SCHEDULE_SHARE = 0.65
-# The run without failures goes on for longer; it too is told to leave, and must not be through before.
+# The run without failures goes on for longer; it too is asked to leave, and must not be through before.
 FAULT_FREE_SHARE = 0.9
 PHASE_ITERATIONS = (50, 100)  # at least and at most: the planner plans anew several times in so short a job
 FAULT_FREE_INTERVAL_ITERATIONS = 50  # a run to compare with needs no plan

@@ -1,4 +1,4 @@
-"""A finished job held against its plans."""
+"""A finished job compared with its plans."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from cpsr.benchmarks.plan.forecast import (
     each_failure,
     extra_seconds,
     forecast,
-    held_plans,
     lag_behind,
     lag_course,
     measured,
     median_iteration_seconds,
+    plan_spans,
     realised,
 )
 from cpsr.benchmarks.plan.injection import Injection, Mode
@@ -46,7 +46,7 @@ class JobResult:
         failures: each of them.
         restart_seconds: of each failure, from the kill to the first new step.
         predict_seconds: of each failure, to predict and inject; part of the restart.
-        intervals: that held while it could fail, with the iterations for which they did.
+        intervals: those that applied while it could fail, with the iterations for which they did.
         modes: likewise.
         committed: checkpoints while it could fail.
         rehearsals: of a recovery.
@@ -78,8 +78,8 @@ class JobResult:
     def forecast_at_true_rate(self) -> Cost:
         """The forecast, had the plans expected just as many failures as there were.
 
-        They are told the rate of the run that did not fail, and the failures are injected by work: on a machine that
-        has become slower since, a plan expects more of them in the longer time.
+        They are given the rate of the run that did not fail, and the failures are injected by work. On a
+        machine that has become slower since, a plan expects more of them in the longer time.
         """
         share = len(self.restart_seconds) / self.forecast.failures
         forecast = self.forecast
@@ -99,9 +99,9 @@ class JobResult:
         return relative_error(self.measured, self.forecast_at_true_rate)
 
 
-def relative_error(happened: Cost, foretold: Cost) -> float:
+def relative_error(happened: Cost, expected: Cost) -> float:
     """Measured less forecast, over the size of the forecast, which may be below zero."""
-    return (happened.total_seconds - foretold.total_seconds) / abs(foretold.total_seconds)
+    return (happened.total_seconds - expected.total_seconds) / abs(expected.total_seconds)
 
 
 def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_dir: Path, fault_free: Path) -> JobResult:
@@ -121,20 +121,20 @@ def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_di
     seconds = median_iteration_seconds(run_dir)
     span = injection.first, injection.last
     with JournalReader(run_dir / "journal.db") as reader:
-        held = held_plans(reader.plans(), record.lives, record.work)
+        plans = plan_spans(reader.plans(), record.lives, record.work)
         checkpoints, recoveries, rehearsals = reader.checkpoints(), reader.recoveries(), reader.rehearsals()
         steps = reader.recent_steps(2 * record.work)[::-1]  # all of them, in the order of time
     checkpoints = begun_between(checkpoints, record.lives, *span)
     stalls = extra_seconds(steps, checkpoints)
-    failures = list(each_failure(recoveries, held, record, LifeConfig().watch_iterations))
+    failures = list(each_failure(recoveries, plans, record, LifeConfig().watch_iterations))
     course = lag_course(run_dir, fault_free, injection.first - COURSE_WINDOW_ITERATIONS)
-    exposed = [(plan, min(plan.last, span[1]) - max(plan.first, span[0])) for plan in held]
+    exposed = [(plan, min(plan.last, span[1]) - max(plan.first, span[0])) for plan in plans]
     exposed = [(plan, work) for plan, work in exposed if work > 0]
     return JobResult(
         seed=seed,
         mode=mode,
         iteration_seconds=seconds,
-        forecast=forecast(held, *span, seconds),
+        forecast=forecast(plans, *span, seconds),
         measured=measured(stalls, record, lag_behind(run_dir, fault_free, injection.iterations), seconds),
         failures=failures,
         restart_seconds=[kill.restart_seconds for kill in record.kills],

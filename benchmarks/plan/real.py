@@ -1,4 +1,4 @@
-"""`cpsr bench plan --real`: what failures and checkpoints cost the demo's job, beside what its plans foretold."""
+"""`cpsr bench plan --real`: what failures and checkpoints cost the demo's job, beside what its plans predicted."""
 
 from collections.abc import Callable
 from pathlib import Path

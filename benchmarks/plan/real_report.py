@@ -66,7 +66,7 @@ def draw(results: Sequence[JobResult]) -> Figure:
 
 
 def _costs(results: Sequence[JobResult]) -> Table:
-    table = Table(title="Cost of checkpoints and failures: measured / foretold by the plans, restarts apart")
+    table = Table(title="Cost of checkpoints and failures: measured / forecast by the plans, restarts apart")
     for heading in ("mode", "seed"):
         table.add_column(heading)
     for heading in (
@@ -81,17 +81,17 @@ def _costs(results: Sequence[JobResult]) -> Table:
         table.add_column(heading, justify="right")
     for mode, mine in _by_mode(results).items():
         for result in mine:
-            happened, foretold = result.measured, result.forecast
-            lag = f"{happened.lag_iterations:.0f} / {foretold.lag_iterations:.0f}"
+            happened, forecast = result.measured, result.forecast
+            lag = f"{happened.lag_iterations:.0f} / {forecast.lag_iterations:.0f}"
             if happened.bound_iterations is not None:
                 lag = f"beyond {lag}"
             table.add_row(
                 mode,
                 str(result.seed),
-                f"{happened.stall_seconds:.2f} / {foretold.stall_seconds:.2f}",
-                f"{happened.lag_seconds:.1f} / {foretold.lag_seconds:.1f}",
+                f"{happened.stall_seconds:.2f} / {forecast.stall_seconds:.2f}",
+                f"{happened.lag_seconds:.1f} / {forecast.lag_seconds:.1f}",
                 lag,
-                f"{happened.total_seconds:.1f} / {foretold.total_seconds:.1f}",
+                f"{happened.total_seconds:.1f} / {forecast.total_seconds:.1f}",
                 f"{result.error:+.0%}",
                 f"{result.error_at_true_rate:+.0%}",
                 verdict(abs(result.error_at_true_rate) <= AIM_FRACTION),
@@ -124,7 +124,7 @@ def _summary(results: Sequence[JobResult]) -> list[str]:
 
 
 def _reasons(results: Sequence[JobResult]) -> Table:
-    table = Table(title="What the forecasts rested on: measured / foretold, while the job could fail")
+    table = Table(title="What the forecasts rested on: measured / forecast, while the job could fail")
     for heading in ("mode", "seed"):
         table.add_column(heading)
     for heading in (
@@ -163,7 +163,7 @@ def _reasons(results: Sequence[JobResult]) -> Table:
         )
     table.caption = (
         "uncommitted: the life before was still watched; lags in iterations: of the recoveries is what each expected, "
-        "knowing its horizon; interval and mode: with the iterations for which they held"
+        "knowing its horizon; interval and mode: with the iterations for which they applied"
     )
     return table
 

@@ -195,7 +195,7 @@ def _line(history: CachedHistory, target: Target, checkpoint: State, window: int
 
 
 def _recover(trajectory: Trajectory, state: State) -> dict[str, Any]:
-    """Train on from a state that stands at the failure, and tell the lag."""
+    """Train on from a state that stands at the failure, and measure the lag."""
     failure = state.iteration
     trainer = trajectory.trainer()
     trainer.load(state)

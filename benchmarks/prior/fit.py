@@ -21,7 +21,7 @@ RIDGE = 1e-2
 # curve, a hundred iterations off.
 HUBER_DEVIATIONS = 3.0
 ROUNDS = 10
-# Where too few runs tell, the network's direction may cost or save a fifth of the reach.
+# Where too few runs show it, the network's direction may cost or save a fifth of the reach.
 UNSEEN_DEVIATION = 0.2
 # Before the residuals are known.
 FIRST_NOISE_ITERATIONS = 10.0
@@ -94,8 +94,8 @@ def read_pairs(path: Path) -> Recoveries:
 
 
 def _is_pair(recoveries: Sequence[Mapping[str, Any]]) -> bool:
-    told = all(recovery["lag_iterations"] is not None for recovery in recoveries)
-    return told and [recovery["setting"]["direction"] for recovery in recoveries] == ["line", "vitp"]
+    complete = all(recovery["lag_iterations"] is not None for recovery in recoveries)
+    return complete and [recovery["setting"]["direction"] for recovery in recoveries] == ["line", "vitp"]
 
 
 def _recoveries(rows: Iterable[Mapping[str, Any]]) -> Recoveries:
@@ -138,16 +138,16 @@ def fit(recoveries: Recoveries, source: Mapping[str, Any], pairs: Recoveries | N
         pairs: recoveries that differ in their direction alone; the coefficient of the network's direction comes from
             their differences. None: it is open.
 
-    The mean is a robust ridge regression over all recoveries. With `b` the mean over all R runs and `b_r` the one
-    without run r, a run's own coefficients are `b - (R - 1) (b_r - b)`, as for a mean over runs; their covariance,
-    once more for the error of the mean, is what a new run may differ by.
+    The mean is a robust ridge regression over all recoveries: `b` over all R runs, and `b_r` without run r. A run's own
+    coefficients are `b - (R - 1) (b_r - b)`, as for a mean over runs. Their covariance, once more for the error of the
+    mean, is what a new run may differ by.
 
     Raises:
         ValueError: fewer than 3 runs.
     """
     names = sorted(set(recoveries.runs))
     if len(names) < MIN_RUNS:
-        raise ValueError(f"{len(names)} runs do not tell how runs differ; {MIN_RUNS} are needed")
+        raise ValueError(f"{len(names)} runs do not show how runs differ; {MIN_RUNS} are needed")
     mean, noise, inverse = _regression(recoveries)
     without = [_regression(recoveries.of([run != name for run in recoveries.runs]))[0] for name in names]
     shifts = numpy.array(without) - mean

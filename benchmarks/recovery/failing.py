@@ -64,9 +64,9 @@ def follow(failing: FailingRun) -> dict[str, Any]:
     later ones descend from recovered states.
 
     Returns:
-        `recoveries`: of each failure `checkpoint`, `failure`, `predicted` and `reason`; and from the first failure on,
-        as lists, `work` (iterations trained since the beginning, repeated ones counted again), `iterations` (where the
-        training stood) and `losses` (validation, in nats; None once training has diverged).
+        `recoveries`: of each failure `checkpoint`, `failure`, `predicted` and `reason`. From the first failure on, as
+        lists: `work` (iterations trained since the beginning, repeated ones counted again), `iterations` (where the
+        training stood) and `losses` (validation, in nats). `losses` is None once training has diverged.
 
     Raises:
         CPSRError: the cache is damaged.

@@ -32,7 +32,7 @@ def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int) -
     """What a method knows after it has seen the run's checkpoints one by one, up to and with `checkpoint`.
 
     It goes on from the newest state on disk. Every checkpoint is learned by a predictor that has just loaded the state
-    of the one before, as after a failure: so that the result does not depend on where an earlier call left off.
+    of the one before, as after a failure. The result then does not depend on where an earlier call left off.
 
     Args:
         name: of the method.

@@ -44,8 +44,8 @@ class Outcome:
         seed: of the training run.
         point: the failure.
         predicted: False where the method advises against itself, or recomputes: the cost is then the horizon.
-        reason: one sentence of the predictor, or why no lag can be told.
-        lag_iterations: persistent lag; None where it cannot be told.
+        reason: one sentence of the predictor, or why no lag can be determined.
+        lag_iterations: persistent lag; None where it cannot be determined.
         beyond: the lag lies beyond what is looked for, and is counted as the bound: it is at least as far from zero.
         recover_seconds: opening the history, loading what was learned, forecasting, predicting and injecting; None for
             recomputing.
@@ -72,9 +72,9 @@ class Outcome:
 class PointMeasurement:
     """Measures methods at one failure point of a trajectory that reaches `needed_until` already.
 
-    What a method predicts is remembered under its name and its predictor's source; what a recovery cost under the
-    exact state that it began with, whichever method formed it. A changed predictor is thus formed anew, and trained
-    anew only where it predicts something else.
+    What a method predicts is remembered under its name and its predictor's source. What a recovery cost is remembered
+    under the exact state that it began with, whichever method formed it. A changed predictor is thus formed anew, and
+    trained anew only where it predicts something else.
 
     Args:
         trajectory: the run that fails.
@@ -234,9 +234,9 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
     """Lag and transient of a recovered curve, as plain data.
 
     Returns:
-        `lag` and `transient` (fields of the fitter's), None where they cannot be told, and `obstacle` why not;
-        `beyond`: the bound in iterations, where the lag lies beyond what is looked for, else None;
-        `after`: iterations since the failure; `gaps_nats`: the paired gap there; `below_recompute`: the share of
+        `lag` and `transient` (fields of the fitter's), None where they cannot be determined, and `obstacle` why not.
+        `beyond`: the bound in iterations, where the lag lies beyond what is looked for, else None.
+        `after`: iterations since the failure. `gaps_nats`: the paired gap there. `below_recompute`: the share of
         them at which the loss was below that of recomputing after as many iterations.
     """
     nothing: dict[str, Any] = {
@@ -266,7 +266,7 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
     except LagBeyondError as error:
         return figures | {"beyond": error.bound_iterations, "obstacle": f"counted as the bound: {error}"}
     except ValueError as error:
-        return figures | {"obstacle": f"no lag can be told: {error}"}
+        return figures | {"obstacle": f"no lag can be determined: {error}"}
     return figures | {"lag": asdict(lag) | {"window": list(lag.window)}}
 
 

@@ -10,7 +10,7 @@ __all__ = ["applied", "predicted_state", "target_of"]
 
 
 def target_of(workload: Workload, failure: int) -> Target:
-    """The failure as a predictor is told of it."""
+    """The failure as a predictor receives it."""
     return Target(failure, workload.times[failure], workload.peak_until(failure))
 
 

@@ -82,12 +82,12 @@ def _means_table(result: RecoveryResult) -> Table:
 def _whole_table(result: RecoveryResult) -> Table:
     table = Table(title="Mean lag / u over the feasible grid", title_justify="left")
     table.add_column("method", no_wrap=True)
-    for heading in ("all cells", "of all u", "untold", "beyond", "below", "learning, s"):
+    for heading in ("all cells", "of all u", "no lag", "beyond", "below", "learning, s"):
         table.add_column(heading, justify="right")
     for method in result.methods:
         table.add_row(method, *_whole_texts(result, method), _learning_text(result, method))
     table.caption = (
-        "all cells count alike, whatever their horizon; of all u: sum of the lags over sum of the horizons; untold: "
+        "all cells count alike, whatever their horizon; of all u: sum of the lags over sum of the horizons; no lag: "
         "failures without a lag, in no mean; beyond: further ahead/behind than is looked for, counted as that; below: "
         "share of the evaluations after a failure with a lower loss than recomputing after as many iterations; "
         "learning: seconds a run had spent on it by the failure"
@@ -166,7 +166,7 @@ def _cell_text(cell: CellResult | None) -> str:
         return "-"
     text = _mean_text(cell.lag)
     if cell.without_lag:
-        text += f" ({cell.without_lag} untold)"
+        text += f" ({cell.without_lag} without a lag)"
     return STYLES.get(cell.verdicts.get(RECOMPUTE, ""), "{}").format(text)
 
 

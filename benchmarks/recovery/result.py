@@ -163,7 +163,7 @@ def _grid_mean(
     if not chosen:
         return []
     outcomes = [outcome for found in chosen for outcome in found]
-    told = [(one.lag_iterations, one.point.horizon) for one in outcomes if one.lag_iterations is not None]
+    known = [(one.lag_iterations, one.point.horizon) for one in outcomes if one.lag_iterations is not None]
     return [
         GridMean(
             method=method,
@@ -172,10 +172,10 @@ def _grid_mean(
             interval=interval,
             cells=len(chosen),
             lag=grid_mean([samples_of(found) for found in chosen]),
-            untold=len(outcomes) - len(told),
+            untold=len(outcomes) - len(known),
             beyond_ahead=sum(one.beyond and (one.lag_iterations or 0.0) < 0.0 for one in outcomes),
             beyond_behind=sum(one.beyond and (one.lag_iterations or 0.0) > 0.0 for one in outcomes),
-            of_all_horizons=sum(lag for lag, _ in told) / sum(horizon for _, horizon in told),
+            of_all_horizons=sum(lag for lag, _ in known) / sum(horizon for _, horizon in known),
         )
     ]
 

@@ -56,7 +56,7 @@ class CellResult:
         cell: the cell.
         method: its name.
         points: failure points with a lag.
-        without_lag: failure points at which none can be told; they are in no mean, and forbid a verdict.
+        without_lag: failure points at which none can be determined; they are in no mean, and forbid a verdict.
         declined: points at which the method advised against itself, so that the horizon was recomputed.
         lag_iterations: persistent lag.
         lag: persistent lag over the horizon; 1 is what recomputing costs.
@@ -98,30 +98,30 @@ def cell_results(cell: Cell, outcomes: Sequence[Outcome]) -> list[CellResult]:
 
 
 def _cell_result(cell: Cell, method: str, outcomes: list[Outcome], stale: list[Outcome]) -> CellResult:
-    told = [outcome for outcome in outcomes if outcome.lag_iterations is not None]
-    missing = len(outcomes) - len(told)
-    lags = [Sample(_cluster(outcome), _share(outcome)) for outcome in told]
+    known = [outcome for outcome in outcomes if outcome.lag_iterations is not None]
+    missing = len(outcomes) - len(known)
+    lags = [Sample(_cluster(outcome), _share(outcome)) for outcome in known]
     over = [Sample(sample.cluster, sample.value - 1.0) for sample in lags]
-    beside = differences(told, stale)
+    beside = differences(known, stale)
     against_recompute = mean_interval(over)
     against_stale = mean_interval(beside) if beside else None
-    curves = [outcome.curve for outcome in told if outcome.curve is not None]
+    curves = [outcome.curve for outcome in known if outcome.curve is not None]
     verdicts = {RECOMPUTE: verdict(against_recompute, missing)} if method != RECOMPUTE else {}
     if against_stale is not None and method != STALE:
         verdicts[STALE] = verdict(against_stale, len(outcomes) - len(beside))
     return CellResult(
         cell=cell,
         method=method,
-        points=len(told),
+        points=len(known),
         without_lag=missing,
-        declined=0 if method == RECOMPUTE else sum(not outcome.predicted for outcome in told),
-        lag_iterations=mean_interval([Sample(_cluster(one), float(one.lag_iterations or 0.0)) for one in told]),
+        declined=0 if method == RECOMPUTE else sum(not outcome.predicted for outcome in known),
+        lag_iterations=mean_interval([Sample(_cluster(one), float(one.lag_iterations or 0.0)) for one in known]),
         lag=mean_interval(lags),
         against_recompute=against_recompute,
         against_stale=against_stale,
         injection_gap_nats=_mean([curve["transient"]["gap_nats"] for curve in curves]),
-        recover_iterations=_recover_iterations(told),
-        learning_seconds=_median([one.learning_seconds for one in told if one.learning_seconds is not None]),
+        recover_iterations=_recover_iterations(known),
+        learning_seconds=_median([one.learning_seconds for one in known if one.learning_seconds is not None]),
         # Where the horizon was recomputed first, iterations after the failure do not compare.
         below_recompute=_mean([_below(one) for one in outcomes]) if curves and method != MOVED else None,
         verdicts=verdicts,

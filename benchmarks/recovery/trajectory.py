@@ -30,8 +30,8 @@ KEY_CHARACTERS = 12
 class Trajectory:
     """The fault-free run of one workload and seed.
 
-    Its directory is named after all that it depends on: the workload's numbers, torch's version and threads, and the
-    exact weights after the first three iterations, which stand for the model, the data and this machine's arithmetic.
+    Its directory is named after what it depends on: the workload's numbers, torch's version and threads, and the exact
+    weights after the first three iterations. These stand for the model, the data and this machine's arithmetic.
 
     Args:
         workload: what is trained.

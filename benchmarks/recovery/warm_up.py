@@ -107,12 +107,12 @@ def summarise_places(workload: str, interval: int, outcomes: Sequence[Outcome]) 
         groups.setdefault((outcome.method, outcome.point.fraction), []).append(outcome)
     places = []
     for (method, _), of in groups.items():
-        told = [outcome for outcome in of if outcome.lag_iterations is not None]
-        if told:
+        known = [outcome for outcome in of if outcome.lag_iterations is not None]
+        if known:
             iteration = float(numpy.mean([outcome.point.failure for outcome in of]))
-            declined = sum(not outcome.predicted for outcome in told)
-            lag = mean_interval(samples_of(told))
-            places.append(Place(workload, interval, method, iteration, len(told), declined, lag))
+            declined = sum(not outcome.predicted for outcome in known)
+            lag = mean_interval(samples_of(known))
+            places.append(Place(workload, interval, method, iteration, len(known), declined, lag))
     return places
 
 
@@ -192,7 +192,7 @@ def _lag_panel(axes: Axes, places: Sequence[Place], methods: Sequence[str]) -> N
 
 
 def _accuracy_panel(axes: Axes, scores: Sequence[dict[str, Any]], method: str, colour: str) -> None:
-    """What a predictor foretold before it learned from each checkpoint, and dashed what its line did."""
+    """What a predictor predicted before it learned from each checkpoint, and dashed what its line did."""
     if not scores:
         return
     at = [score["iteration"] for score in scores]

@@ -32,7 +32,7 @@ def journal_of(cache: Path, steps: int, checkpoints: int, on_rows: Callable[[int
         cache: directory that keeps it.
         steps: number of rows.
         checkpoints: number of rows, evenly among the steps.
-        on_rows: told of rows that are there.
+        on_rows: called with the number of rows that are there.
     """
     path = cache / f"journal-{steps}-{checkpoints}.db"
     if not path.exists():

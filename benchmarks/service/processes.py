@@ -76,7 +76,7 @@ def _newest_iteration(run_dir: Path) -> int:
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """The most memory that a process has had so far; where the system does not tell, what it has now."""
+    """The most memory that a process has had so far; where the system does not report it, what it has now."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:

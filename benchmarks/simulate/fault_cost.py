@@ -1,6 +1,6 @@
 """CPSR's Fig. 9 in the paper's setting: what fault tolerance costs, as a function of how far behind a recovery is.
 
-The paper states a failure rate of 0.08 an hour, rivals held at 2% of the job's time, and the intervals of Table III.
+The paper states a failure rate of 0.08 an hour, rivals fixed at 2% of the job's time, and the intervals of Table III.
 The 2% fix the stall of a checkpoint: CPSR takes CheckFreq's. The lag is given as a share of the iterations u since the
 checkpoint; 1 is what recomputing costs.
 """

@@ -30,8 +30,8 @@ STATES = {"small": (0.3, 5.0), "middling": (3.0, 40.0), "large": (20.0, 150.0)}
 PHASES = {"early": LinearLag(0.73), "middle": LinearLag(0.29), "late": LinearLag(0.04), "ahead": LinearLag(0.4, 4.0)}
 # The planner's curve over the true one.
 ERRORS = (1.0, 0.7, 1.3)
-# Slopes that are told near the break-even of the two modes.
-TOLD_SLOPES = numpy.linspace(0.3, 1.3, 101)
+# Measured slopes near the break-even of the two modes.
+MEASURED_SLOPES = numpy.linspace(0.3, 1.3, 101)
 LIMITS = Limits(interval_max_iterations=5000, predictable_interval_iterations=300)
 BRUTE_INTERVALS = 40
 # Each run sees so many failures, of which the first are not counted; the same ones meet every interval. Until a job's
@@ -171,10 +171,11 @@ def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> fl
 
 
 def unavoidable_excess(minutes: int, state: str) -> float:
-    """Excess that every rule has somewhere which picks a mode by a slope that is told 30% off, by expected costs.
+    """Excess that every rule has somewhere which picks a mode by a slope that is measured 30% off, by expected costs.
 
-    The same told slope may stand for a true one at which predicting costs more than recomputing, and for one at which
-    it costs less; whichever is picked, it is the wrong one in one of the two. The best rule picks the lesser excess.
+    The same measured slope may stand for a true one at which predicting costs more than recomputing, and for one at
+    which it costs less. Whichever mode is picked, it is the wrong one for one of the two. The best rule picks the
+    lesser excess.
     """
 
     def least(mode: Mode, slope: float) -> float:
@@ -185,8 +186,8 @@ def unavoidable_excess(minutes: int, state: str) -> float:
     recomputed = least("recompute", 1.0)
     low, high = min(ERRORS), max(ERRORS)
     excesses = [
-        min(least("predict", told / low) / recomputed - 1, recomputed / least("predict", told / high) - 1)
-        for told in TOLD_SLOPES.tolist()
+        min(least("predict", slope / low) / recomputed - 1, recomputed / least("predict", slope / high) - 1)
+        for slope in MEASURED_SLOPES.tolist()
     ]
     return max(excesses)
 

@@ -1,6 +1,6 @@
 """What MoEvement's paper states of its Table 3: configurations and results, read from the paper.
 
-Iteration times are not stated. Each overhead is given both in seconds and in per cent of an iteration, rounded; the
+Iteration times are not stated. Each overhead is given both in seconds and in per cent of an iteration, rounded. The
 intervals that the pairs of one model allow have a common part, whose middle is taken.
 """
 

@@ -102,7 +102,7 @@ class Cpsr:
         self._saver.plan = fixed_plan(NEVER_ITERATIONS)
 
     def durable_unix_seconds(self) -> float | None:
-        """When the commit record appeared; told only once the retention behind it is through too."""
+        """When the commit record appeared; reported only once the retention behind it is through too."""
         if not self._saver.drain(0.0):
             return None
         self._saver.surface()

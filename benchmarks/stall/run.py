@@ -34,7 +34,7 @@ def main(
         pairs: checkpoints per method and size.
         workdir: on the file system to be measured; by default the one for temporary files.
         sizes: the training jobs; damage is done at the first.
-        roster: the methods; those whose packages are not installed are left out, which is said.
+        roster: the methods; those whose packages are not installed are left out, which is reported.
 
     Raises:
         CPSRError: a save failed or was skipped while it was timed, or CPSR itself could not be run; nothing is

@@ -70,19 +70,19 @@ def try_method(entry: Entry, sizes: Sequence[Size], directory: Path) -> Trial:
 
 
 def _weighed_and_damaged(entry: Entry, size: Size, directory: Path) -> tuple[int, list[Case]]:
-    held_bytes = _weighed(entry, size, directory)  # first: what damage leaves in the allocator would be missing
-    with _said(entry), TemporaryDirectory(dir=directory) as damaged:
-        return held_bytes, damage_cases(entry, size, Path(damaged))
+    memory_bytes = _weighed(entry, size, directory)  # first: what damage leaves in the allocator would be missing
+    with _portable_errors(entry), TemporaryDirectory(dir=directory) as damaged:
+        return memory_bytes, damage_cases(entry, size, Path(damaged))
 
 
 def _weighed(entry: Entry, size: Size, directory: Path) -> int:
-    with _said(entry), TemporaryDirectory(dir=directory) as saved:
+    with _portable_errors(entry), TemporaryDirectory(dir=directory) as saved:
         return host_memory_bytes(entry, size, Path(saved))
 
 
 @contextmanager
-def _said(entry: Entry) -> Iterator[None]:
-    """In the method's own process: no log but what it raises, which is said by a type that this process knows."""
+def _portable_errors(entry: Entry) -> Iterator[None]:
+    """In the method's own process: no log but what it raises, as a type that this process knows."""
     logging.getLogger().addHandler(logging.NullHandler())
     warnings.simplefilter("ignore")
     try:

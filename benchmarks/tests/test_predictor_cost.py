@@ -65,8 +65,8 @@ def test_the_peak_is_found_after_the_memory_is_gone_again() -> None:
     with MemoryPeak() as memory:
         values = torch.ones(64 * MIB // 4)
         assert float(values[0]) == 1.0
-        held = memory.before.anonymous_bytes
-        while memory.peak.anonymous_bytes < held + 60 * MIB:  # the sampler sees it; else the test's time is over
+        before = memory.before.anonymous_bytes
+        while memory.peak.anonymous_bytes < before + 60 * MIB:  # the sampler sees it; else the test's time is over
             pass
         del values
     assert 60 * MIB <= memory.above_before.anonymous_bytes < 80 * MIB
@@ -122,7 +122,7 @@ def test_what_was_learned_from_is_not_read_to_decide(tmp_path: Path, method: str
     assert (samples.learn_seconds > 0) == (method == "default")
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     history = SyntheticHistory(tmp_path / "h", SIZES["350M"], checkpoints=10_000)  # 14 terabytes
     with pytest.raises(CPSRError, match="are free; name another --cache"):
         history.write(lambda: None)

@@ -92,7 +92,7 @@ def test_each_run_is_judged_without_itself() -> None:
     assert numpy.array_equal(expected, recoveries.terms[: len(measured)] @ others.mean)
 
 
-def test_two_runs_do_not_tell_how_runs_differ() -> None:
+def test_two_runs_do_not_show_how_runs_differ() -> None:
     recoveries, _ = drawn(runs=2, failures=3, settings=3, noise=1.0)
     with pytest.raises(ValueError, match="2 runs"):
         fit(recoveries, {})

@@ -28,11 +28,11 @@ def result(seconds: list[float], refused: int = 0, service_bytes: int = 1) -> Re
 
 
 def test_the_journal_is_a_job_s_and_built_once(tmp_path: Path) -> None:
-    told: list[int] = []
-    path = journal_of(tmp_path / "cache", STEPS, CHECKPOINTS, told.append)
-    assert told[-1] == STEPS
+    counts: list[int] = []
+    path = journal_of(tmp_path / "cache", STEPS, CHECKPOINTS, counts.append)
+    assert counts[-1] == STEPS
     built = path.stat().st_mtime_ns
-    assert journal_of(tmp_path / "cache", STEPS, CHECKPOINTS, told.append) == path
+    assert journal_of(tmp_path / "cache", STEPS, CHECKPOINTS, counts.append) == path
     assert path.stat().st_mtime_ns == built
     own = copied(path, tmp_path / "run")
     with JournalReader(own) as reader:

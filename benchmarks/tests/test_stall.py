@@ -1,4 +1,4 @@
-"""The arithmetic of stalls, what damage and memory are told as, and that a tiny run leaves everything behind."""
+"""The arithmetic of stalls, how damage and memory are reported, and that a tiny run leaves everything behind."""
 
 import json
 import mmap
@@ -135,7 +135,7 @@ def test_another_package_saves_gives_back_and_leaves_nothing_behind(entry: Entry
 
 def test_memory_of_children_counts_and_shared_memory_counts_once() -> None:
     before = family_bytes()
-    hold = "import sys; held = bytearray(b'x') * (64 * 2**20); print(flush=True); sys.stdin.read()"
+    hold = "import sys; kept = bytearray(b'x') * (64 * 2**20); print(flush=True); sys.stdin.read()"
     with FamilyPeak() as memory:
         with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None

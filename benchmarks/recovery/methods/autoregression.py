@@ -61,8 +61,8 @@ class RidgeAutoregression(SeriesPredictor):
 def autoregression(products: Matrix, order: int, ridge: float) -> Matrix:
     """Coefficients `a` of `v_k = sum_i a_i v_(k-i)`, least squares over all elements and velocities.
 
-    Minimises the mean over k of `|v_k - sum_i a_i v_(k-i)|^2`, plus `ridge * m * |a|^2` with m the mean squared norm of
-    all velocities: `ridge` has no unit, and a tensor that has only begun to move gets finite coefficients.
+    Minimises the mean over k of `|v_k - sum_i a_i v_(k-i)|^2`, plus `ridge * m * |a|^2`. Here m is the mean squared
+    norm of all velocities. So `ridge` has no unit, and a tensor that has only begun to move gets finite coefficients.
 
     Args:
         products: Gram matrix of n velocities, `(n, n)`, not all zero.

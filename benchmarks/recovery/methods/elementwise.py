@@ -65,16 +65,15 @@ class ElementwisePredictor(SeriesPredictor):
     """FDD's baseline extrapolated, and a mid band that a network predicts value by value (a `StatePredictor`).
 
     It is here to be compared with: the paper's own form beside coefficients per operator. `CPSRRecovery` does not
-    offer it: a `Forecast` holds rows of the baseline alone, so that its coefficients do not say what `predict` streams,
-    the guard's `shorten` reaches the baseline only, and ranks that hold slices of one tensor train networks of their
-    own.
+    offer it. A `Forecast` holds rows of the baseline alone, so its coefficients do not say what `predict` streams. The
+    guard's `shorten` reaches the baseline only. Ranks that hold slices of one tensor train networks of their own.
 
     The weights of each operator over the last 400 iterations (at least 3, at most 16 snapshots) are split by FDD. The
-    low band is extrapolated to the failure, the high band is dropped. The mid band, the kept bins of the Fourier
-    transform back at the time of each snapshot, is cut into tokens of values in a row; the network takes one token at
-    all snapshots, with the embeddings of their times, and gives it at the failure. It starts by giving zero. It is
-    trained on the run's own past as checkpoints arrive (`learn`): on random tokens at an earlier snapshot, to give the
-    denoised weights of a later one less the extrapolated baseline.
+    low band is extrapolated to the failure, the high band is dropped. The mid band is the kept bins of the Fourier
+    transform back at the time of each snapshot. It is cut into tokens of values in a row. The network takes one token
+    at all snapshots, with the embeddings of their times, and gives it at the failure. It starts by giving zero. It is
+    trained on the run's own past as checkpoints arrive (`learn`), on random tokens at an earlier snapshot. Its target
+    is the denoised weights of a later one less the extrapolated baseline.
 
     Source: CPSR, sections III-A and VI-C4, Eq. 9; trained on denoised targets, since noise shrinks it to nothing.
 
@@ -231,7 +230,7 @@ class ElementwisePredictor(SeriesPredictor):
         return nn.functional.pad(values, (0, missing)).view(len(values), -1, self._token_elements).transpose(0, 1)
 
     def _example(self, history: History, generator: torch.Generator) -> _Example | None:
-        """Tokens at a random place; None where they tell nothing: too few snapshots, damaged, or never moved."""
+        """Tokens at a random place; None where they show nothing: too few snapshots, damaged, or never moved."""
         numels = torch.tensor([history.numel(operator) for operator in history.operators], dtype=torch.float64)
         if not bool(numels.sum() > 0):
             return None
@@ -309,7 +308,7 @@ def _differences(
 ) -> torch.Tensor:
     """Weights `[start, stop)` in the entries less those in `pivot`, `(K, stop - start)` float32.
 
-    Rows of bands sum to 0 or are applied as a displacement, so that a constant leaves the result alone; what is
+    Rows of bands sum to 0 or are applied as a displacement, so that a constant leaves the result alone. What is
     common to all snapshots would only cost precision.
     """
     base = read_piece(history, operator, pivot, start, stop)

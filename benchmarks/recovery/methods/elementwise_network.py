@@ -1,6 +1,6 @@
 """The network of elementwise VITP: from values of a tensor's mid band at its checkpoints to those at a later time.
 
-Source: CPSR, sections III-A and VI-C4: a tensor is cut into tokens of 1024 or 4096 values in a row; the dynamic time
+Source: CPSR, sections III-A and VI-C4: a tensor is cut into tokens of 1024 or 4096 values in a row. The dynamic time
 embedding of the checkpoints is added to them before the position embedding.
 """
 
@@ -17,7 +17,7 @@ DIMENSION = 32
 HEADS = 4
 LAYERS = 2
 HIDDEN = 64
-# Periods of 4 to 1/4 of the window's span: the longest tells the target's side of the window, the shortest neighbours.
+# Periods of 4 to 1/4 of the window's span: the longest shows the target's side of the window, the shortest neighbours.
 TIME_FREQUENCIES = tuple(0.25 * 2.0**octave for octave in range(5))
 TIME_FEATURES = 2 + 2 * len(TIME_FREQUENCIES)
 
@@ -86,8 +86,8 @@ def timing(times: torch.Tensor, asked: float) -> torch.Tensor:
         asked: that of the query, after the newest.
 
     Returns:
-        `(K + 1, TIME_FEATURES)` float32: time after the newest checkpoint in spans of the window, gap in mean gaps (0
-        for the oldest), cosines and sines of the time.
+        `(K + 1, TIME_FEATURES)` float32. In order: time after the newest checkpoint in spans of the window, gap in mean
+        gaps, cosines and sines of the time. The oldest checkpoint's gap is 0.
     """
     span = times[-1] - times[0]
     gaps = torch.diff(times, prepend=times[:1], append=times.new_tensor([asked])) * (len(times) - 1) / span

@@ -31,7 +31,7 @@ def curve(first: int, last: int, shift: float) -> dict[str, Any]:
 
 
 def followed(stale: float, caught_up: float) -> dict[str, Any]:
-    """What a job tells whose failures each put a run so many iterations further behind."""
+    """What a job reports whose failures each put a run so many iterations further behind."""
     account = {"portion_lost": 0.05, "momentary_total": 0.1, "momentary_mean": 0.05}
     runs = []
     for mode, lag in ((STALE, stale), (CATCH_UP, caught_up)):
@@ -81,7 +81,7 @@ def test_a_lag_that_is_not_there_is_no_number() -> None:
     short["runs"][0]["failures"][1]["curve"] = curve(500, 540, 0.0)
     none, _ = costs(TASK, short)
     assert none.final_lag_iterations is None
-    assert str(none.obstacles[1]).startswith("no lag can be told")
+    assert str(none.obstacles[1]).startswith("no lag can be determined")
 
 
 def test_a_training_that_diverged_is_named() -> None:

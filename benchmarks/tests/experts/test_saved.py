@@ -9,7 +9,7 @@ DENSE, EXPERT = "dense", "expert"
 
 
 def shard(iteration: int) -> Shard:
-    """Weights that tell the iteration, by what each operator has of its own."""
+    """Weights that show the iteration, by what each operator has of its own."""
     operators = {}
     for factor, name in enumerate((DENSE, EXPERT), 1):
         values = torch.arange(3.0) + factor * iteration

@@ -1,4 +1,4 @@
-"""What jobs are told, and what is refused before a job starts."""
+"""What jobs receive, and what is refused before a job starts."""
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +17,7 @@ def test_a_task_travels_as_json() -> None:
         assert TASK.validate_json(task.model_dump_json()) == task
 
 
-def test_models_are_told_apart() -> None:
+def test_models_are_distinguished() -> None:
     assert Mixture().label == "top-1, one rank"
     assert Mixture(ranks=2, expert_parallel=2, experts_per_token=2).label == "top-2, ep 2 of 2 ranks"
     assert Mixture(gpt=GPTConfig()).label == "top-1, one rank, width 128, context 128"

@@ -17,7 +17,7 @@ from cpsr.journal import RecoveryRow, RecoverySource
 
 def test_the_same_seed_draws_the_same_and_another_others() -> None:
     assert list(draw(3, 40)) == list(draw(3, 40)) != list(draw(4, 40))
-    assert len({scenario.told for scenario in draw(3, 40)}) > 30
+    assert len({scenario.summary for scenario in draw(3, 40)}) > 30
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,7 +148,7 @@ GUARDS = [
 
 
 @pytest.mark.parametrize(("method", "guard", "outcome", "possible"), GUARDS)
-def test_the_guard_must_have_said_what_was_done(
+def test_the_guard_must_have_recorded_what_was_done(
     method: str, guard: dict[str, Any], outcome: Any, possible: bool
 ) -> None:
     row = recovery(method, (), guard=guard, outcome=outcome)

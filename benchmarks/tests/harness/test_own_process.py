@@ -1,4 +1,4 @@
-"""A process of its own gives back results and exceptions, and its end from outside is said."""
+"""A process of its own gives back results and exceptions, and its end from outside is reported."""
 
 import os
 
@@ -14,6 +14,6 @@ def test_work_is_done_elsewhere_and_its_errors_come_back() -> None:
         in_own_process(os.stat, "no/such/file")
 
 
-def test_a_process_that_is_ended_from_outside_is_said() -> None:
+def test_a_process_that_is_ended_from_outside_is_reported() -> None:
     with pytest.raises(CPSRError, match="_exit was ended from outside, perhaps for lack of memory"):
         in_own_process(os._exit, 9)

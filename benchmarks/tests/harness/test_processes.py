@@ -65,13 +65,13 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text(WAITING.format(tmp_path))
     parent = subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    told = [tmp_path / "0", tmp_path / "1"]
+    paths = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 60
-    while not all(path.exists() and path.read_text() for path in told):
+    while not all(path.exists() and path.read_text() for path in paths):
         assert parent.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    workers = [psutil.Process(int(path.read_text())) for path in told]
+    workers = [psutil.Process(int(path.read_text())) for path in paths]
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     gone, alive = psutil.wait_procs(workers, timeout=10)

@@ -19,8 +19,8 @@ from cpsr.benchmarks.plan.forecast import (
     each_failure,
     extra_seconds,
     forecast,
-    held_plans,
     measured,
+    plan_spans,
     realised,
 )
 from cpsr.benchmarks.plan.injection import Injection, failing_job, failures_of, fault_free_job
@@ -72,24 +72,24 @@ PLANS = [
 
 
 def test_a_plan_holds_over_the_restart_that_measures_nothing() -> None:
-    held = held_plans(PLANS, RECORD.lives, RECORD.work)
-    assert [(one.first, one.last, one.interval_iterations, one.mode) for one in held] == [
+    spans = plan_spans(PLANS, RECORD.lives, RECORD.work)
+    assert [(one.first, one.last, one.interval_iterations, one.mode) for one in spans] == [
         (20, 100, 10, "recompute"),
         (100, 120, 10, "recompute"),
         (120, 140, 20, "predict"),
         (140, 460, 20, "predict"),
     ]
-    assert held[1].expected == PLANS[1].explanation["expected"]
-    assert held[3].expected == PLANS[3].explanation["expected"]
+    assert spans[1].expected == PLANS[1].explanation["expected"]
+    assert spans[3].expected == PLANS[3].explanation["expected"]
 
 
 def test_lives_that_nobody_caused_are_refused() -> None:
     with pytest.raises(CPSRError, match="failed by itself"):
-        held_plans([*PLANS, plan(3, 200, 20)], RECORD.lives, RECORD.work)
+        plan_spans([*PLANS, plan(3, 200, 20)], RECORD.lives, RECORD.work)
 
 
-def test_the_forecast_is_summed_over_what_the_plans_held_for() -> None:
-    found = forecast(held_plans(PLANS, RECORD.lives, RECORD.work), 20, 140, 0.25)
+def test_the_forecast_is_summed_over_what_the_plans_applied_to() -> None:
+    found = forecast(plan_spans(PLANS, RECORD.lives, RECORD.work), 20, 140, 0.25)
     assert found.stall_seconds == pytest.approx(0.01 * 120 * 0.25)
     # Predicting is part of the restart: 0.02 failures a second times 1 s, twenty iterations long.
     assert found.lag_seconds == pytest.approx(0.1 * 100 * 0.25 + (-0.05 - 0.02) * 20 * 0.25)
@@ -101,7 +101,7 @@ def test_the_forecast_is_summed_over_what_the_plans_held_for() -> None:
 
 def test_work_without_a_plan_is_not_judged() -> None:
     with pytest.raises(CPSRError, match="only 120 of the 140"):
-        forecast(held_plans(PLANS, RECORD.lives, RECORD.work), 0, 140, 0.25)
+        forecast(plan_spans(PLANS, RECORD.lives, RECORD.work), 0, 140, 0.25)
 
 
 def test_what_is_repeated_and_what_stays_behind_are_both_lag() -> None:
@@ -148,23 +148,23 @@ def recovery(life: int, failure: int, checkpoint: int, restored: int, method: st
 
 
 def test_failures_beside_their_plans() -> None:
-    held = held_plans(PLANS, RECORD.lives, RECORD.work)
+    spans = plan_spans(PLANS, RECORD.lives, RECORD.work)
     recomputed = recovery(1, 100, 90, 90, "exact")
-    first, second = each_failure([recomputed, recovery(2, 130, 110, 130, "vitp")], held, RECORD, 60)
+    first, second = each_failure([recomputed, recovery(2, 130, 110, 130, "vitp")], spans, RECORD, 60)
     assert (first.since_restart, first.horizon, first.planned_horizon, first.repeated) == (100, 10, 7.0, 10)
     assert (second.since_restart, second.horizon, second.planned_horizon, second.repeated) == (40, 20, 12.0, 0)
     assert not first.uncommitted
     assert not second.uncommitted
     predicted = recovery(1, 90, 80, 90, "vitp")
-    assert [one.uncommitted for one in each_failure([predicted, recomputed], held, RECORD, 60)] == [False]
-    _, second = each_failure([predicted, recovery(2, 130, 80, 80, "exact")], held, RECORD, 60)
+    assert [one.uncommitted for one in each_failure([predicted, recomputed], spans, RECORD, 60)] == [False]
+    _, second = each_failure([predicted, recovery(2, 130, 80, 80, "exact")], spans, RECORD, 60)
     assert second.uncommitted
 
 
 def test_a_recovery_beside_the_lag_that_it_left() -> None:
-    held = held_plans(PLANS, RECORD.lives, RECORD.work)
+    spans = plan_spans(PLANS, RECORD.lives, RECORD.work)
     recoveries = [recovery(1, 100, 90, 90, "exact"), recovery(2, 130, 110, 130, "vitp")]
-    failures = [replace(one, expected_lag=-30.0) for one in each_failure(recoveries, held, RECORD, 60)]
+    failures = [replace(one, expected_lag=-30.0) for one in each_failure(recoveries, spans, RECORD, 60)]
     course = [(50, 10.0, 1.0), (100, 10.0, 1.0), (200, -10.0, 1.0), (300, -30.0, 1.0)]
     (found,) = realised(failures, course, 450)  # what is recomputed leaves no lag
     assert (found.iteration, found.quiet, found.expected) == (130, 320, -30.0)
@@ -194,14 +194,14 @@ def test_failures_that_are_too_close_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("failures", "mtbf_iterations"), [(1, 20), (2, 40), (10, 88), (10, 300)])
-def test_no_job_is_through_before_it_is_told_to_leave(failures: int, mtbf_iterations: int) -> None:
+def test_no_job_is_through_before_it_is_asked_to_leave(failures: int, mtbf_iterations: int) -> None:
     injection = Injection(failures=failures, mtbf_iterations=mtbf_iterations)
     for job in (fault_free_job(injection, 0), failing_job(injection, 0, "auto", 0.5)):
         assert job.stop_iteration < 0.91 * job.schedule_iterations
     assert Injection().schedule_iterations == 2000
 
 
-def test_the_job_is_told_its_true_rate() -> None:
+def test_the_job_is_configured_with_its_true_rate() -> None:
     job = failing_job(Injection(), 0, "auto", 0.5)
     assert job.settings["planner"]["mtbf_hours"] == pytest.approx(88 * 0.5 / 3600)
     assert job.failures == failing_job(Injection(), 0, "exact", 0.7).failures
@@ -335,7 +335,7 @@ def test_figures_and_plot_of_kept_jobs(tmp_path: Path, capsys: pytest.CaptureFix
     assert report["all_seeds"]["auto"]["measured"]["lag_iterations"] == pytest.approx(17.0, abs=0.01)
     assert report["all_seeds"]["exact"]["error"] == report["jobs"][0]["error"]
     assert (tmp_path / "real.png").stat().st_size > 0
-    assert "foretold by the plans" in capsys.readouterr().out
+    assert "forecast by the plans" in capsys.readouterr().out
 
 
 def keep(job: FailingJob, run_dir: Path, record: JobRecord) -> None:

@@ -56,7 +56,7 @@ def test_warm_up(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--failures", "2", "--warm-up"], "exclude each other"),
         (["--quick", "--full"], "exclude each other"),
@@ -66,10 +66,10 @@ def test_warm_up(cache: Path, tmp_path: Path) -> None:
         (["--intervals", "50,many"], "--intervals 50,many"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, options: list[str], said: str) -> None:
+def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path, options: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "recovery", "--cache", str(tmp_path / "cache"), *options])
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
     assert not (tmp_path / "cache").exists()
 
 

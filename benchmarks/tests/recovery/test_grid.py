@@ -302,7 +302,7 @@ def test_a_failure_without_a_lag_is_counted_and_forbids_a_verdict() -> None:
     assert line.verdicts == {"recompute": "undetermined"}
 
 
-def test_a_lag_beyond_what_is_looked_for_counts_as_the_bound_and_is_told_apart() -> None:
+def test_a_lag_beyond_what_is_looked_for_counts_as_the_bound_and_is_counted_apart() -> None:
     ahead = [outcome("line", -200.0, at) for at in (500, 700, 900, 1100)]
     beyond = [dataclasses.replace(one, beyond=True) for one in ahead]
     behind = dataclasses.replace(outcome("line", 200.0, 1300), beyond=True)

@@ -55,7 +55,7 @@ class TinyTask:
 
 
 TINY = Workload("tiny-cosine", TinyTask, "cosine", 1e-3, 1000)
-# Its training losses fall steadily enough to tell their slope.
+# Its training losses fall steadily enough to show their slope.
 QUIET = Workload("quiet-cosine", partial(TinyTask, noise=0.0, batch_rows=512), "cosine", 1e-3, 1000)
 SELECTION = Selection("tiny", (TINY.name,), (20, 50), (0.5,), points=2, seeds=1, methods=METHODS)
 
