@@ -61,7 +61,9 @@ def test_a_parameter_that_no_rank_has_of_an_expert_that_some_have() -> None:
     parts = {0: whole(*weights("a", 0), "a.experts.0.bias"), 1: whole(*weights("a", 1)), 2: whole(*weights("a", 1))}
     message = wrong_experts(parts, {}, MODULE_LIST, trained)
     assert message is not None
-    assert message.startswith("no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2")
+    assert message.startswith(
+        "no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2"
+    )
     assert message.endswith("(keep in the optimizers all that they trained when this life of the run began)")
     assert wrong_experts({**parts, 2: whole("a.experts.1.bias")}, {}, MODULE_LIST, trained) is None
     message = wrong_experts({0: parts[0]}, {}, MODULE_LIST, trained)

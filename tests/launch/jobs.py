@@ -87,18 +87,34 @@ class Launched:
 
     def until(self, condition: Callable[["Launched"], object]) -> None:
         """Wait until the condition holds."""
-        deadline = time.monotonic() + LIMIT_SECONDS
+        patience = _Patience(self.log)
         while not condition(self):
             assert self.process.poll() is None, self.output[-4000:]
-            assert time.monotonic() < deadline, self.output[-4000:]
+            assert not patience.is_over(), self.output[-4000:]
             time.sleep(0.05)
 
     def wait(self) -> int:
         """Its exit status."""
-        try:
-            return self.process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.output[-4000:]) from None
+        patience = _Patience(self.log)
+        while (status := self.process.poll()) is None:
+            assert not patience.is_over(), self.output[-4000:]
+            time.sleep(0.05)
+        return status
+
+
+class _Patience:
+    """Ends when a job prints nothing for so long that it hangs, however long it takes in all."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._size, self._since = -1, 0.0
+
+    def is_over(self) -> bool:
+        """Whether nothing was printed for `LIMIT_SECONDS`."""
+        size, now = self._log.stat().st_size, time.monotonic()
+        if size != self._size:
+            self._size, self._since = size, now
+        return now - self._since > LIMIT_SECONDS
 
 
 def iterations(launched: Launched) -> list[int]:
