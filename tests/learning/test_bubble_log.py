@@ -32,7 +32,7 @@ class Job:
     def rows(self) -> list[BubbleRow]:
         self.journal.flush(20.0)
         with JournalReader(self.run_dir / "journal.db") as reader:
-            return reader.newest(BubbleRow, 99)[::-1]
+            return reader.newest(BubbleRow, 9999)[::-1]
 
 
 @pytest.fixture
