@@ -24,8 +24,8 @@ class _Width:
 def print_table(console: Console, *tables: Table) -> None:
     """Print tables that are no wider than the console.
 
-    Where its columns do not fit side by side, even with wrapped cells, those that are left follow in a table of their
-    own, which repeats the first column. Words are broken only in columns with `overflow="fold"`.
+    Columns that do not fit side by side, even with wrapped cells, follow in a table of their own, which repeats the
+    first column. Words are broken only in columns with `overflow="fold"`.
 
     Args:
         console: where.

@@ -19,8 +19,8 @@ def sandwich(
 ) -> NDArray[numpy.float64]:
     """Covariance of an M-estimate, `(coefficients, coefficients)`.
 
-    `H^-1 G H^-1` with `H = J' diag(curvatures) J` and `G = J' diag(scores^2) J`, which holds whatever the distribution
-    of the noise and however it changes (P. J. Huber, 1967). Where neighbouring scores resemble each other, G grows by
+    `H^-1 G H^-1` with `H = J' diag(curvatures) J` and `G = J' diag(scores^2) J`. It holds whatever the distribution of
+    the noise and however it changes (P. J. Huber, 1967). Where neighbouring scores resemble each other, G grows by
     `(1 + r) / (1 - r)`, r their correlation: a first-order autoregression has that many fewer independent points.
 
     Args:

@@ -95,8 +95,9 @@ def persistent_lag(
 ) -> Lag:
     """Shift in iterations that best aligns the recovered curve with the smoothed fault-free one.
 
-    The lag is the `s` that minimises the squared difference of `L_recovered(f + r)` and `L_faultfree(f + r - s)` over
-    `r` in the window, both means over the chunks. The fault-free curve is smoothed by a least-squares cubic spline.
+    Both curves are means over the chunks. The lag is the `s` that minimises the squared difference of
+    `L_recovered(f + r)` and `L_faultfree(f + r - s)` over `r` in the window. The fault-free curve is smoothed by a
+    least-squares cubic spline.
 
     The standard error covers which validation data the losses were measured on, with the pairing of both curves
     kept. It does **not** cover the noise of training (another seed, other batches, another failure point): repeat the
@@ -104,8 +105,8 @@ def persistent_lag(
 
     Args:
         recovered: losses after resuming; iterations count as in the fault-free run (resuming at f).
-        faultfree: losses of the run that never failed, on the same chunks, at least at the recovered curve's
-            iterations in the window and as far around them as the lag reaches.
+        faultfree: losses of the run that never failed, on the same chunks. It has at least the recovered curve's
+            iterations in the window, and those as far around them as the lag reaches.
         failure_iteration: f.
         window: first and last r; the transient lies before it.
         max_lag_iterations: largest lag looked for, either way.

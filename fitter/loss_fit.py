@@ -79,8 +79,8 @@ class LossFit:
     def band(self, iterations: ArrayLike, confidence: float = 0.95) -> tuple[Array, Array]:
         """Lower and upper bound, in nats, of single losses; each in the shape of `iterations`.
 
-        By Student's t, from the noise of single losses, what is unknown of the coefficients, and beyond the last
-        iteration how far the family strays from the run, which grows in proportion to the distance. Of the next span
+        By Student's t, from the noise of single losses and what is unknown of the coefficients. Beyond the last
+        iteration, how far the family strays from the run adds to it, in proportion to the distance. Of the next span
         and of recent losses it holds its share; of those that were given little weight it may hold less.
 
         Raises:
@@ -138,9 +138,9 @@ class LossFit:
 def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | None = None) -> LossFit:
     """Fit the loss curve, with the family and the weight of the past that forecast the last span best.
 
-    The candidates, three families with four half-lives each, are fitted to all but the last span, judged by their
-    mean absolute error on it (a spike there counts once, not squared), and the simplest of those that do not differ
-    from the best by more than one standard error is fitted again to everything.
+    The candidates, three families with four half-lives each, are fitted to all but the last span. They are judged by
+    their mean absolute error on it: a spike there counts once, not squared. The simplest of those within one standard
+    error of the best is fitted again to everything.
 
     However long the run, at most 256 bins are fitted, medians of as many consecutive losses each: 0.1 s on one core
     for a million iterations (and once 0.3 s more, to import scikit-learn). RMSE and noise are those of single losses,

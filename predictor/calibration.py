@@ -7,7 +7,7 @@ lowest lag, several horizons along the line. So the lag itself is modelled,
     lag = features(context, setting) . coefficients + noise        (all in iterations),
 
 linear in coefficients that differ from run to run around a common mean: `coefficients ~ N(mean, covariance)`, both
-fitted over the table's runs. Every measured recovery or rehearsal of the present run is one more equation, and the
+fitted over the table's runs. Every measured recovery or rehearsal of the present run is one more equation. The
 posterior is Bayesian linear regression in closed form (Bishop, Pattern Recognition and Machine Learning, 3.3).
 """
 

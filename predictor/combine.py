@@ -19,14 +19,14 @@ def combine(
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Stream `sum_k row[k] * history.read(operator, k)` as `(operator, start, values)`.
 
-    Formed as `x_n + sum_k row[k] * (x_k - x_n)` with n the newest entry used: the same since a row sums to 1, but
-    small differences are summed instead of large values cancelled, so that float32 keeps its precision, and a tensor
-    that was the same in all entries comes out equal to itself (`torch.equal`). At most four pieces of
-    `chunk_elements` float32 values are alive at a time besides what the caller keeps.
+    Formed as `x_n + sum_k row[k] * (x_k - x_n)` with n the newest entry used: the same since a row sums to 1. Small
+    differences are summed instead of large values cancelled, so that float32 keeps its precision. A tensor that was the
+    same in all entries comes out equal to itself (`torch.equal`). At most four pieces of `chunk_elements` float32
+    values are alive at a time besides what the caller keeps.
 
     Raises:
-        ValueError: an operator has no row, a row does not fit the history or does not sum to 1, or the history
-            returned a piece of another length.
+        ValueError: an operator has no row; a row does not fit the history or does not sum to 1; the history returned a
+            piece of another length.
     """
     count = len(history.entries)
     for operator in history.operators:

@@ -216,8 +216,8 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:
     """Coefficients of `x_n + base * (line(n) - x_n) + gain * slope * (target_time - t_n)` over the snapshots.
 
-    With the mean time m, `S = sum (t_k - m)^2` and n the newest: the slope is `sum_k (t_k - m)/S * x_k` and the
-    line's value at n is `sum_k (1/K + (t_n - m)(t_k - m)/S) * x_k`. The newest coefficient is positive.
+    Let m be the mean time, `S = sum (t_k - m)^2`, and n the newest. The slope is `sum_k (t_k - m)/S * x_k`. The line's
+    value at n is `sum_k (1/K + (t_n - m)(t_k - m)/S) * x_k`. The newest coefficient is positive.
 
     Args:
         times: ascending, not all equal; at least 2.

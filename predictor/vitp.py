@@ -42,10 +42,10 @@ class VITPPredictor(LinePredictor):
 
     Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
     trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
-    network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared: it takes
-    0.15 s of a core for each checkpoint with 40 operators and 0.16 s with 3,000 (2026-11-21, one core of an x86
-    server), and gradients would have to go around 32 times for that. A rank that lags or was lost costs its own
-    operators alone: training goes on without them, and a forecast reads them anew, or leaves them the line's row.
+    network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared, because
+    gradients would have to go around 32 times for each checkpoint. It takes 0.15 s of a core with 40 operators and
+    0.16 s with 3,000 (2026-11-21, one core of an x86 server). A rank that lags or was lost costs its own operators
+    alone: training goes on without them, and a forecast reads them anew, or leaves them the line's row.
 
     Source: CPSR, section III-A (VITP), with coefficients per operator in place of predicted values.
 
@@ -177,8 +177,8 @@ class VITPPredictor(LinePredictor):
         """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
         The forecast's `method` is `vitp` where the network turned any operator's direction, else `line`. Settings say
-        the `direction` taken, how many updates its network has had (`updates`), and which operators keep the line's row
-        (`line_operators`, their number, and up to 8 `line_names`).
+        the `direction` taken and how many updates its network has had (`updates`). `line_operators` is the number of
+        operators that keep the line's row, `line_names` has up to 8 of them.
 
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.

@@ -2,7 +2,7 @@
 
 Source: CPSR, section III-A: checkpoints at irregular times are tokens, the dynamic time embedding is added to their
 features before the position embedding. Here a token is a whole snapshot of an operator, described by products of
-differences alone, so that the work does not depend on the size of the operator.
+differences alone. So the work does not depend on the size of the operator.
 """
 
 import math

@@ -52,8 +52,8 @@ class WatchDecision:
 class Watch:
     """Compares training losses after a predicted restart with their level before the failure.
 
-    The excess of a short median over the baseline must stay under an envelope that starts at 4 times the tolerance
-    and falls linearly to it at the end of the watch, plus what ordinary noise explains.
+    The excess of a short median over the baseline must stay under an envelope, plus what ordinary noise explains. The
+    envelope starts at 4 times the tolerance and falls linearly to it at the end of the watch.
 
     Args:
         baseline_losses: mean training losses (over all ranks) just before the checkpoint or the failure, in nats;

@@ -44,10 +44,10 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
     Args:
         location: a run directory, or the URL of a service; its token is taken from the environment.
         run: name of the run, where the service is over several.
-        as_json: print one JSON object with `health`, `plan` (null before the first one), `bubbles` (of each rank that
-            has waited in the newest life, the sums of its newest rows) and `memory` (what the run holds of this
-            machine's memory, and what others do whose directory is gone, or may be; null from a service, which may be
-            on another machine).
+        as_json: print one JSON object with `health`, `plan`, `bubbles` and `memory`. `plan` is null before the first
+            one. `bubbles` has the sums of the newest rows of each rank that has waited in the newest life. `memory` is
+            what the run holds of this machine's memory, and what others do whose directory is gone, or may be. It is
+            null from a service, which may be on another machine.
 
     Raises:
         RunMismatchError: there is no run in the directory.

@@ -150,7 +150,7 @@ def seal(
         Bytes of all ranks' files together.
 
     Raises:
-        SaveError: a listed file is missing or has another size, no rank has some part of the model, or a rank did not
+        SaveError: a listed file is missing or has another size; no rank has some part of the model; or a rank did not
             write an operator that another rank left to it.
         DriftedError: replicas of one operator differ.
         OSError: the file system refused.

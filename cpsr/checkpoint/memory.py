@@ -10,8 +10,8 @@ A file of `/dev/shm` for each buffer, readable by its user alone::
 Beside the numbered buffers, a rank may have small states (`small-0`: its scalars and buffers, without weights and
 moments), replicas on other machines (`replica-<holder>-0`), and states that a restart fetched (`fetched-...`).
 
-The sequence is odd while the buffer is being filled. A state is valid if the sequence is even and the hash matches,
-so a state that is half written, or whose writer died, is never used.
+The sequence is odd while the buffer is being filled. A state is valid if the sequence is even and the hash matches. So
+nobody uses a state that is half written, or whose writer died.
 """
 
 import errno

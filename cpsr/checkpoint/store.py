@@ -90,8 +90,8 @@ class CheckpointStore:
         pinned_iteration: a checkpoint that `retain` keeps whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         drifted: replicas that a commit found to differ (rank 0); None: none so far.
-        attempt: every rank increases it when the job rolls back within its life (with the writers drained), so that
-            shards of the two passes over the same iterations never form one checkpoint.
+        attempt: every rank increases it when the job rolls back within its life, with the writers drained. So shards of
+            two passes over the same iterations never form one checkpoint.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class Source:
             `predicted`: no state is left.
         iteration: of the state; for `predicted` the one that is predicted.
         entry: the state to read, None from the disk and where it is predicted.
-        small: the rank's own buffers and scalars, where `entry` is another rank's state, of which only weights and
+        small: the rank's own buffers and scalars, where `entry` is another rank's state. Of that only weights and
             moments are taken, which are equal bit for bit.
     """
 

@@ -39,8 +39,8 @@ def with_new_names(where: str, data: Any) -> dict[str, Any]:
         data: settings by section, as they were read.
 
     Raises:
-        ConfigError: the data or a section is no mapping, an old name and the new one are both given, or a section
-            that is gone has a key that it never had.
+        ConfigError: the data or a section is no mapping; an old name and the new one are both given; or a section that
+            is gone has a key that it never had.
     """
     settings = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in as_mapping(where, data).items()

@@ -54,8 +54,8 @@ class DeepSpeedAdapter:
     `push_down` and, under ZeRO-3, `evaluate` are collective: all ranks must call them together. A learning-rate
     scheduler must have been given to `deepspeed.initialize`; one stepped by hand is not seen.
 
-    Pipelines: the loss observed is the result of `train_batch` (the mean over the step, known on every rank), forward
-    inputs are not observed (they exist on the first stage only) and `can_evaluate` is False.
+    Pipelines: the loss observed is the result of `train_batch`, the mean over the step, which every rank knows. Forward
+    inputs are not observed: they exist on the first stage only. `can_evaluate` is False.
 
     MoE layers: experts are named by their numbers over all ranks (see `expert_names`). Where ranks share a layer's
     experts, `evaluate` is collective, too.

@@ -51,8 +51,8 @@ class DeepSpeedLoop:
     """The hooks on one engine instance.
 
     Order within a step: `on_forward` and `on_loss` per micro-batch, `before_update` inside `engine.step` (or
-    `train_batch`), `state_changes` when the gradients' norm is known and torch's optimizer begins, `after_step` when
-    that call is about to return and every counter is settled.
+    `train_batch`). `state_changes` comes when the gradients' norm is known and torch's optimizer begins. `after_step`
+    comes when that call is about to return and every counter is settled.
 
     Args:
         engine: a `DeepSpeedEngine` or `PipelineEngine`.

@@ -58,9 +58,9 @@ class TorchAdapter:
         experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
-        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP,
-            parameters that overlap in memory, parameters outside the module, or an optimizer whose state is not per
-            tensor; the message names it.
+        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP, or an
+            optimizer whose state is not per tensor; parameters that overlap in memory or lie outside the module. The
+            message names it.
     """
 
     def __init__(

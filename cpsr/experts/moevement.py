@@ -38,8 +38,8 @@ class MoEvement:
 
     Experts go by ascending score, then gates and non-expert parts, which every token passes. Popular operators are so
     frozen for longest when the checkpoint is converted, which saves their weight gradients. Order and window hold for
-    one window; at its end the window is found anew from the budget, and the order where at least 25% of the
-    experts have a share of their layer's tokens that is over 10% off.
+    one window. At its end the window is found anew from the budget. The order is found anew where the share of their
+    layer's tokens is over 10% off for at least 25% of the experts.
 
     Of the budget it takes `snapshot_bytes`: non-expert parts are operators like others. Ranks with operators or links
     of their own have windows of their own; a checkpoint is complete when the longest has ended.

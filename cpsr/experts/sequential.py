@@ -15,8 +15,8 @@ class Sequential:
 
     Layers are interleaved: each begins in the round where the layer before ends, and the round goes from rank to rank.
     So all ranks save equally many experts, to within one, and an unchanged K saves each expert once in `ceil(E / K)`
-    snapshots. Where every rank owns one expert this is the paper's order; it goes through all experts of one rank
-    before the next rank's, which would leave one rank to do the work of all where each owns several.
+    snapshots. Where every rank owns one expert this is the paper's order. The paper goes through all experts of one
+    rank before the next rank's. Where each rank owns several, one rank would then do the work of all.
 
     Source: pec, section 3.1.
     """

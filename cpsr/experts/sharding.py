@@ -36,8 +36,8 @@ def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]
     """Parts over ranks, the largest first, each to the rank that has least to save (ADPS).
 
     Only for replicated state (ZeRO-0, DDP). Parts are not divided: no rank can have less to do than
-    the largest part. The largest sum of a rank is at most `3/2 - 1/(2 n)` times the least possible for n ranks, and
-    `4/3 - 1/(3 n)` times where all save equally many bytes of experts.
+    the largest part. For n ranks the largest sum of a rank is at most `3/2 - 1/(2 n)` times the least possible. Where
+    all save equally many bytes of experts, it is at most `4/3 - 1/(3 n)` times that.
 
     Args:
         part_bytes: of each non-expert part.

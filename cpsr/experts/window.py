@@ -45,10 +45,10 @@ def sparse_window(
 
     Operators are active in the order in which they are given: the least popular first. Each snapshot takes as many as
     fit, with all others counted as frozen. With equal operators this is Algorithm 1, `W = ceil(N / k)` for the largest
-    k that fits, except that it stops at two operators even where two do not fit, and here at one. Where operators
-    differ, one number k for all snapshots would let the largest of them, an embedding say, set the window: here each
-    snapshot takes its own number, and no other division of the same order has fewer snapshots (as long as no operator
-    takes more frozen than active).
+    k that fits. Only, the paper stops at two operators even where two do not fit, and this function at one. Where
+    operators differ, one number k for all snapshots would let the largest of them, an embedding say, set the window. So
+    each snapshot takes its own number. No other division of the same order has fewer snapshots, as long as no operator
+    takes more frozen than active.
 
     Args:
         active_bytes: for each operator: master weights and optimizer state.

@@ -12,7 +12,7 @@ The layout is that of DeepSpeed 0.19.8 (`deepspeed/checkpoint/ds_to_universal.py
 The files are pickles, because DeepSpeed reads no other; they hold tensors and plain data alone, and none is read here.
 
 What DeepSpeed 0.19.8 makes of it is measured in `tests/export`: at ZeRO 1 and 2 the training goes on bit for bit. At
-ZeRO-3 it gives every parameter group the first one's settings, and all of a rank's sub-groups the same tensor to count
+ZeRO-3 it gives every parameter group the first one's settings. All of a rank's sub-groups get the same tensor to count
 their steps in, which each then increments. So nothing for ZeRO-3 is written where there are several groups, and
 `sub_group_size` has to hold all parameters of a rank.
 """

@@ -8,8 +8,8 @@ __all__ = ["Beginning"]
 class Beginning(enum.Enum):
     """What the state is with which a life, or a roll-back inside one, began.
 
-    The values are the journal's texts for `method`. A predicted state is recorded under the name of what predicted it
-    (`line`, `vitp`, and others in older journals), so that every other text stands for one.
+    The values are the journal's texts for `method`. A predicted state is recorded under the name of what predicted it:
+    `line`, `vitp`, others in older journals. So every other text stands for one.
     """
 
     SCRATCH = "scratch"

@@ -164,11 +164,11 @@ class RecoveryRow:
 class RehearsalRow:
     """A recovery that was rehearsed in the running job at `iteration`, as if it had failed at `failure_iteration`.
 
-    `outcome` is `running` until it has ended (with a later life present: the job was killed during it), `measured`,
-    `refused` (no predicted state to train from, or the job was asked to leave meanwhile), `diverged` (its loss
-    was no longer finite) or `failed`.
-    `lag_iterations` is None if nothing was measured, or the loss falls too slowly to measure a lag.
-    `cost_seconds` is the time that training waited; while it runs, the expected time.
+    `outcome` is `running` until it has ended; where a later life is present, the job was killed during it. Afterwards
+    it is `measured`, `failed`, `diverged` (its loss was no longer finite) or `refused`. `refused` stands for no
+    predicted state to train from, or for a job that was asked to leave meanwhile. `lag_iterations` is None if nothing
+    was measured, or the loss falls too slowly to measure a lag. `cost_seconds` is the time that training waited; while
+    it runs, the expected time.
     """
 
     id: str

@@ -118,8 +118,8 @@ class Journal:
             mode: the configured recovery mode.
             after: newest life known from another source: a number is never used twice, even if the journal was lost.
 
-        If the file cannot be written, the row is retried like any other. If it could not be read either, and turns out
-        to contain this life's number already, nothing of this life is recorded, and `failures()` reports that.
+        If the file cannot be written, the row is retried like any other. A file that could not be read either may turn
+        out to contain this life's number already. Then nothing of this life is recorded, and `failures()` reports that.
         """
         with self._changed:  # the thread may just be opening the file
             life = self._life = max(self._next_life, after + 1)

@@ -37,8 +37,8 @@ def run_job(arguments: Sequence[str]) -> int:
         arguments: as for torchrun.
 
     Returns:
-        The exit status: 0, 1 where the job was given up, 2 where there is no such script, 78 where it refuses its
-        configuration, 128 and the number of the signal that ended it.
+        The exit status: 0; 1 where the job was given up; 2 where there is no such script; 78 where it refuses its
+        configuration; 128 and the number of the signal that ended it.
     """
     parsed = _parser().parse_args(list(arguments))
     if not (parsed.module or parsed.no_python or Path(parsed.training_script).is_file()):

@@ -93,7 +93,7 @@ class _Kind:
 class Bubbles:
     """Learns where the training thread waits in an iteration, and lets other threads work meanwhile.
 
-    An iteration's waits come in the same order every time (a pipeline's receives, the batches of its micro-batches), so
+    An iteration's waits come in the same order every time: a pipeline's receives, the batches of its micro-batches. So
     a wait is known by its kind and by its number in the iteration, its *place*. The forecast of a place is a low
     quantile of its recent durations. Before enough of them are known, it is the place's share of an iteration by the
     schedule, of the shortest iteration so far; a place that no schedule knows is then forecast to last for no time.

@@ -80,9 +80,9 @@ class Learner:
     """Owns the predictor while training runs; other users lock it with `locked()`.
 
     The thread learns on a copy. Once it has learned from a whole checkpoint, the predictor gets all of that at once. If
-    checkpoints come faster, the thread continues with the newest. Its failures never reach training: nobody waits
-    longer than `SLICE_LIMIT_SECONDS` for a slice, what it learned from complete checkpoints is kept and saved with the
-    next ones, learning ends for this life, and `failure` returns why. A recovery predicts from what is kept. All ranks
+    checkpoints come faster, the thread continues with the newest. Its failures never reach training. Nobody waits
+    longer than `SLICE_LIMIT_SECONDS` for a slice. What it learned from complete checkpoints is kept and saved with the
+    next ones. Learning ends for this life, and `failure` returns why. A recovery predicts from what is kept. All ranks
     must do so alike: no rank falls back further than the others.
 
     Args:
@@ -373,7 +373,7 @@ def _compute_alone() -> None:
     """Let torch compute on the calling thread only, so that the budget is a share of one core, not of all.
 
     Torch's number of threads belongs to the calling thread, for OpenMP, MKL and oneDNN alike. But a thread that has not
-    computed yet starts with the number set last in the process, so the caller must set that again at once. Setting any
+    computed yet starts with the number set last in the process. So the caller must set that again at once. Setting any
     number also stops MKL, in the whole process, from choosing fewer threads by itself. That cannot be undone (observed
     with torch 2.13).
     """

@@ -1,7 +1,7 @@
 """How long the stages of a pipeline wait for each other, computed from the schedule.
 
-The order is that of DeepSpeed's `TrainSchedule` (one forward, one backward in turn, "1F1B"): stage s of S computes the
-forward of micro-batch m in slot `2 m + s` and its backward in slot `2 m + 2 S - s - 1`. Its receives wait for what a
+The order is that of DeepSpeed's `TrainSchedule`: one forward, one backward in turn ("1F1B"). Stage s of S computes the
+forward of micro-batch m in slot `2 m + s`. The backward has slot `2 m + 2 S - s - 1`. Its receives wait for what a
 neighbour computes in the slot before.
 """
 

@@ -86,8 +86,8 @@ class HostMemory:
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.
 
-        This bounds what a life keeps on a machine, whatever earlier ones left there: states of ranks that have moved to
-        other machines, replicas that are no longer wanted, and all of it where this life has no shared memory.
+        This bounds what a life keeps on a machine, whatever earlier ones left there. States of ranks that have moved to
+        other machines go, and replicas that are no longer wanted. All of it goes where this life has no shared memory.
         """
         self.pool.forget_after(iteration)
         if self._first_on_machine:

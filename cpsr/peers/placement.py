@@ -1,16 +1,16 @@
 """Which ranks hold the replicas of which rank's state.
 
-MoEtion, section 5.1 and Algorithm 2, whose aims are met here and whose steps are not: as printed, the formula for a
-rank's data-parallel group gives one rank of every pipeline stage, the first peers of a group get everything while the
-others get nothing, nodes are not looked at, and the limit on a holder's load may leave a rank with fewer replicas than
-were asked for.
+This meets the aims of MoEtion, section 5.1 and Algorithm 2, by other steps. As printed, the formula for a rank's
+data-parallel group gives one rank of every pipeline stage. The first peers of a group get everything, and the others
+get nothing. Nodes are not looked at. The limit on a holder's load may leave a rank with fewer replicas than were asked
+for.
 
 What need not travel, by the same section, is in the sizes that a `Member` is given. Without ZeRO all ranks of a
 data-parallel group have the same weights and moments, and only a rank's own buffers and scalars travel within it: to
 another machine, which holds those as a rank of its own. A group that is on one machine has its replicas in other
 groups, and travels whole. At ZeRO-1 and 2 the paper counts the parameters as replicated. That holds where they are
-trained in fp32: in mixed precision what all have is the rounded copy, and the master weights are split as the moments
-are (by DeepSpeed's optimizer for bf16 at stage 0 too). At ZeRO-3 everything travels.
+trained in fp32. In mixed precision what all have is the rounded copy, and the master weights are split as the moments
+are. DeepSpeed's optimizer for bf16 splits them at stage 0, too. At ZeRO-3 everything travels.
 """
 
 from collections import deque
@@ -153,11 +153,11 @@ class _Table:
     def balance(self) -> int:
         """Move replicas until the largest load is below `bound` plus the largest size; return that lower bound.
 
-        A rank with too much gives one replica to the next on a shortest way, along moves that are allowed, to a rank
-        below the bound. Whoever gives stays at the bound or above it and whoever was below it never gets too much, so
-        ways only become longer, and this ends, as preflows do in a network. Where there is no such way, what the ranks
-        on all ways from there hold cannot be held elsewhere, not even in fractions, and all of them are at the bound
-        or above it: their mean is a lower bound that is larger, and takes its place.
+        A rank with too much looks for a shortest way to a rank below the bound, along moves that are allowed. It gives
+        one replica to the next rank on that way. Whoever gives stays at the bound or above it, and whoever was below it
+        never gets too much. So ways only become longer, and this ends, as preflows do in a network. Where there is no
+        such way, what the ranks on all ways from there hold cannot be held elsewhere, not even in fractions. All of
+        them are at the bound or above it. Their mean is a larger lower bound, and takes its place.
         """
         load, ranks = self.load, range(len(self.members))
         largest = max(self._bytes(owner, holder) for owner in ranks for holder in self.chosen[owner].values())

@@ -47,10 +47,10 @@ class Replicator:
     states of earlier lives stay until newer ones replace them, or until `remove_stale`. Open it after the ranks of this
     machine have taken the memory for their own snapshots: the rest of the memory limits the number of replicas.
 
-    Where the ranks of a data-parallel group hold the same weights and moments (no ZeRO), a holder of that group
-    receives only the small state (kind `small`): together with the holder's own snapshot it is the owner's state. Each
+    Without ZeRO the ranks of a data-parallel group hold the same weights and moments. Then a holder of that group
+    receives only the small state (kind `small`). Together with the holder's own snapshot it is the owner's state. Each
     committed checkpoint shows whether they do hold the same; where they do not, whole states are sent from then on. At
-    ZeRO-1 and 2 the whole state of a rank is sent. By the paper's rule fp32 weights could be left out there, but a
+    ZeRO-1 and 2 the whole state of a rank is sent. By the paper's rule fp32 weights could be left out there. But a
     holder would then have to copy the owner's slice from its own parameters at that iteration, and training would wait.
 
     Args:

@@ -95,8 +95,8 @@ class Daly(_Recomputing):
 class CheckFreq(_Recomputing):
     """The shortest interval in which a checkpoint finishes, lengthened until the overhead is within a limit.
 
-    `k = max(ceil((t_f - overhead) / t_i), 1)` with `t_f` the time of a checkpoint from snapshot to disk, `overhead` its
-    stall and `t_i` the time of an iteration; then `k += 2` while `overhead / (k t_i)` exceeds the limit.
+    `k = max(ceil((t_f - overhead) / t_i), 1)`, then `k += 2` while `overhead / (k t_i)` exceeds the limit. `t_f` is the
+    time of a checkpoint from snapshot to disk, `overhead` its stall, `t_i` the time of an iteration.
 
     Source: Mohan, Phanishayee, Chidambaram, "CheckFreq", FAST 2021, and the profiling of its published code.
 
@@ -124,7 +124,7 @@ class CheckFreq(_Recomputing):
 class PCcheck:
     """`k = ceil(T_w / (N q t))`: N checkpoints at a time, each of `T_w` seconds, between iterations of `q t` seconds.
 
-    Per failure it expects `k t / 2 + t min(T_w / t, k N) / 2` of lost work (and the loading, which is the restart).
+    Per failure it expects the loading, which is the restart, and this lost work: `k t / 2 + t min(T_w / t, k N) / 2`.
 
     Source: Strati, Friedman, Klimovic, "PCcheck", ASPLOS 2025, for the interval; its published code only sweeps
     intervals, and gives the cost per failure.

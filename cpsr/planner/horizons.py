@@ -85,8 +85,8 @@ def _mean_shortfall(
 def _life_shortfall(distance: Array, rate: Array, until: Array, stall: Array, end: Array) -> Array:
     """Mean of `max(distance - trained, 0)` over failures before the end, others counting as 0.
 
-    The iterations trained by a life that stalls once, after `until` iterations, have the distribution function
-    `1 - exp(-rate x)` before the stall and `1 - exp(-rate (x + stall))` after it; this is its integral.
+    A life stalls once, after `until` iterations. The iterations that it trained have the distribution function
+    `1 - exp(-rate x)` before the stall, and `1 - exp(-rate (x + stall))` after it. This is its integral.
     """
     exponent = rate * numpy.clip(distance, 0.0, end)
     failed = -numpy.expm1(-exponent)

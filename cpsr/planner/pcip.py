@@ -9,7 +9,7 @@ One unit of time throughout: the iteration. `T_s` is the stall of a checkpoint a
 
 The cost of Eq. 17 is `T_s / (1 - exp(-lambda P)) + (lambda A / tau1) T_c / (tau1 - B T_c)` with `P = T_c + T_s`, where
 `tau1 > B T_c`. Its derivative vanishes where `tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda P / 2)`. The paper takes
-`lambda P` for small, which gives `T_c = (tau1 - lambda sqrt(A T_s)) / (B + r)`, and prints the theorem without the
+`lambda P` for small, which gives `T_c = (tau1 - lambda sqrt(A T_s)) / (B + r)`. It prints the theorem without the
 subtrahend: too long by `r T_s / (B + r)`.
 """
 

@@ -114,8 +114,8 @@ def measure_unpaired(
         after: iterations and losses after it, once the transient is over.
 
     Returns:
-        Lag and standard error in iterations, that of the continued course included; None with fewer than 100 losses
-        before or 10 after, with a loss that is not finite, or where the slope does not differ from zero.
+        Lag and standard error in iterations, that of the continued course included. None with fewer than 100 losses
+        before or 10 after, with a loss that is not finite, or without a significant slope.
     """
     times, values = _recent([at for at, _ in before], [loss for _, loss in before])
     if len(times) < SLOPE_LOSSES_MIN or len(after) < AFTER_LOSSES_MIN:
@@ -142,8 +142,8 @@ def measure_unpaired(
 def _descent(iterations: Sequence[int], losses: Sequence[float], at: float) -> tuple[float, float]:
     """Descent at an iteration and its standard error; (0, infinity) where there are too few losses.
 
-    Fitted as `a + b log(iteration)`: as few parameters as a line, and it bends as loss curves do early in training,
-    where a line's slope over the past would be too steep for the present.
+    Fitted as `a + b log(iteration)`, which has as few parameters as a line. It bends as loss curves do early in
+    training, where a line's slope over the past would be too steep for the present.
     """
     recent, values = _recent(iterations, losses)
     if len(values) < SLOPE_LOSSES_MIN:

@@ -32,8 +32,8 @@ class Reach:
 class _Rhythm:
     """Starts of checkpoints, in seconds after the first: `slots` in a row, then a wait until the first is durable.
 
-    With c the `spacing_seconds` of two starts that nothing delays and d the time until a checkpoint is durable, start j
-    is `max(start[j-1] + c, start[j-slots] + d)`, which is `(j mod slots) c + (j div slots) max(slots c, d)`.
+    Let c be the `spacing_seconds` of two starts that nothing delays, and d the time until a checkpoint is durable.
+    Start j is `max(start[j-1] + c, start[j-slots] + d)`: that is `(j mod slots) c + (j div slots) max(slots c, d)`.
     """
 
     interval_iterations: int

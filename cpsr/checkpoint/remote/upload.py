@@ -39,8 +39,8 @@ class Uploaded:
 def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool]) -> Uploaded:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
-    Every file is compared with its record while it is sent, then read back from the target and compared again, before
-    the commit record is written. Files of an earlier upload in the folder are removed first.
+    Every file is compared with its record while it is sent. It is then read back from the target and compared again.
+    The commit record comes after all files. Files of an earlier upload in the folder are removed first.
 
     Args:
         place: the target.
