@@ -31,7 +31,7 @@ from cpsr.service.runs import Runs
 
 __all__ = ["create_app"]
 
-_NOUNS = (
+NOUNS = (
     plan,
     preview,
     override,
@@ -66,7 +66,7 @@ def create_app(run_dir: Path, access: Access | None = None, limits: Limits | Non
     app.state.access = access
     app.state.streams = Streams(limits)
     answer_problems(app)
-    for noun in _NOUNS:
+    for noun in NOUNS:
         app.include_router(noun.router, responses=PROBLEMS)
     mount_dashboard(app)
     app.add_middleware(Gate, access=access, limits=limits)

@@ -28,6 +28,9 @@ class ServiceProcess:
         config: of the service.
         run_dir: of the run.
         report: takes the kind of an event and its message, from any thread.
+
+    Attributes:
+        child: the process that serves; None before it was started.
     """
 
     def __init__(self, config: ServiceConfig, run_dir: Path, report: Callable[..., None]) -> None:
@@ -36,7 +39,7 @@ class ServiceProcess:
         self._report = report
         self._log = run_dir / LOG_FILE
         self._closing = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes] | None = None
         self._watch: threading.Thread | None = None
 
     def start(self) -> None:
@@ -47,7 +50,7 @@ class ServiceProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         try:
             with self._log.open("ab") as log:
-                self._process = subprocess.Popen(  # noqa: S603 - this program itself
+                self.child = subprocess.Popen(  # noqa: S603 - this program itself
                     self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
                 )
         except OSError as error:
@@ -59,19 +62,19 @@ class ServiceProcess:
             return
         config = self._config
         self._report("service", f"the service starts on {config.host} port {config.port}; its log is {self._log}")
-        self._watch = threading.Thread(target=self._wait, args=(self._process,), name="cpsr-service", daemon=True)
+        self._watch = threading.Thread(target=self._wait, args=(self.child,), name="cpsr-service", daemon=True)
         self._watch.start()
 
     def close(self) -> None:
         """End it, after it has answered open requests."""
-        if self._process is None or self._watch is None:
+        if self.child is None or self._watch is None:
             return
         self._closing = True
-        self._process.terminate()
+        self.child.terminate()
         self._watch.join(CLOSE_SECONDS)
         if self._watch.is_alive():
             logger.warning("the service did not end within %g s and is killed", CLOSE_SECONDS)
-            self._process.kill()
+            self.child.kill()
             self._watch.join(CLOSE_SECONDS)
 
     def _wait(self, process: "subprocess.Popen[bytes]") -> None:

@@ -207,7 +207,7 @@ class SnapshotPool:
             # It is this state, with all its scalars. The training thread finishes and submits it, if it can.
             running[1].result()
             self.seal(running[0])
-        self._settle()
+        self.settle()
         if iteration in list(self._sealed.values()):
             return
         copied = decode(*encode(scalars))
@@ -227,7 +227,7 @@ class SnapshotPool:
 
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
-        self._settle()
+        self.settle()
         with self._lock:
             later = [index for index, sealed in self._sealed.items() if sealed > iteration]
         for index in later:
@@ -302,7 +302,7 @@ class SnapshotPool:
             if buffer.memory is not None:
                 buffer.memory.close(remove=remove)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait for running seals."""
         self._hurry()
         self._worker.submit(lambda: None).result()

@@ -93,7 +93,7 @@ class ActivationOffload:
 
     def __init__(self, module: torch.nn.Module, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._module = module
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._chunk_bytes = chunk_bytes
         self._handles: list[RemovableHandle] = []
         self._contexts: list[AbstractContextManager[Any]] = []  # one for each forward that is under way
@@ -135,7 +135,7 @@ class ActivationOffload:
     def _pack(self, forward: "_Forward", tensor: torch.Tensor) -> "_Saved":
         if not self._takes(tensor):
             return forward.save(_Stayed(tensor))
-        moved = _Moved(tensor, self._stream(tensor.device), max(self._chunk_bytes // tensor.element_size(), 1))
+        moved = Moved(tensor, self._stream(tensor.device), max(self._chunk_bytes // tensor.element_size(), 1))
         weakref.finalize(moved, self._let_go, tensor.nbytes)
         return forward.save(moved)
 
@@ -146,7 +146,7 @@ class ActivationOffload:
         if tensor.untyped_storage().data_ptr() in self._weights:
             return False
         with self._lock:
-            if self.held_bytes + tensor.nbytes > self._limit_bytes:
+            if self.held_bytes + tensor.nbytes > self.limit_bytes:
                 return False
             self.held_bytes += tensor.nbytes
             self.moved_bytes += tensor.nbytes
@@ -180,7 +180,7 @@ class _Saved:
         place: how many that forward had moved before.
     """
 
-    kept: "_Stayed | _Moved"
+    kept: "_Stayed | Moved"
     forward: "_Forward"
     place: int
 
@@ -189,16 +189,16 @@ class _Forward:
     """What one forward has moved to host memory, in its order; the backward asks for it from the end."""
 
     def __init__(self) -> None:
-        self._moved: list[weakref.ref[_Moved]] = []
+        self._moved: list[weakref.ref[Moved]] = []
 
-    def save(self, kept: "_Stayed | _Moved") -> _Saved:
+    def save(self, kept: "_Stayed | Moved") -> _Saved:
         """Note one more tensor."""
         saved = _Saved(kept, self, len(self._moved))
-        if isinstance(kept, _Moved):
+        if isinstance(kept, Moved):
             self._moved.append(weakref.ref(kept))
         return saved
 
-    def before(self, place: int) -> list["_Moved"]:
+    def before(self, place: int) -> list["Moved"]:
         """What the backward will ask for next: those that still wait of the few moved before that place."""
         near = [reference() for reference in self._moved[max(place - PREFETCHED, 0) : place]]
         return [moved for moved in reversed(near) if moved is not None and not moved.was_returned]
@@ -226,7 +226,7 @@ class _Stayed:
         return self._tensor
 
 
-class _Moved:
+class Moved:
     """A saved tensor in host memory; brought back once for every time that it is asked for."""
 
     def __init__(self, tensor: torch.Tensor, stream: "torch.cuda.Stream | None", chunk_elements: int) -> None:

@@ -33,7 +33,7 @@ MAX_REPORTED_FAILURES = 10_000
 REPORTS_PER_HOUR_MAX = 1000
 HOUR_SECONDS = 3600.0
 # Tables added by each version; a new file gets all.
-_TABLES = {
+TABLES = {
     1: """
 CREATE TABLE reported_failures (
     id INTEGER PRIMARY KEY, description TEXT NOT NULL, failed_unix_seconds REAL NOT NULL,
@@ -46,7 +46,7 @@ CREATE TABLE overrides (
     expires_unix_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL)
 """,
 }
-SCHEMA_VERSION = max(_TABLES)
+SCHEMA_VERSION = max(TABLES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +143,7 @@ def write_command(
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
             _check(connection, path)
             for added in range(version + 1, SCHEMA_VERSION + 1):
-                connection.execute(_TABLES[added])
+                connection.execute(TABLES[added])
             connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             if check is not None:
                 check(connection)

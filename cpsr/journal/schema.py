@@ -68,7 +68,7 @@ _WITHOUT_ROWS = (LifeRow, RecoverySource)  # tables whose rows are not numbered 
 
 # `row`, an INTEGER PRIMARY KEY without a field in the dataclasses, keeps the order of recording: after a restart or a
 # roll-back the same iteration is trained and checkpointed again, and both rows stay.
-_STATEMENTS = """
+STATEMENTS = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lives (
     life INTEGER PRIMARY KEY CHECK (life >= 0), mode TEXT NOT NULL, pid INTEGER NOT NULL, host TEXT NOT NULL,
@@ -108,7 +108,7 @@ CREATE TABLE events (
     iteration INTEGER, created_unix_seconds REAL NOT NULL);
 """
 # Additions of each version; a new file gets all.
-_ADDED = {
+ADDED = {
     2: """
 CREATE TABLE rehearsals (
     row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL,
@@ -220,11 +220,11 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("BEGIN IMMEDIATE")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == 0:
-        _execute(connection, _STATEMENTS)
+        _execute(connection, STATEMENTS)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute("INSERT INTO meta VALUES ('created_unix_seconds', ?)", (repr(time.time()),))
     for added in range(max(version, 1) + 1, SCHEMA_VERSION + 1):
-        _execute(connection, _ADDED[added])
+        _execute(connection, ADDED[added])
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     facts = {"filesystem": filesystem, "journal_mode": mode, **_opened(connection)}
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())

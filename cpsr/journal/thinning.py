@@ -35,13 +35,13 @@ def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
         done = 0 if found is None else int(found[0])
         until = done + SLICE_ROWS * (every // 2)
         if until <= boundary:
-            _delete(connection, done, until, every, key)
+            delete_steps(connection, done, until, every, key)
             return True
         every *= 2
     return False
 
 
-def _delete(connection: sqlite3.Connection, done: int, until: int, every: int, key: str) -> None:
+def delete_steps(connection: sqlite3.Connection, done: int, until: int, every: int, key: str) -> None:
     chosen = "FROM steps WHERE row > ? AND row <= ? AND iteration % ? != 0"
     range_ = (done, until, every)
     connection.execute("BEGIN IMMEDIATE")

@@ -56,7 +56,7 @@ class BubblePace:
         seen = self._bubbles.account().iterations
         while not self._closing.is_set():
             patience = STARVED_SECONDS if self._outside is None else self._outside.rest_seconds()
-            self._entered = self._bubbles.entered(self._expected_seconds(), patience, SPARED_SHARE)
+            self._entered = self._bubbles.entered(self.expected_seconds(), patience, SPARED_SHARE)
             if self._entered is not None:
                 return
             if self._outside is not None:
@@ -82,7 +82,8 @@ class BubblePace:
         self._closing.set()
         self._bubbles.close()
 
-    def _expected_seconds(self) -> float:
+    def expected_seconds(self) -> float:
+        """Expected duration of the next slice."""
         if not self._slices:
             return FIRST_SLICE_SECONDS
         return self._longest_seconds() + statistics.median(self._delays)
@@ -101,7 +102,7 @@ class BubblePace:
             self._reported = True
             self._report(
                 "no wait of this pipeline stage is long enough for the predictor's work (a slice should take "
-                f"{1000 * self._expected_seconds():.1f} ms, all waits of an iteration together are forecast to take "
+                f"{1000 * self.expected_seconds():.1f} ms, all waits of an iteration together are forecast to take "
                 f"{1000 * self._bubbles.iteration_forecast_seconds():.1f} ms): until one is, it learns nothing from "
                 "the checkpoints, and a recovery uses what was learned before. Training is not affected"
             )

@@ -17,7 +17,7 @@ from pathlib import Path
 from cpsr.config import RanksConfig
 from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
 
-__all__ = ["Liveness"]
+__all__ = ["GivenUp", "Liveness"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class _Stillness:
 
 
 @dataclass(frozen=True)
-class _GivenUp:
+class GivenUp:
     """Why this process must leave, and because of which rank, if known."""
 
     reason: str
@@ -180,7 +180,7 @@ class Liveness:
                 elapsed_seconds = now - self._checked
                 self._paused = self._paused or self._is_pause(elapsed_seconds)
                 self._checked = now  # after the line before: `obstacle` may run between the two
-                given_up = self._check(elapsed_seconds)
+                given_up = self.check(elapsed_seconds)
                 if given_up is not None:
                     self._beat(Phase.LEAVING, given_up.lost_rank)
                     self._leave(given_up.reason)
@@ -190,13 +190,13 @@ class Liveness:
             self._report_once("not watched", f"rank {self._rank} no longer watches ({type(error).__name__}: {error})")
             self._beat(Phase.ENDED)  # or a defect here would end a healthy job
 
-    def _check(self, elapsed_seconds: float) -> _GivenUp | None:
-        """Beat once, and check the others once."""
+    def check(self, elapsed_seconds: float) -> GivenUp | None:
+        """Beat once, and check the others once; by its own thread."""
         written = self._beat(Phase.BUSY if self._busy else Phase.TRAINING)
         paused = self._is_pause(elapsed_seconds)
         newer = self._newer_life() if paused or not written else None
         if newer is not None:
-            return _GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
+            return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
         before = dict(self._known)
         for rank in list(self._silence):
             given_up = self._check_rank(rank, elapsed_seconds, written)
@@ -206,12 +206,12 @@ class Liveness:
             self._paused = False  # the others still beat: they have not left without this process
         return self._hanging(elapsed_seconds) if self._rank == 0 else None
 
-    def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> _GivenUp | None:
+    def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> GivenUp | None:
         heartbeat = self._read(rank)
         if heartbeat is not None and heartbeat.phase is Phase.LEAVING:
             lost = heartbeat.lost_rank
             whom = "the training" if lost is None else "this rank" if lost == self._rank else f"rank {lost}"
-            return _GivenUp(f"rank {rank} has given up {whom}, and leaves", lost)
+            return GivenUp(f"rank {rank} has given up {whom}, and leaves", lost)
         if heartbeat is not None and heartbeat.phase is Phase.ENDED:
             del self._silence[rank]
             self._known.pop(rank, None)
@@ -222,12 +222,12 @@ class Liveness:
         beats = heartbeat.beats if heartbeat is not None and written else None
         if not self._silence[rank].check(beats, elapsed_seconds):
             return None
-        return _GivenUp(
+        return GivenUp(
             f"rank {rank} sent no heartbeat for {self._heartbeat_seconds:g} s: it is stopped, or its machine is gone",
             rank,
         )
 
-    def _hanging(self, elapsed_seconds: float) -> _GivenUp | None:
+    def _hanging(self, elapsed_seconds: float) -> GivenUp | None:
         """Whether no rank makes progress although it should (rank 0)."""
         known = {self._rank: self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING), **self._known}
         begun = any(heartbeat.iteration is not None for heartbeat in known.values())
@@ -244,7 +244,7 @@ class Liveness:
             where, lost = f"all ranks are at one place of {step}", None
         else:
             where, lost = f"rank {', '.join(map(str, behind))} is behind the others, in {step}", behind[0]
-        return _GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
+        return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
 
     # The files
 

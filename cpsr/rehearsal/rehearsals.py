@@ -63,6 +63,11 @@ class Rehearsals(Part):
         state: the small exact state.
         loss_fn: the user's loss of a batch; None if the module returns it.
         stopping: whether this rank was asked to leave.
+
+    Attributes:
+        prepared: the rehearsal for which batches are kept; None between rehearsals.
+        not_before: the iteration from which the next one may be proposed.
+        looked_at: the newest checkpoint, if its history was too short.
     """
 
     def __init__(
@@ -89,13 +94,13 @@ class Rehearsals(Part):
         self._budget = RehearsalBudget(self._config.budget_fraction, account.trained_seconds, account.spent_seconds)
         self._count = account.count
         self._losses: deque[tuple[int, float]] = deque(maxlen=SLOPE_LOSSES_MAX)
-        self._prepared: Prepared | None = None
+        self.prepared: Prepared | None = None
         self._dealt = self._dealt_last = 0  # batches of the iteration in progress, and of the last
         self._compared = False
         self._loss_expected: torch.Tensor | None = None  # of the next micro-batch, by loss_fn
         self._overhead_seconds = 0.0  # of the last rehearsal, beside its training
-        self._not_before = 0
-        self._looked_at: int | None = None  # newest checkpoint, if its history was too short
+        self.not_before = 0
+        self.looked_at: int | None = None
         self._off = False
         state.on_batch.append(self._on_batch)
         if config.mode == "exact":
@@ -113,14 +118,14 @@ class Rehearsals(Part):
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins."""
-        if self._prepared is not None and not self._loss_given:
-            self._prepared.batches.add(args, kwargs)
+        if self.prepared is not None and not self._loss_given:
+            self.prepared.batches.add(args, kwargs)
 
     def _on_batch(self, batch: Any) -> None:
         self._dealt += 1
-        if self._prepared is None or not self._loss_given:
+        if self.prepared is None or not self._loss_given:
             return
-        batches = self._prepared.batches
+        batches = self.prepared.batches
         batches.add((batch,), {})
         if self._compared:
             return
@@ -135,12 +140,12 @@ class Rehearsals(Part):
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's detached training loss."""
-        if self._prepared is None:
+        if self.prepared is None:
             return
-        self._prepared.batches.add_loss(loss)
+        self.prepared.batches.add_loss(loss)
         expected, self._loss_expected = self._loss_expected, None
         if expected is not None and not _same_loss(expected, loss):
-            self._prepared.batches.give_up(
+            self.prepared.batches.give_up(
                 f"loss_fn gives {float(expected):.6g} for a batch whose training loss is {float(loss):.6g}: rehearsals "
                 "need the loss that is trained on, for the batch that the loop has just taken"
             )
@@ -168,7 +173,7 @@ class Rehearsals(Part):
         """
         self._budget.train(seconds)
         self._dealt_last, self._dealt = self._dealt, 0
-        prepared = self._prepared
+        prepared = self.prepared
         if prepared is None:
             return False
         prepared.batches.end_iteration(applied)
@@ -179,7 +184,7 @@ class Rehearsals(Part):
 
     def propose(self, iteration: int) -> int:
         """The checkpoint that a rehearsal should start from; 0 if none is due, and on ranks other than 0."""
-        if self._off or self._prepared is not None or self._group.rank != 0 or iteration < self._not_before:
+        if self._off or self.prepared is not None or self._group.rank != 0 or iteration < self.not_before:
             return 0
         if not self._budget.allows(self._expected_seconds()):
             return 0
@@ -190,7 +195,7 @@ class Rehearsals(Part):
         checkpoint = self._saver.saved_iteration
         if (
             checkpoint is None
-            or checkpoint == self._looked_at
+            or checkpoint == self.looked_at
             or iteration - checkpoint < rehearsed_horizon(self._count, self._saver.plan.interval_iterations)
         ):
             return 0
@@ -199,10 +204,10 @@ class Rehearsals(Part):
         start = self._state.history_start
         whole = [info.iteration for info in self._store.catalogue() if not info.partial]
         if sum(start <= known <= checkpoint for known in whole) < MIN_CHECKPOINTS:
-            self._looked_at = checkpoint
+            self.looked_at = checkpoint
             return 0
         self._store.pinned_iteration = checkpoint
-        self._not_before = iteration + self._config.iterations + 2 * self._vote_iterations  # agreed later
+        self.not_before = iteration + self._config.iterations + 2 * self._vote_iterations  # agreed later
         return checkpoint
 
     def prepare(self, checkpoint_iteration: int, iteration: int) -> None:
@@ -221,13 +226,13 @@ class Rehearsals(Part):
             return
         batches = TrainedBatches(per_iteration, self._adapter.device, self._config.batches_limit_bytes)
         self._compared = False
-        self._prepared = Prepared(checkpoint_iteration, iteration, batches, capture_rng())
+        self.prepared = Prepared(checkpoint_iteration, iteration, batches, capture_rng())
 
     def rewound(self, to: Rewind) -> None:
         """Drop the prepared rehearsal: its batches no longer lead to the current state."""
-        self._prepared = self._loss_expected = self._looked_at = None
+        self.prepared = self._loss_expected = self.looked_at = None
         self._store.pinned_iteration = None
-        self._not_before = 0  # iterations and their checkpoints may be repeated
+        self.not_before = 0  # iterations and their checkpoints may be repeated
         self._losses.clear()
 
     def _release(self, checkpoint_iteration: int) -> None:
@@ -238,7 +243,7 @@ class Rehearsals(Part):
         return self._config.iterations * self._budget.iteration_seconds + self._overhead_seconds
 
     def _rehearse(self, iteration: int, prepared: Prepared, capture: Callable[[], Scalars]) -> None:
-        self._prepared = None
+        self.prepared = None
         started = perf_counter()
         expected = self._expected_seconds()
         row = RehearsalRow(
@@ -255,7 +260,7 @@ class Rehearsals(Part):
         result = self._rehearsal.run(prepared, capture, self._obstacle(prepared.batches, settled), self._losses)
         self._store.pinned_iteration = None
         self._count += 1
-        self._not_before = iteration + self._config.min_interval_iterations
+        self.not_before = iteration + self._config.min_interval_iterations
         cost = perf_counter() - started + prepared.batches.seconds
         self._budget.spend(cost)
         if result.outcome == "measured":

@@ -62,7 +62,7 @@ def test_the_memory_of_a_killed_process_is_found_bit_for_bit(run_id: str) -> Non
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 2, 4))
         pool.begin(make_shard(3, iteration=7), 7, {{"rng": torch.arange(5)}})
         pool.finish()
-        pool._worker.submit(lambda: None).result()
+        pool.settle()
         os.kill(os.getpid(), signal.SIGKILL)
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd(), check=False)
@@ -142,7 +142,7 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
         snapshot = pool.begin(make_shard(iteration, iteration=iteration), iteration, SCALARS)
         assert snapshot is not None
         pool.finish()
-        pool._worker.submit(lambda: None).result()
+        pool.settle()
         pool.release(snapshot)
         iterations = [state.iteration for state in memory_states(run_id)]
         assert iterations == list(range(max(7, iteration - 2), iteration + 1))
@@ -172,9 +172,10 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
 
 def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     hold(run_id, iteration=12)
-    pool = pool_of(run_id, life=1)
+    template = make_shard(0)
+    pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 1))
     assert pool.acquire(8) is not None
-    pool.dump(Shard(make_shard(5, iteration=13).operators, pool._boundary_buffers._others), 13, SCALARS)
+    pool.dump(Shard(make_shard(5, iteration=13).operators, template.others), 13, SCALARS)
     (stored,) = [state for state in memory_states(run_id) if state.iteration == 12]
     into = pool.acquire(12, {stored.path.name})
     assert into is not None
@@ -404,7 +405,7 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
         try:
             assert pool.begin(make_shard(3, iteration=iteration), iteration, scalars) is not None
             snapshot = pool.finish()
-            pool._settle()
+            pool.settle()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert snapshot is not None, "it is whole, and goes on to the disk"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -61,10 +62,21 @@ class Closed(Opened):
         return False
 
 
+class Noted(PacedCopy):
+    """The copies that were begun, newest last."""
+
+    begun: ClassVar[list[PacedCopy]] = []
+
+    def __init__(self, pace: CopyPace) -> None:
+        super().__init__(pace)
+        self.begun.append(self)
+
+
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
     """Its pieces are small."""
     monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "PacedCopy", Noted)
     return SnapshotPool(make_shard(0, SIZES))
 
 
@@ -73,7 +85,9 @@ def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
     pool.copy_in(waits)
     assert split_of(take(pool, 1)) == Split(beside=TOTAL)
     assert pool.copier.pace is not None
-    pool.copier.pace._until_update.extend([until_update] * RECENT_SNAPSHOTS)
+    seconds = pool.copier.pace.seconds(TOTAL)
+    for _ in range(RECENT_SNAPSHOTS):
+        pool.copier.pace.record(Split(beside=TOTAL), seconds, until_update, 1000)
     waits.asked.clear()
 
 
@@ -176,16 +190,9 @@ def test_the_first_copy_is_beside_the_work_and_the_next_in_waits(pool: SnapshotP
     waits = Opened()
     first(pool, waits)
     waits.set(opened=True)
-    second = take(pool, 2, lambda: wait_for(lambda: running(pool).split.in_waits == TOTAL))
+    second = take(pool, 2, lambda: wait_for(lambda: Noted.begun[-1].split.in_waits == TOTAL))
     assert split_of(second) == Split(in_waits=TOTAL)
     pool.close()
-
-
-def running(pool: SnapshotPool) -> PacedCopy:
-    assert pool._running is not None
-    copy = pool._running[1]
-    assert isinstance(copy, PacedCopy)
-    return copy
 
 
 def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
@@ -194,9 +201,9 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
 
     def work() -> None:
         assert waits.asked.wait(PATIENCE_SECONDS)
-        assert running(pool).split == Split()
+        assert Noted.begun[-1].split == Split()
         waits.set(opened=True)
-        wait_for(lambda: running(pool).split == Split(in_waits=TOTAL))
+        wait_for(lambda: Noted.begun[-1].split == Split(in_waits=TOTAL))
 
     take(pool, 2, work)
     pool.close()
@@ -210,10 +217,10 @@ def test_what_does_not_fit_goes_beside_the_work(pool: SnapshotPool) -> None:
 
     def work() -> None:
         assert waits.asked.wait(PATIENCE_SECONDS)  # which it is when all the rest is copied
-        beside = running(pool).split.beside
+        beside = Noted.begun[-1].split.beside
         assert 0.5 * TOTAL <= beside <= 0.5 * TOTAL + 2000
         waits.set(opened=True)
-        wait_for(lambda: running(pool).split == Split(in_waits=TOTAL - beside, beside=beside))
+        wait_for(lambda: Noted.begun[-1].split == Split(in_waits=TOTAL - beside, beside=beside))
 
     take(pool, 2, work)
     pool.close()
@@ -225,14 +232,14 @@ def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Op
     first(pool, waits, until_update=0.1)
     second = split_of(take(pool, 2, lambda: time.sleep(0.06)))
     assert second.at_once + second.late == TOTAL  # late where this machine has slept for longer
-    third = split_of(take(pool, 3, lambda: wait_for(lambda: running(pool).split.beside > 0)))
+    third = split_of(take(pool, 3, lambda: wait_for(lambda: Noted.begun[-1].split.beside > 0)))
     assert 0 < third.at_once + third.late <= 1000  # it has learned not to count on it
     pool.close()
 
 
 def test_a_wait_that_does_not_come_in_time_is_not_waited_for(pool: SnapshotPool) -> None:
     first(pool, Opened(), until_update=0.05)
-    snapshot = take(pool, 2, lambda: wait_for(lambda: running(pool).split.late == TOTAL))
+    snapshot = take(pool, 2, lambda: wait_for(lambda: Noted.begun[-1].split.late == TOTAL))
     assert split_of(snapshot) == Split(late=TOTAL)
     pool.close()
 

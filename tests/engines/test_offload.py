@@ -128,21 +128,20 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     numbers: dict[int, int] = {}
 
-    class Watched(offload._Moved):
+    class Watched(offload.Moved):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             numbers[id(self)] = len(numbers)
 
-        def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-            if source is self._host:
-                found.append((numbers[id(self)], "sent back"))
-            super()._copy(source, target)
+        def bring_back(self) -> None:
+            found.append((numbers[id(self)], "sent back"))
+            super().bring_back()
 
         def returned(self) -> torch.Tensor:
             found.append((numbers[id(self)], "asked for"))
             return super().returned()
 
-    monkeypatch.setattr(offload, "_Moved", Watched)
+    monkeypatch.setattr(offload, "Moved", Watched)
     return found
 
 
@@ -150,7 +149,7 @@ def test_a_backward_brings_back_what_its_own_forward_moved_a_little_ahead(arriva
     chain, inputs = Chain(), [torch.randn(10, requires_grad=True) for _ in range(3)]
     with ActivationOffload(chain, limit_bytes=4 * inputs[0].nbytes) as moved:
         oldest = chain(inputs[0])  # its last two stay
-        moved._limit_bytes = ROOMY
+        moved.limit_bytes = ROOMY
         newer = [chain(x) for x in inputs[1:]]
         assert arrivals == []
         oldest.backward()

@@ -182,7 +182,7 @@ def test_the_newest_override_is_the_one(run_dir: Path) -> None:
 
 def test_a_file_of_version_1_is_read_and_gets_what_it_lacks(run_dir: Path) -> None:
     connection = sqlite3.connect(run_dir / COMMANDS_FILE, isolation_level=None)
-    connection.execute(commands._TABLES[1])
+    connection.execute(commands.TABLES[1])
     connection.execute(f"PRAGMA application_id={commands.APPLICATION_ID}")
     connection.execute("PRAGMA user_version=1")
     connection.execute("INSERT INTO reported_failures VALUES (1, 'two GPUs', 5.0, 6.0)")

@@ -258,7 +258,7 @@ def older_file(path: Path, version: int) -> None:
     """A journal as an older version wrote it, with one life and one plan."""
     path.parent.mkdir(exist_ok=True)
     connection = sqlite3.connect(path, isolation_level=None)
-    for statements in (schema._STATEMENTS, *(schema._ADDED[added] for added in range(2, version + 1))):
+    for statements in (schema.STATEMENTS, *(schema.ADDED[added] for added in range(2, version + 1))):
         connection.executescript(statements)
     connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version={version}")
@@ -699,9 +699,12 @@ def test_rows_after_close_are_counted_not_raised(path: Path) -> None:
     journal.close()
 
 
-def test_a_defect_in_the_thread_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_in_the_thread_is_logged(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal.open(path)
-    journal._enqueue(writer._Write("defect", 1, lambda _: 1 / 0))
+    monkeypatch.setattr(writer, "statement", lambda *_: lambda _: 1 / 0)
+    journal.record(*[step(0)])
     assert not journal.flush(FLUSH_SECONDS)
     (failure,) = journal.failures()
     assert "ZeroDivisionError" in failure

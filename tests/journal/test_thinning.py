@@ -99,7 +99,7 @@ def test_every_step_stays_where_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_slice_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thinning, "SLICE_ROWS", 10)
     journal = Journal.open(tmp_path / "journal.db", full_steps=10)
-    real, failing = thinning._delete, [True]
+    real, failing = thinning.delete_steps, [True]
 
     def delete(connection: sqlite3.Connection, *others: object) -> None:
         if failing[0]:
@@ -107,7 +107,7 @@ def test_a_slice_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
             raise sqlite3.OperationalError("database or disk is full")
         real(connection, *others)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(thinning, "_delete", delete)
+    monkeypatch.setattr(thinning, "delete_steps", delete)
     for first in (1, 41):
         journal.record(*[step(iteration) for iteration in range(first, first + 40)])
         assert journal.flush(FLUSH_SECONDS)

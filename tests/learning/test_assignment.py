@@ -105,16 +105,22 @@ def test_a_part_that_cannot_be_read_is_missing_alone(
     found: Found, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert found
-    assignment = OperatorAssignment()
-    assignment._store_directory = directory / "even" / "checkpoints"
-    assignment._members, assignment._owners = (0, 1), owners(shard_of(SIZES), (0, 1))
+
+    class Both(Group):
+        """Another rank holds what this one holds."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value]
+
+    assignment, store = OperatorAssignment(), directory / "even" / "checkpoints"
+    assignment.open(Both(), shard_of(SIZES), [0, 1], store)
     newest = INTERVAL * (COUNT - 1)
     parts = list(assignment.learned(newest))
     assert [part and sorted(part.operators) for part in parts] == [
         ["embedding"],
         sorted(SIZES.keys() - {"embedding"}),
     ]
-    step = assignment._store_directory / step_name(newest)
+    step = store / step_name(newest)
     (step / file_name(1, "extra")).write_bytes(b"torn")
     for _ in range(2):
         first, second = assignment.learned(newest)

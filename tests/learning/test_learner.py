@@ -371,8 +371,7 @@ def test_a_slice_without_an_end_is_left_behind(
     monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
     predictor = Reader(waits_last=waits_last)
     learner = hanging(filled, predictor)
-    thread = learner._thread
-    assert thread is not None
+    thread = thread_of_learner()
     ASKED[asked](learner)
     failure = learner.failure()
     assert failure is not None
@@ -403,11 +402,10 @@ def test_the_exit_does_not_wait_for_a_slice_without_an_end(
     started = time.monotonic()
     learner.close()
     assert time.monotonic() - started < PATIENCE_SECONDS / 2
-    assert learner._thread is not None
-    assert learner._thread.is_alive()
+    thread = thread_of_learner()
     predictor.go_on.set()
-    learner._thread.join(PATIENCE_SECONDS)
-    assert not learner._thread.is_alive()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
 
 
 def test_a_predictor_that_cannot_be_saved_costs_the_newest_only(filled: CheckpointStore) -> None:
@@ -554,6 +552,11 @@ def test_the_process_computes_alike_whether_it_learns_or_not(tmp_path: Path) -> 
     assert without == learning
 
 
+def thread_of_learner() -> threading.Thread:
+    """The thread of the learner that was started last."""
+    return [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"][-1]
+
+
 def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
     learner = Learner(Reader(), None)
     learner.start(filled, 0)
@@ -572,19 +575,26 @@ def test_the_budget_holds(filled: CheckpointStore) -> None:
     learner.close()
 
 
-def test_an_end_between_two_looks_is_not_missed(filled: CheckpointStore) -> None:
+def test_an_end_between_two_looks_is_not_missed(filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+
     class EndsWhenCleared(threading.Event):
         """Closing comes after the thread has woken, and before it makes ready for the next call."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            events.append(self)
+
         def clear(self) -> None:
-            learner._closing.set()
-            self.set()
+            for event in events:  # those of the learner, as its `close` sets them
+                event.set()
             super().clear()
 
-    learner = Learner(Reader(), BudgetPace(1.0))
-    learner._wake = EndsWhenCleared()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", EndsWhenCleared)
+        learner = Learner(Reader(), BudgetPace(1.0))
     learner.start(filled, 0)
-    assert learner._thread is not None
+    thread = thread_of_learner()
     learner.notify(20, 0)
-    learner._thread.join(PATIENCE_SECONDS)
-    assert not learner._thread.is_alive()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()

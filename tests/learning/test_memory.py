@@ -181,12 +181,19 @@ def test_what_was_learned_before_outlives_a_life_that_follows_the_line(tmp_path:
     assert short.state_dict()["vitp"]["checkpoints"] == 0
 
 
+def learned_checkpoints(recovery: CPSRRecovery) -> int:
+    """Checkpoints from which the predictor has learned."""
+    learning = recovery.life.loop.learning
+    count: int = learning.learner.ask(learning.predictor.state_dict)["vitp"]["checkpoints"]
+    return count
+
+
 @pytest.mark.parametrize("use", ["line", "nothing"])
 def test_what_a_life_cannot_use_for_want_of_memory_is_in_its_checkpoints(tmp_path: Path, use: str) -> None:
     recovery, step = life(tmp_path, mode="exact", budget_fraction=1.0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     with recovery:
-        while recovery.life.loop.learning.learner.ask(lambda: recovery.life.loop.learning.predictor._checkpoints) < 3:
+        while learned_checkpoints(recovery) < 3:
             assert time.monotonic() < deadline
             take(recovery, step)
         for _ in range(INTERVAL):  # it is saved with the next checkpoint
@@ -194,7 +201,7 @@ def test_what_a_life_cannot_use_for_want_of_memory_is_in_its_checkpoints(tmp_pat
     limit = least_bytes(tmp_path, learns=False) - (use == "nothing")
     recovery, step = life(tmp_path, mode="exact", memory_limit_bytes=limit)
     with recovery:
-        began, known = recovery.iteration, recovery.life.loop.learning.predictor.state_dict()["vitp"]["checkpoints"]
+        began, known = recovery.iteration, learned_checkpoints(recovery)
         assert known > 0
         while recovery.iteration < began + INTERVAL:
             take(recovery, step)
@@ -203,7 +210,7 @@ def test_what_a_life_cannot_use_for_want_of_memory_is_in_its_checkpoints(tmp_pat
     recovery, _ = life(tmp_path, mode="exact")
     with recovery:
         assert recovery.iteration == began + INTERVAL
-        assert recovery.life.loop.learning.predictor._checkpoints == known
+        assert learned_checkpoints(recovery) == known
 
 
 @pytest.mark.parametrize("limit", ["line", "learning"])

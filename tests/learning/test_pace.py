@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cpsr.engines import TorchAdapter
 from cpsr.learning import pace as module
-from cpsr.learning.bubbles import Bubbles
+from cpsr.learning.bubbles import BubbleAccount, Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
 from cpsr.learning.pace import BubblePace, bubbles_of, pace_of
 
@@ -116,13 +117,22 @@ def test_one_freak_among_many_slices_is_not_expected_again() -> None:
     ],
 )
 def test_every_round_without_work_makes_the_expected_slice_shorter(longest: list[float], expected: list[float]) -> None:
-    pace = BubblePace(Bubbles(), None, pytest.fail)
+    class TooShort(Bubbles):
+        """No bubble has room; between two attempts training goes on for long."""
+
+        def entered(self, needed_seconds: float, timeout_seconds: float, spared_share: float = 0.0) -> None:
+            found.append(needed_seconds)
+            if len(found) == len(expected):
+                pace.close()
+
+        def account(self) -> BubbleAccount:
+            return replace(super().account(), iterations=len(found) * module.STARVED_ITERATIONS)
+
+    found: list[float] = []
+    pace = BubblePace(TooShort(), None, pytest.fail)
     for seconds in [*[SLICE_SECONDS] * module.RECENT_SLICES, *longest]:
         pace.after_slice(seconds, seconds)
-    found = [pace._expected_seconds()]
-    while len(found) < len(expected):
-        pace._starve()
-        found.append(pace._expected_seconds())
+    pace.before_slice()
     assert found == expected
 
 
@@ -131,14 +141,21 @@ def test_a_delayed_thread_does_not_change_the_expected_duration() -> None:
     for _ in range(3):
         pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
     pace.after_slice(60.0, SLICE_SECONDS)
-    assert pace._expected_seconds() == SLICE_SECONDS
+    assert pace.expected_seconds() == SLICE_SECONDS
     for _ in range(5):
         pace.after_slice(3 * SLICE_SECONDS, SLICE_SECONDS)  # a slow disk, every time
-    assert pace._expected_seconds() == pytest.approx(3 * SLICE_SECONDS)
+    assert pace.expected_seconds() == pytest.approx(3 * SLICE_SECONDS)
 
 
 def test_the_end_of_a_wait_is_not_counted_upon() -> None:
-    bubbles = Bubbles()
+    admitted: list[float | None] = []
+
+    class Noting(Bubbles):
+        def entered(self, *seconds: float) -> float | None:
+            admitted.append(super().entered(*seconds))
+            return admitted[-1]
+
+    bubbles = Noting()
     train(bubbles, 4)
     pace = BubblePace(bubbles, None, pytest.fail)
     pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
@@ -148,8 +165,9 @@ def test_the_end_of_a_wait_is_not_counted_upon() -> None:
         assert bubbles.entered(0.9 * room, 0.0, module.SPARED_SHARE) is None
         time.sleep(room - 0.2 * WAIT_SECONDS)
         threading.Timer(0.1, pace.close).start()
+        admitted.clear()
         pace.before_slice()
-        assert pace._entered is None
+        assert set(admitted) == {None}
 
 
 @pytest.mark.parametrize("lengths", [[60.0], [SLICE_SECONDS, 60.0]])

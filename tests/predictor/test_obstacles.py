@@ -60,6 +60,6 @@ def test_the_window_counts_iterations_before_the_newest() -> None:
 
 
 def test_a_window_given_by_the_user_must_hold_three_checkpoints() -> None:
-    reason = LinePredictor(window_iterations=150)._obstacle(at([800, 900, 1000]), to(1010))
-    assert reason is not None
+    reason = LinePredictor(window_iterations=150).expected(at([800, 900, 1000]), to(1010))
+    assert isinstance(reason, str)
     assert "3 usable checkpoints within 150 iterations, and there are 2" in reason

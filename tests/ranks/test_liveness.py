@@ -124,7 +124,7 @@ class Watch:
             self.files.create(rank, Heartbeat(0, None, 0, Phase.TRAINING))
 
     def look(self, rank: int, elapsed_seconds: float) -> str | None:
-        given_up = self.ranks[rank]._check(elapsed_seconds)
+        given_up = self.ranks[rank].check(elapsed_seconds)
         return None if given_up is None else given_up.reason
 
 

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
 
 def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> None:
     """Have the planner propose these intervals, by the way that all proposals go, and nothing of what it measures."""
-    setattr(recovery.life.planner, "_propose", lambda *_, **__: None)  # noqa: B010 - mypy refuses to assign to a method
-    if rank_intervals:
-        recovery.life.planner._proposal = Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)
+    plans = [Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)] if rank_intervals else []
+    proposal = partial(next, iter(plans), None)
+    setattr(recovery.life.planner, "proposal", proposal)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def initialize_ranks(result: Path, rank: int, ranks: int) -> None:

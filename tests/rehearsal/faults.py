@@ -10,11 +10,12 @@ from unittest import mock
 import torch
 
 from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.deepspeed import DeepSpeedAdapter
 from cpsr.rehearsal.batches import TrainedBatches
 from cpsr.restart.prediction import StatePrediction
-from cpsr.saving.run_state import RunState
+from cpsr.restart.restore import Restorer
 
 __all__ = ["FAULTS"]
 
@@ -73,11 +74,11 @@ def no_history(original: Instead, *arguments: Any) -> Any:
     raise ValueError("no history")
 
 
-def spoiled(original: Instead, state: Any, scalars: Any) -> None:
-    """A weight changes after the exact state was put back."""
-    original(state, scalars)
+def spoiled(original: Instead, restorer: Any, exact: Snapshot) -> None:
+    """A weight is another one than that which was set aside."""
+    original(restorer, exact)
     with torch.no_grad():
-        next(iter(state._adapter.shard().operators.values())).parameter.values[0] += 1.0
+        next(iter(exact.shard.operators.values())).parameter.values[0] += 1.0
 
 
 def strange(original: Instead, batches: Any, *arguments: Any) -> Any:
@@ -104,5 +105,5 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "restore": lambda at: replaced(StatePrediction, "attempt", at_call(at, no_history)),
     "strange": lambda at: replaced(TrainedBatches, "add", at_call(at, strange)),
     "damage": lambda at: replaced(CheckpointStore, "load", at_call(at, damaged)),
-    "spoil": lambda at: replaced(RunState, "put_back", at_call(at, spoiled)),
+    "spoil": lambda at: replaced(Restorer, "inject", at_call(at, spoiled)),
 }

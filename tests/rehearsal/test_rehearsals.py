@@ -87,10 +87,10 @@ def plain_job(run_dir: Path) -> CPSRRecovery:
 def test_a_run_that_rehearsals_have_killed_twice_rehearses_no_more(tmp_path: Path) -> None:
     for life in range(1, 4):
         with plain_job(tmp_path) as recovery:
-            assert recovery.life.rehearsals._off == (life == 3)
             recovery.life.job.journal.record(running(life))
     with JournalReader(tmp_path / "journal.db") as journal:
         (off,) = [event for event in journal.events() if event.kind == "rehearsals off"]
+    assert off.life == 2, "the third one"
     assert "2 earlier lives of this run ended during one" in off.message
 
 
@@ -98,20 +98,20 @@ def test_a_proposal_does_not_outlive_the_state_that_it_was_made_for(tmp_path: Pa
     with plain_job(tmp_path) as recovery:
         rehearsals = recovery.life.rehearsals
         rehearsals.prepare(7, 10)
-        assert rehearsals._prepared is not None
-        rehearsals._not_before, rehearsals._looked_at = 500, 7
+        assert rehearsals.prepared is not None
+        rehearsals.not_before, rehearsals.looked_at = 500, 7
         recovery.life.after_external_load(9)
-        assert rehearsals._prepared is None
-        assert (rehearsals._not_before, rehearsals._looked_at) == (0, None)
+        assert rehearsals.prepared is None
+        assert (rehearsals.not_before, rehearsals.looked_at) == (0, None)
         recovery.life.run.store.pinned_iteration = 7
         rehearsals.prepare(7, 10)  # agreed from a vote of before
-        assert rehearsals._prepared is None
+        assert rehearsals.prepared is None
         assert recovery.life.run.store.pinned_iteration is None
         recovery.life.run.store.pinned_iteration = 9
         rehearsals.prepare(7, 10)
         assert recovery.life.run.store.pinned_iteration == 9  # proposed since
         rehearsals.prepare(9, 10)
-        assert rehearsals._prepared is not None
+        assert rehearsals.prepared is not None
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_every_refusal_has_the_one_form(schema: dict[str, Any]) -> None:
 def test_every_answer_of_its_own_has_an_example_that_fits(schema: dict[str, Any]) -> None:
     models = {
         name: model
-        for noun in app_module._NOUNS
+        for noun in app_module.NOUNS
         for name, model in vars(noun).items()
         if hasattr(model, "model_json_schema") and model.__module__ == noun.__name__
     }

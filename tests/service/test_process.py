@@ -50,9 +50,9 @@ def process_of(run_dir: Path, log: EventLog, **settings: Any) -> ServiceProcess:
     return ServiceProcess(config.service, run_dir, log)
 
 
-def answered(process: ServiceProcess) -> None:
+def answered(port: int) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
-    with Client(f"http://127.0.0.1:{process._config.port}") as client:
+    with Client(f"http://127.0.0.1:{port}") as client:
         while time.monotonic() < deadline:
             try:
                 client.plan()
@@ -64,17 +64,17 @@ def answered(process: ServiceProcess) -> None:
 
 
 def test_it_answers_until_it_is_closed(tmp_path: Path) -> None:
-    log = EventLog()
-    process = process_of(new_run(tmp_path), log)
+    log, port = EventLog(), free_port()
+    process = process_of(new_run(tmp_path), log, port=port)
     began = time.monotonic()
     process.start()
     assert time.monotonic() - began < 1.0, "training does not wait for it"
-    answered(process)
-    with httpx.stream("GET", f"http://127.0.0.1:{process._config.port}/events") as stream:
+    answered(port)
+    with httpx.stream("GET", f"http://127.0.0.1:{port}/events") as stream:
         next(stream.iter_lines())
         process.close()  # not kept by who listens
-    assert process._process is not None
-    assert process._process.returncode == 0
+    assert process.child is not None
+    assert process.child.returncode == 0
     assert [kind for kind, _ in log.events] == ["service"]
     assert "serving" in (tmp_path / LOG_FILE).read_text()
 
@@ -83,8 +83,8 @@ def test_its_death_is_reported_once_and_nothing_else(tmp_path: Path) -> None:
     log = EventLog()
     process = process_of(new_run(tmp_path), log)
     process.start()
-    assert process._process is not None
-    process._process.send_signal(signal.SIGKILL)
+    assert process.child is not None
+    process.child.send_signal(signal.SIGKILL)
     assert "training is not affected" in log.wait("service ended")
     process.close()
     assert [kind for kind, _ in log.events] == ["service", "service ended"]

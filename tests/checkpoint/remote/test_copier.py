@@ -72,8 +72,8 @@ def test_every_third_checkpoint_and_the_last(tmp_path: Path, faulty: type[Faulty
     run = Copied(tmp_path / "run", every=3, keep=9)
     for iteration in range(10, 90, 10):
         run.commit(iteration)
-        wait_until(lambda: not run.copier._wake.is_set())
-        time.sleep(0.05)  # what is not due must not be copied a moment later either
+        run.wait_for("target copied", (iteration + 20) // 30)
+        time.sleep(0.1)  # what is not due must not be copied a moment later either
     assert committed_at(run.place) == [10, 40, 70]
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [10, 40, 70, 80]

@@ -53,10 +53,11 @@ def counts_of(layer: nn.Module) -> torch.Tensor:
 
 def test_a_list_that_nothing_routes_to_is_named() -> None:
     """As an ensemble that is called `experts`."""
-    counts = HookedTokenCounts([RoutingLayer("ensemble", Layer(1), 1)], lambda layer: layer.routed)  # type: ignore[arg-type, return-value] # no layer has it
+    layer = Layer(1)
+    counts = HookedTokenCounts([RoutingLayer("ensemble", layer, 1)], lambda layer: layer.routed)  # type: ignore[arg-type, return-value] # no layer has it
     counts.begin_forward()
     with pytest.raises(AttributeError) as raised:
-        counts._layers[0].module(torch.zeros(3, 2))
+        layer(torch.zeros(3, 2))
     assert "'ensemble'" in raised.value.__notes__[0]
     assert "naming" in raised.value.__notes__[0]
 

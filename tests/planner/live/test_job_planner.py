@@ -15,6 +15,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
+from cpsr.fitter.phases import PhaseDetector
 from cpsr.journal import (
     BacktestRow,
     FitRow,
@@ -73,10 +74,8 @@ def written(journal: RankJournal) -> None:
 
 
 def proposed(planner: JobPlanner) -> Plan | None:
-    """What the thread proposes, once it has looked at all that was noted."""
+    """What the thread proposes."""
     until = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < until and planner._wake.is_set():
-        time.sleep(0.01)
     while time.monotonic() < until:
         found = planner.proposal()
         if found is not None:
@@ -140,9 +139,10 @@ def test_what_fails_ends_planning_and_is_reported_once(tmp_path: Path, journal: 
     planner.start(tmp_path, 1, journal)
     planner.note(saved(100))
     planner.consider(situation(110, planner.first_plan({})))
-    assert planner._thread is not None
-    planner._thread.join(WAIT_SECONDS)
-    failure = planner.failure()
+    failure, until = None, time.monotonic() + WAIT_SECONDS
+    while failure is None and time.monotonic() < until:
+        time.sleep(0.01)
+        failure = planner.failure()
     assert failure is not None
     assert "no backtests today" in failure
     assert "keeps the current interval" in failure
@@ -151,11 +151,11 @@ def test_what_fails_ends_planning_and_is_reported_once(tmp_path: Path, journal: 
 
 
 def test_other_ranks_only_record_their_costs(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path), rank=1)
+    planner, threads = planner_of(configured(tmp_path), rank=1), threading.enumerate()
     planner.start(tmp_path, 2, journal)
     planner.note(saved(100))
     planner.consider(situation(110, planner.first_plan({})))
-    assert planner._thread is None
+    assert threading.enumerate() == threads
     state = planner.state_dict(planner.first_plan({}))
     assert state["costs"] == {
         "iteration": 100,
@@ -169,13 +169,14 @@ def test_other_ranks_only_record_their_costs(tmp_path: Path, journal: RankJourna
 
 def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journal: RankJournal) -> None:
     before = planner_of(configured(tmp_path))
-    before._phases.observe(100, 1.0)
-    before._phases.observe(200, 1.2)
     before.note(saved(200, stall_seconds=0.5))
-    state = before.state_dict(Plan(70, "cpsr", {}, "recompute"))
+    phases = PhaseDetector(0.05, 50, 200, 0.0)
+    assert phases.observe(100, 1.0) is None
+    assert phases.observe(200, 1.2) is not None
+    state = before.state_dict(Plan(70, "cpsr", {}, "recompute")) | {"phases": phases.state_dict()}
     after = planner_of(configured(tmp_path))
     after.load_state_dict(state)
-    assert after._phases.ended == 1
+    assert phases_of(after)["ended"] == 1
     plan = after.first_plan(state)
     assert (plan.interval_iterations, plan.origin, plan.mode) == (70, "cpsr", "recompute")
     assert "before the restart" in plan.explanation["rule"]
@@ -187,7 +188,7 @@ def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journ
     assert again.explanation["inputs"]["stall_seconds"] == 0.5
     after.close()
     after.load_state_dict({})  # a checkpoint from before there were phases
-    assert after._phases.ended == 1
+    assert phases_of(after)["ended"] == 1
 
 
 def test_a_restored_interval_keeps_to_todays_limits(tmp_path: Path) -> None:
@@ -259,6 +260,12 @@ def test_an_optimizer_without_second_moments_has_phases_by_length(tmp_path: Path
     assert {phase.ended_by for phase in phases} == {"length"}
 
 
+def fitted(journal: RankJournal, run_dir: Path) -> set[str]:
+    written(journal)
+    with JournalReader(run_dir / "journal.db") as reader:
+        return {fit.kind for fit in reader.newest(FitRow, 99)}
+
+
 def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 33}))
     plan = planner.first_plan({"interval_iterations": 70})
@@ -267,13 +274,11 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
     planner.note(saved(100))
     planner.consider(situation(110, plan))
     until = time.monotonic() + WAIT_SECONDS
-    while not planner._fitted and time.monotonic() < until:
+    while not fitted(journal, tmp_path) and time.monotonic() < until:
         time.sleep(0.01)
     planner.close()
     assert planner.proposal() is None
-    written(journal)
-    with JournalReader(tmp_path / "journal.db") as reader:
-        assert {fit.kind for fit in reader.newest(FitRow, 99)} == {"loss", "failure_rate"}
+    assert fitted(journal, tmp_path) == {"loss", "failure_rate"}
 
 
 def test_random_numbers_of_the_job_are_left_alone(tmp_path: Path) -> None:
@@ -364,30 +369,40 @@ def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
     until = time.monotonic() + WAIT_SECONDS
     while newest(planner)[0] != iteration and time.monotonic() < until:
         time.sleep(0.01)
-    with planner._lock:  # which is held until all of it is taken in
-        return
+
+
+def phases_of(planner: JobPlanner) -> dict[str, Any]:
+    found: dict[str, Any] = planner.state_dict(Plan(50, "cpsr", {}))["phases"]
+    return found
 
 
 def newest(planner: JobPlanner) -> tuple[int, float]:
     """Iteration and second moment that were observed last."""
-    return planner._phases._newest or (0, 0.0)
+    iteration, moment = phases_of(planner)["newest"] or (0, 0.0)
+    return iteration, moment
+
+
+def xi(planner: JobPlanner) -> float:
+    """Mean second moment at the beginning of the phase."""
+    moment: float = phases_of(planner)["begun"][1]
+    return moment
 
 
 def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path))
     planner.start(tmp_path, 2, journal)
     looked(planner, 50, 1.0)
-    assert planner._phases.xi == 1.0, "no rank has recorded anything yet: rank 0's own"
+    assert xi(planner) == 1.0, "no rank has recorded anything yet: rank 0's own"
     commit_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
     looked(planner, 100, 1.0)
-    assert planner._phases.xi == 2.0, "of both, for the phase that had begun as well"
-    assert planner._phases.ended == 0, "which is no change of the gradients"
+    assert xi(planner) == 2.0, "of both, for the phase that had begun as well"
+    assert phases_of(planner)["ended"] == 0, "which is no change of the gradients"
     commit_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
     looked(planner, 150, 1.04)
     assert newest(planner)[1] == pytest.approx(2.08), "rank 0's own, times what all were to it"
     commit_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
     looked(planner, 200, 1.0)
-    assert planner._phases.ended == 1, "rank 1's gradients have changed, rank 0's have not"
+    assert phases_of(planner)["ended"] == 1, "rank 1's gradients have changed, rank 0's have not"
     state = planner.state_dict(Plan(50, "cpsr", {}))
     planner.close()
     written(journal)
