@@ -2,10 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state
 from cpsr.checkpoint.tiers import Entry, Source
@@ -13,6 +10,7 @@ from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
 from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_state, sealed, send_state
 from cpsr.ranks.group import Group
+from cpsr.ranks.side_group import SideGroup, group_name
 
 __all__ = ["fetch"]
 
@@ -50,7 +48,7 @@ def fetch(
         return fetched
     # Whoever waits for its turn waits for those before it.
     timeout_seconds = config.timeout_seconds * len(transfers)
-    side = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    side = SideGroup(group_name(), range(group.size), timeout_seconds)
 
     def channel(peer: int) -> Channel:
         return Channel(side, peer, config.chunk_bytes, timeout_seconds)
@@ -66,11 +64,11 @@ def fetch(
         except (RuntimeError, OSError, CheckpointError) as error:
             problems.append(f"rank {group.rank}, {entry.name} from {entry.node}: {error}")
     gathered = [problem for part in group.gather(problems) for problem in part]
-    dist.destroy_process_group(side)
     if gathered:
         for state in fetched.values():
             state.path.unlink()
         raise CheckpointError("states of other machines did not arrive: " + "; ".join(gathered))
+    side.close()
     return fetched
 
 

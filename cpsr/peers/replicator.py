@@ -2,11 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 from cpsr.checkpoint.buffers import layout_bytes
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
@@ -23,6 +20,7 @@ from cpsr.peers.small import SmallStates, fingerprint, small_bytes
 from cpsr.peers.transport import Channel, sealed
 from cpsr.peers.twins import Twins
 from cpsr.ranks.group import Group, this_node
+from cpsr.ranks.side_group import SideGroup, group_name
 from cpsr.state.shard import Shard
 
 __all__ = ["Replicator", "replica_path"]
@@ -164,25 +162,24 @@ class Replicator:
         for incoming in self._incoming:
             incoming.stop()
             incoming.join(CLOSE_SECONDS)
-        if together and all(ended) and dist.is_initialized():  # with a dead peer, leaving a group would wait for it
+        if together and all(ended):  # with a dead peer, leaving a group would wait for it
             for group in self._groups.values():
-                dist.destroy_process_group(group)
+                group.close()
         if self._small is not None:
             self._small.close(remove=remove)
         if remove:
             self._remove_all_but(())
 
-    def _connected(self, timeout_seconds: float) -> dict[int, dist.ProcessGroup]:
+    def _connected(self, timeout_seconds: float) -> dict[int, SideGroup]:
         """A group of two for each rank that this one sends to or receives from.
 
         Of two, and not one of all: gloo answers a timeout by closing every connection of its group.
         """
-        pairs = {(min(pair), max(pair)) for pair in self._pairs()}
+        name = group_name()  # on every rank, also on one that is in no pair
+        pairs = {(min(pair), max(pair)) for pair in self._pairs() if self._rank in pair}
         groups = {}
-        for pair in sorted(pairs):  # every rank takes part in the making of every group, in the same order
-            made = dist.new_group(list(pair), timeout=timedelta(seconds=timeout_seconds), backend="gloo")
-            if self._rank in pair:
-                groups[sum(pair) - self._rank] = made
+        for low, high in sorted(pairs):  # in the same order on all ranks, so that none waits for one that waits
+            groups[low + high - self._rank] = SideGroup(f"{name}-{low}-{high}", (low, high), timeout_seconds)
         return groups
 
     def _pairs(self) -> Iterable[tuple[int, int]]:

@@ -10,12 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch.distributed import Work
 
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
+from cpsr.ranks.side_group import SideGroup
 
 __all__ = [
     "Channel",
@@ -68,18 +69,19 @@ class Channel:
     """Messages between this rank and one other; each direction belongs to one thread.
 
     Args:
-        group: a gloo group that holds both. Where one does not answer in time, gloo closes all connections of the
+        group: holds both. Where one does not answer in time, gloo closes all connections of the
             group: what must not end together needs groups of its own.
         peer: the other rank.
         chunk_bytes: the most bytes that follow a message.
         timeout_seconds: how long the other rank may take for one message or its bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, chunk_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, group: SideGroup, peer: int, chunk_bytes: int, timeout_seconds: float) -> None:
         self.peer = peer
         self._group = group
         self._timeout = timedelta(seconds=timeout_seconds)
-        self.buffer = torch.empty(max(chunk_bytes, PAGE_BYTES), dtype=torch.uint8)  # the bytes that follow a message
+        # The bytes that follow a message.
+        self.buffer = torch.empty(max(chunk_bytes, PAGE_BYTES), dtype=torch.uint8, device="cpu")
         self._view = memoryview(self.buffer.numpy())  # type: ignore[arg-type] # numpy's stub knows no buffers yet
 
     def view(self, length: int) -> memoryview:
@@ -93,7 +95,7 @@ class Channel:
             RuntimeError: the other rank is gone, or took nothing in time; the group cannot be used any more.
         """
         words = [message.kind, message.iteration, message.total_bytes, message.offset, message.length]
-        self._send(torch.tensor(words, dtype=torch.int64))
+        self._send(torch.tensor(words, dtype=torch.int64, device="cpu"))
         if message.length:
             self._send(self.buffer[: message.length])
 
@@ -104,7 +106,7 @@ class Channel:
             RuntimeError: the other rank is gone, or sent nothing in time; the group cannot be used any more.
             CheckpointError: what came is no message.
         """
-        words = torch.zeros(_WORDS, dtype=torch.int64)
+        words = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
         self._ask(words).wait(self._timeout)
         return self._message(words)
 
@@ -114,7 +116,7 @@ class Channel:
         Raises:
             RuntimeError, CheckpointError: as `receive`.
         """
-        words = torch.zeros(_WORDS, dtype=torch.int64)
+        words = torch.zeros(_WORDS, dtype=torch.int64, device="cpu")
         self._asked = words, self._ask(words)  # kept also when this rank stops: gloo may still write there
         # Not a wait: a thread in one cannot be ended, and gloo's way to break it off closes the connection. Nor does
         # gloo say whether a receive is complete. But what comes first can be seen.
@@ -133,14 +135,10 @@ class Channel:
         return Message(Kind(kind), iteration, total_bytes, offset, length)
 
     def _send(self, tensor: torch.Tensor) -> None:
-        work = dist.isend(tensor, self.peer, group=self._group)
-        assert work is not None  # this rank is in the group
-        work.wait(self._timeout)
+        self._group.send(tensor, self.peer).wait(self._timeout)
 
-    def _ask(self, tensor: torch.Tensor) -> dist.Work:
-        work = dist.irecv(tensor, self.peer, group=self._group)
-        assert work is not None  # this rank is in the group
-        return work
+    def _ask(self, tensor: torch.Tensor) -> Work:
+        return self._group.receive(tensor, self.peer)
 
 
 @dataclass(frozen=True)

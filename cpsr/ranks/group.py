@@ -9,9 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpsr.ranks.side_group import SideGroup, group_name
+
 __all__ = ["NODE_VARIABLE", "Group", "Votes", "this_node"]
 
 NODE_VARIABLE = "CPSR_NODE"
+TIMEOUT_SECONDS = 1800.0  # torch's own for gloo
 
 
 def this_node() -> str:
@@ -26,24 +29,24 @@ class Group:
     """
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self._group: SideGroup | None = None
         self._broken = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # A group of its own: its collectives cannot mix with, or queue behind, those of the training.
-            self._group = dist.new_group(backend="gloo")
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            # A group of its own: its collectives cannot mix with, or queue behind, those of the training.
+            self._group = SideGroup(group_name(), range(self.size), TIMEOUT_SECONDS)
 
     def close(self) -> None:
         """Leave the group; the training group is untouched. A group that broke is not destroyed."""
-        if self._group is not None and not self._broken and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._group is not None and not self._broken:
+            self._group.close()
         self._group = None
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self._group is not None:
-            dist.barrier(self._group)
+            self._group.barrier().wait()
 
     def reduce(self, values: torch.Tensor, how: str = "sum", timeout_seconds: float | None = None) -> torch.Tensor:
         """Reduce a CPU tensor over the ranks, in place.
@@ -60,8 +63,10 @@ class Group:
             return values
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
         try:
-            work = dist.all_reduce(values, operation, group=self._group, async_op=timeout_seconds is not None)
-            if work is not None and timeout_seconds is not None:
+            work = self._group.all_reduce(values, operation)
+            if timeout_seconds is None:
+                work.wait()
+            else:
                 work.wait(timedelta(seconds=timeout_seconds))
         except RuntimeError:
             self._broken = True  # destroying it would wait for that rank
@@ -70,11 +75,11 @@ class Group:
 
     def all(self, agreed: bool) -> bool:
         """Whether `agreed` is true on every rank."""
-        return bool(self.reduce(torch.tensor([int(agreed)]), "min").item())
+        return bool(self.reduce(torch.tensor([int(agreed)], device="cpu"), "min").item())
 
     def sum(self, value: float) -> float:
         """The sum over the ranks, in float64."""
-        return float(self.reduce(torch.tensor([value], dtype=torch.float64)).item())
+        return float(self.reduce(torch.tensor([value], dtype=torch.float64, device="cpu")).item())
 
     def mean(self, value: float) -> float:
         """The mean over the ranks, in float64."""
@@ -88,14 +93,14 @@ class Group:
         """Every rank's JSON value, in rank order, on every rank."""
         if self._group is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = data.numel()
+        data = json.dumps(value).encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        sizes[self.rank] = len(data)
         self.reduce(sizes)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: data.numel()] = data
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+        padded.numpy()[: len(data)] = bytearray(data)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self._group)
+        self._group.all_gather(parts, padded).wait()
         return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def votes(self) -> "Votes":
@@ -110,9 +115,9 @@ class Votes:
     that all leave together, change the checkpoint interval together, and prepare a rehearsal together.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: SideGroup | None) -> None:
         self._group = group
-        self._ballot = torch.zeros(3, dtype=torch.int64)
+        self._ballot = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
     def exchange(self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0) -> tuple[bool, int, int]:
@@ -133,7 +138,7 @@ class Votes:
             self._work.wait()
         agreed = bool(self._ballot[0]), int(self._ballot[1]), int(self._ballot[2])
         self._ballot[0], self._ballot[1], self._ballot[2] = int(stop), interval_iterations, rehearsed_checkpoint
-        self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
         return agreed
 
     def finish(self) -> None:

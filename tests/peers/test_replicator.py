@@ -40,6 +40,33 @@ def test_the_two_newest_are_stored_by_two_other_nodes(tmp_path: Path) -> None:
         assert len(found["left"]) == (4 if rank == 3 else 0)
 
 
+BOUND = """
+def refused(*args, **kwargs):
+    raise AssertionError("that group is bound to a device")
+dist.group.WORLD.bound_device_id = torch.device("cuda:0")  # as DeepSpeed leaves it
+dist.new_group = dist.barrier = dist.isend = dist.irecv = refused
+states = States(memory, rank)
+torch.set_default_device("meta")
+replicator = opened(states, replicas=1, chunk_bytes=8192)
+torch.set_default_device("cpu")
+owners = replicator.placement.owners_kept_by(rank)
+replicator.offer(*states.seal(10))
+until(lambda: all(held(owner) == [10] for owner in owners))
+found["pairs"] = [list(replicator.placement.holders[rank]), list(owners)]
+found["right"] = [is_right(s) for s in memory_states(RUN_ID, memory) if s.rank in owners]
+group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_pairs_of_a_job_whose_group_is_bound_to_a_device(tmp_path: Path) -> None:
+    """With three ranks every pair leaves one out, which takes no part in making it."""
+    ranks = run(BOUND, tmp_path, ["a", "b", "c"])
+    assert [found["pairs"] for found in ranks] == [[[1], [2]], [[2], [0]], [[0], [1]]]
+    assert all(found["right"] == [True] for found in ranks)
+
+
 KILLED = """
 states = States(memory, rank)
 limit = 800_000 if rank == 2 else None  # for two holders

@@ -9,7 +9,7 @@ import threading
 from cpsr.checkpoint.memory_states import memory_state
 from cpsr.peers.transport import Channel, Kind, Message, erase, problem_of, receive_state, sealed, send_state
 states = States(memory, rank, elements=5000, slots=1)
-pair = dist.new_group([0, 1], backend="gloo")
+pair = SideGroup(group_name(), [0, 1], 5.0)
 channel, stop = Channel(pair, 1 - rank, 5000, 5.0), threading.Event()
 def refused(action):
     try:
@@ -28,7 +28,7 @@ if rank == 0:
     stop.set()
     found["stopped"] = send_state(channel, sealed(path, 20), stop)
     for words in ([9, 0, 0, 0, 0], [1, 0, 100, 50, 51], [1, 0, 100, -1, 5], [1, 0, 9999, 0, 5001]):
-        dist.isend(torch.tensor(words), 1, group=pair).wait()
+        pair.send(torch.tensor(words), 1).wait()
     try:
         send_state(channel, sealed(path, 20), threading.Event())
     except RuntimeError:
@@ -51,7 +51,7 @@ NO_MEMORY = """
 import cpsr.peers.transport as transport
 from cpsr.peers.transport import Channel, receive_state, sealed, send_state
 states = States(memory, rank, elements=5000, slots=1)
-channel = Channel(dist.new_group([0, 1], backend="gloo"), 1 - rank, 5000, 5.0)
+channel = Channel(SideGroup(group_name(), [0, 1], 5.0), 1 - rank, 5000, 5.0)
 path, _ = states.seal(10)
 if rank == 0:
     import threading

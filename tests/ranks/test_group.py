@@ -3,25 +3,43 @@
 import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 from cpsr.ranks.group import Group
 from tests.two_ranks import run
 
+# As DeepSpeed leaves a job on GPUs: the default group is bound to a device, and the user's default device is another
+# one than the CPU. `found["refused"]` names what of torch must not be called then.
+BOUND = """
+    found = {"refused": []}
+    def refuse(module, name):
+        setattr(module, name, lambda *args, **kwargs: found["refused"].append(f"{module.__name__}.{name}"))
+    for name in dir(torch.cuda):
+        if isinstance(getattr(torch.cuda, name), types.FunctionType):
+            refuse(torch.cuda, name)
+    for name in ("new_group", "all_reduce", "all_gather", "barrier", "broadcast", "isend", "irecv"):
+        refuse(dist, name)
+    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+    torch.set_default_device("meta")
+"""
+
 SCRIPT = textwrap.dedent(
     """
-    import json, os, sys
+    import json, os, sys, types
     import torch, torch.distributed as dist
     from cpsr.ranks.group import Group
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    found = {}
+    # bound
     group = Group()
-    found = {
+    found |= {
         "gather": group.gather({"rank": rank, "text": "x" * 10 * rank}),
         "broadcast": group.broadcast(["from", rank]),
         "all": [group.all(True), group.all(rank == 0)],
         "sum": group.sum(0.5 + rank),
-        "max": group.reduce(torch.tensor([rank, -rank]), "max").tolist(),
+        "max": group.reduce(torch.tensor([rank, -rank], device="cpu"), "max").tolist(),
     }
     votes = group.votes()
     ballots = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
@@ -30,22 +48,26 @@ SCRIPT = textwrap.dedent(
     late = Group()  # of its own: a group in which a rank did not come cannot be used any more
     if rank == 0:
         try:
-            late.reduce(torch.ones(1), timeout_seconds=0.5)
+            late.reduce(torch.ones(1, device="cpu"), timeout_seconds=0.5)
             found["alone"] = "came"
         except RuntimeError:
             found["alone"] = "did not come"
     found["alone"] = group.broadcast(found.get("alone"))
     group.barrier()
     group.close()
+    torch.set_default_device("cpu")
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()  # or one exit in some twelve aborts in gloo's threads, without CPSR too
     """
 )
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    first, second = run(SCRIPT, tmp_path)
+@pytest.mark.parametrize("bound", [False, True])
+def test_two_ranks(tmp_path: Path, bound: bool) -> None:
+    script = SCRIPT.replace("# bound\n", textwrap.dedent(BOUND)) if bound else SCRIPT
+    first, second = run(script, tmp_path)
     assert first == second
+    assert first.get("refused", []) == []
     assert first["gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 10}]
     assert first["broadcast"] == ["from", 0]
     assert first["all"] == [True, False]
