@@ -59,7 +59,8 @@ class HostBuffer:
         self.memory = memory
         self.offsets = _layout(template)
         if memory is None:
-            self._bytes = torch.empty(layout_bytes(template), dtype=torch.uint8, pin_memory=pinned).zero_()
+            size = layout_bytes(template)
+            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).zero_()
         else:
             self._bytes = _pinned(memory.bytes) if pinned else memory.bytes
         self._views = {

@@ -283,7 +283,8 @@ def _expected_pieces(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[m
     yield memoryview(header)
     layout = _layout(header)
     # Tensors without elements cost nothing, and the library's header then gives its name of each dtype.
-    named = _layout(save({key: torch.empty(0, dtype=tensor.dtype) for key, tensor in tensors.items()})[_LENGTH_BYTES:])
+    empty = {key: torch.empty(0, dtype=tensor.dtype, device="cpu") for key, tensor in tensors.items()}
+    named = _layout(save(empty)[_LENGTH_BYTES:])
     if layout is None or named is None or layout.keys() != tensors.keys():
         raise SaveError(f"{path}: the header read back lists other tensors than were written; {_CHECK}")
     start = 0

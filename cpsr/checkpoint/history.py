@@ -184,10 +184,11 @@ class DiskHistory:
         if not 0 <= start <= stop <= self.numel(operator):
             raise IndexError(f"{operator} has {self.numel(operator)} elements, asked for [{start}, {stop})")
         if start == stop:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         checkpoint = self._checkpoints[entry]
         file = checkpoint.experts.get(operator, checkpoint.file)
-        piece: torch.Tensor = file.get_slice(f"param/{operator}")[start:stop]
+        with torch.device("cpu"):  # or safetensors would make the slice on torch's default device
+            piece: torch.Tensor = file.get_slice(f"param/{operator}")[start:stop]
         return piece.float()
 
     def keep(self, iterations: Collection[int]) -> None:

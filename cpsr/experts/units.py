@@ -42,7 +42,7 @@ def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple
     positive size.
     """
     layers = operators.layers({name: 1 for names in operators.parameters.values() for name in names})
-    sizes = [torch.zeros(layer.experts, dtype=torch.int64) for layer in layers]
+    sizes = [torch.zeros(layer.experts, dtype=torch.int64, device="cpu") for layer in layers]
     for operator, names in operators.parameters.items():
         if isinstance(operator, Expert):
             trained = (shard.operators[name] for name in names if name in shard.operators)

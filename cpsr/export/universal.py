@@ -115,7 +115,7 @@ def _step(state: WholeState, scalars: dict[str, Any]) -> Any:
             "universal checkpoint has one number for all. Nothing was exported; a state dict in safetensors is possible"
         )
     number = steps.pop()
-    return int(number) if state.identity.optimizer in _NUMBER_STEPS else torch.tensor(float(number))
+    return int(number) if state.identity.optimizer in _NUMBER_STEPS else torch.tensor(float(number), device="cpu")
 
 
 def _write_parameter(state: WholeState, name: str, step: Any, folder: Path) -> None:

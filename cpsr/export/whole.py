@@ -139,7 +139,7 @@ class WholeState:
             if record is None or record.saved_by is not None or (record.numel == 0 and total):
                 continue
             piece = self._read(rank, kind, key, (record.numel,), dtype)
-            whole = torch.empty(total, dtype=piece.dtype) if whole is None else whole
+            whole = piece.new_empty(total) if whole is None else whole
             target = whole[record.offset : record.offset + record.numel]
             if covered.get(record.offset) == record.numel:
                 self._require_replica(name, rank, target, piece)

@@ -44,7 +44,8 @@ class Exchange:
                 raise ValueError(f"'{name}' has {sorted(found)} differences on different ranks: their histories differ")
         shapes = {name: (size, size) for name in sorted(sizes) for size in sizes[name]}
         everything = [
-            products.get(name, torch.zeros(shape, dtype=torch.float64)).reshape(-1) for name, shape in shapes.items()
+            products.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")).reshape(-1)
+            for name, shape in shapes.items()
         ]
         if not everything:
             return {}

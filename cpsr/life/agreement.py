@@ -68,8 +68,8 @@ class Agreement:
         plan = self._proposed or known
         if planner.intervals == "common":
             return replace(plan, rank_interval_iterations=())
-        own = torch.zeros(group.size, dtype=torch.int64)
+        own = torch.zeros(group.size, dtype=torch.int64, device="cpu")
         if group.rank == 0 and plan.rank_interval_iterations:
-            own += torch.tensor(plan.rank_interval_iterations)
+            own += torch.tensor(plan.rank_interval_iterations, device="cpu")
         agreed = tuple(group.reduce(own).tolist())
         return replace(plan, rank_interval_iterations=agreed if any(agreed) else ())

@@ -248,7 +248,7 @@ def _await_others(job: Job) -> None:
     # Another rank's writer may take as long as a save is allowed to, and so may its copy to the target.
     timeout = 2 * job.config.checkpoint.save_timeout_seconds
     try:
-        job.group.reduce(torch.zeros(1), timeout_seconds=timeout)
+        job.group.reduce(torch.zeros(1, device="cpu"), timeout_seconds=timeout)
     except RuntimeError as error:
         logger.warning(
             "another rank did not finish its records; later rows of it are only in %s until the next life: %s",

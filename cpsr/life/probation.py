@@ -51,7 +51,8 @@ class Probation:
         if self._watch is None:
             return None
         loss = self._losses.latest()
-        seen = torch.tensor([0.0 if loss is None else loss, float(loss is not None)], dtype=torch.float64)
+        own = [0.0 if loss is None else loss, float(loss is not None)]
+        seen = torch.tensor(own, dtype=torch.float64, device="cpu")
         total, count = self._group.reduce(seen).tolist()
         decision = self._watch.observe(iteration, total / count) if count else None
         return None if decision is None or decision.status == "watching" else decision
@@ -79,6 +80,7 @@ def _mean_over_ranks(losses: list[float], group: Group) -> list[float]:
     if not lengths:
         return []
     length = min(lengths)
-    values = torch.tensor(losses[-length:] if losses else [0.0] * length, dtype=torch.float64)
+    own = losses[-length:] if losses else [0.0] * length
+    values = torch.tensor(own, dtype=torch.float64, device="cpu")
     mean: list[float] = (group.reduce(values) / len(lengths)).tolist()
     return mean

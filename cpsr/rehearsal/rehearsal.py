@@ -274,14 +274,14 @@ class Rehearsal:
         try:
             restored = self._restore(prepared, checkpoint, meeting)
             if not restored.predicted:
-                return Rehearsed("refused", restored.reason, restored), torch.empty(0)
+                return Rehearsed("refused", restored.reason, restored), torch.empty(0, device="cpu")
             restore_rng(prepared.rng)
             started = time.perf_counter()
             losses = self._train(prepared.batches.iterations, meeting)
             trained = Rehearsed("measured", "", restored, train_seconds=time.perf_counter() - started)
             return trained, losses
         except _StoppedError as stopped:
-            return Rehearsed(stopped.outcome, str(stopped), restored), torch.empty(0)
+            return Rehearsed(stopped.outcome, str(stopped), restored), torch.empty(0, device="cpu")
 
     def _restore(self, prepared: Prepared, checkpoint: Snapshot, meeting: Group) -> Restored:
         error, restored = None, None
@@ -306,7 +306,9 @@ class Rehearsal:
 
     def _train(self, iterations: Sequence[Sequence[MicroBatch]], meeting: Group) -> torch.Tensor:
         return torch.tensor(
-            [[self._train_on(batch, meeting) for batch in batches] for batches in iterations], dtype=torch.float64
+            [[self._train_on(batch, meeting) for batch in batches] for batches in iterations],
+            dtype=torch.float64,
+            device="cpu",
         )
 
     def _train_on(self, batch: MicroBatch, meeting: Group) -> float:
@@ -337,7 +339,8 @@ class Rehearsal:
             _StoppedError: the same on every rank.
             RuntimeError: the others wait inside an engine's collective for this rank, which failed.
         """
-        worst = int(meeting.reduce(torch.tensor([code]), "max", MEET_SECONDS if code == _FAILED else None).item())
+        codes = torch.tensor([code], device="cpu")
+        worst = int(meeting.reduce(codes, "max", MEET_SECONDS if code == _FAILED else None).item())
         if worst == _FAILED:
             raise _StoppedError("failed", next(part for part in meeting.gather(error) if part is not None))
         if worst == _NOT_FINITE:
@@ -370,10 +373,11 @@ def _measured(
     """The lag, from the gaps `(iterations,)` and the recent losses of all ranks; a collective."""
     mean_gaps: list[float] = (meeting.reduce(gaps) / meeting.size).tolist()
     first = iteration - SLOPE_LOSSES_MAX + 1
-    sums = torch.zeros(2, SLOPE_LOSSES_MAX, dtype=torch.float64)  # of the losses, and how many ranks saw one
+    # Of the losses, and how many ranks saw one.
+    sums = torch.zeros(2, SLOPE_LOSSES_MAX, dtype=torch.float64, device="cpu")
     for at, loss in losses:
         if first <= at <= iteration and math.isfinite(loss):
-            sums[:, at - first] = torch.tensor([loss, 1.0], dtype=torch.float64)
+            sums[:, at - first] = torch.tensor([loss, 1.0], dtype=torch.float64, device="cpu")
     total, count = meeting.reduce(sums)
     seen = count.nonzero().flatten()
     lag = measure_lag(

@@ -211,7 +211,7 @@ class StatePrediction:
 
     def probe_loss(self, saved: list[Any]) -> float | None:
         """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
-        count = int(self._group.reduce(torch.tensor([self._probes.count(saved)]), "min").item())
+        count = int(self._group.reduce(torch.tensor([self._probes.count(saved)], device="cpu"), "min").item())
         if count == 0:
             return None
         losses = self._probes.losses(saved, count)

@@ -85,9 +85,19 @@ def seeding_generator(loader: Any) -> torch.Generator | None:
     own: torch.Generator | None = loader.generator
     if not loader.persistent_workers:
         return own
-    drawn = torch.Generator()
-    drawn.set_state(torch.get_rng_state() if own is None else own.get_state())
+    copied = _default_generator() if own is None else own
+    drawn = torch.Generator(copied.device)
+    drawn.set_state(copied.get_state())
     return drawn
+
+
+def _default_generator() -> torch.Generator:
+    """The one that torch draws from where none is given: that of the default device."""
+    device = torch.get_default_device()
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class LossRecorder:
         steps, self._steps = self._steps, []
         if steps:
             losses = [loss.float() for _, loss in steps if loss is not None]
-            host, event = _to_host(torch.stack(losses) if losses else torch.empty(0))
+            host, event = _to_host(torch.stack(losses) if losses else torch.empty(0, device="cpu"))
             self._copying = ([step for step, _ in steps], [loss is not None for _, loss in steps], host, event)
             if wait or event is None:
                 arrived += self._arrived()
@@ -102,7 +102,7 @@ class LossRecorder:
 def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
     if not values.is_cuda:
         return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     host.copy_(values, non_blocking=True)
     event = torch.Event(values.device)
     event.record()

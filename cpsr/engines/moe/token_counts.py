@@ -199,7 +199,9 @@ class HookedTokenCounts:
     def _row(self, found: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Numbers of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
         device = next(self._layers[0].module.parameters()).device
-        none = {place: torch.zeros(layer.experts, dtype=dtype) for place, layer in enumerate(self._layers)}
+        none = {
+            place: torch.zeros(layer.experts, dtype=dtype, device=device) for place, layer in enumerate(self._layers)
+        }
         return torch.cat([one.to(device) for one in (none | found).values()])
 
 
