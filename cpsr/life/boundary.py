@@ -7,8 +7,9 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.ranks.emergency_dump import EmergencyDump
-from cpsr.ranks.exits import Exit, note_exit
+from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.neighbour import Neighbour
 from cpsr.saving.run_state import RunState
 
 __all__ = ["Boundary"]
@@ -49,6 +50,8 @@ class Boundary(Part):
             self._give_up,
             job.journal.event,
         )
+        watching = config.ranks.heartbeat_timeout_seconds is not None
+        self._neighbour = Neighbour(job.group, self.liveness.lost) if watching else None
         self.liveness.start()
 
     def begin_change(self) -> None:
@@ -90,20 +93,29 @@ class Boundary(Part):
 
     def abandon(self, error: BaseException | None) -> None:
         """The group is broken: dump the state of the last boundary, and stop watching the others."""
+        self.liveness.settle()
         note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
         self.emergency_dump.dump(f"the training loop was left with {type(error).__name__}")
         self.liveness.close(ended=False)
+        self._close_neighbour(ended=False)
 
     def close(self, ending: Ending) -> None:
         """Close the counter, which keeps its value; the heartbeat shows how this rank has ended."""
         with ExitStack() as closing:  # an error of one keeps none of the others open
             closing.callback(self.emergency_dump.close)
+            closing.callback(lambda: self._close_neighbour(ended=ending.in_order))
             closing.callback(lambda: self.liveness.close(ended=ending.in_order))
             closing.callback(self._progress.close)
 
+    def _close_neighbour(self, *, ended: bool) -> None:
+        if self._neighbour is not None:
+            self._neighbour.close(ended=ended)
+
     def _give_up(self, reason: str) -> None:
         """Another rank is gone, or training hangs: end this process, from another thread."""
-        note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, left=reason))
+        rank = self._job.group.rank
+        left = Exit(rank, error=reason) if lost_another(reason) else Exit(rank, left=reason)
+        note_exit(self._job.run.path, self._job.journal.life, left)
         self.emergency_dump.leave(reason)
 
     def _dump(self, iteration: int) -> None:

@@ -41,8 +41,10 @@ BEGAN = "started"
 # A launcher ends the other ranks once one has ended: a rank that ended later than this after the first was terminated.
 FIRST_SECONDS = 2.0
 SIGTERM_STATUS = 128 + signal.SIGTERM
-# Messages of gloo, NCCL and torch in a rank whose peer is gone.
-_LOST_ANOTHER = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer", re.IGNORECASE)
+# Messages of gloo, NCCL, torch and CPSR in a rank whose peer is gone.
+_LOST_ANOTHER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|peer|given up rank", re.IGNORECASE
+)
 _NAME = re.compile(r"life-(\d+)-rank-(\d+)-(launcher|rank)\.json")
 
 

@@ -27,6 +27,8 @@ BEAT_SECONDS = 1.0
 # its file system, a single check says nothing about the others.
 CHECKS_MIN = 4
 BEATS_MIN = 2 * CHECKS_MIN  # in the shortest timeout: two between two checks that count in full
+# How long a training thread has to notice by itself that another process has ended: gloo raises at once, NCCL hangs.
+NOTICE_SECONDS = 3.0
 CLOSE_SECONDS = 5.0  # the thread ends at once, unless the file system hangs
 
 
@@ -101,6 +103,9 @@ class Liveness:
         self._checked = time.monotonic()
         self._paused = False
         self._closing = threading.Event()
+        self._settled = threading.Event()
+        self._given_up: GivenUp | None = None
+        self._leaving = threading.Lock()  # taken once, by the thread that leaves
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -145,6 +150,11 @@ class Liveness:
     def finish(self) -> None:
         """All ranks are done, or have agreed to leave: no further step is expected."""
         self._busy += 1
+        self._settled.set()
+
+    def settle(self) -> None:
+        """The training thread has noticed a failure by itself, and ends this process."""
+        self._settled.set()
 
     def obstacle(self) -> str | None:
         """Why this process must not dump for the next life; None if it may; on any thread."""
@@ -162,6 +172,7 @@ class Liveness:
         Args:
             ended: in good order, so that no rank waits for this one; after an error the others must notice it.
         """
+        self._settled.set()
         self._closing.set()
         if self._thread is None:
             return
@@ -170,6 +181,28 @@ class Liveness:
             logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
         elif ended:
             self._beat(Phase.ENDED)
+
+    # Called by another thread
+
+    def lost(self, rank: int, reason: str) -> None:
+        """The process of another rank has ended: leave, unless the training thread notices that by itself.
+
+        Args:
+            rank: whose process.
+            reason: as a clause.
+        """
+        if self._settled.wait(NOTICE_SECONDS):
+            return
+        self._given_up = GivenUp(f"{reason}, and the training thread has not noticed", rank)
+        # In a thread of its own: a file system that hangs must not delay the exit.
+        marking = threading.Thread(target=self._beat, args=(Phase.LEAVING, rank), daemon=True)
+        marking.start()
+        marking.join(BEAT_SECONDS)
+        self._leave_once(self._given_up.reason)
+
+    def _leave_once(self, reason: str) -> None:
+        if self._leaving.acquire(blocking=False):
+            self._leave(reason)
 
     # The thread
 
@@ -183,7 +216,7 @@ class Liveness:
                 given_up = self.check(elapsed_seconds)
                 if given_up is not None:
                     self._beat(Phase.LEAVING, given_up.lost_rank)
-                    self._leave(given_up.reason)
+                    self._leave_once(given_up.reason)
                     return
         except Exception as error:
             logger.exception("watching the other ranks failed")
@@ -254,6 +287,8 @@ class Liveness:
     def _beat(self, phase: Phase, lost_rank: int | None = None) -> bool:
         """Whether it could be written."""
         self._beats += 1
+        if self._given_up is not None:  # by another thread
+            phase, lost_rank = Phase.LEAVING, self._given_up.lost_rank
         try:
             self._files.write(self._rank, self._heartbeat(phase, lost_rank))
         except OSError as error:

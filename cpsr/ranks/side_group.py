@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 __all__ = ["SideGroup", "group_name"]
 
@@ -44,7 +44,7 @@ class SideGroup:
     def __init__(self, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
         self._ranks = list(ranks)
         gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"{name}/", _get_default_store()),
+            PrefixStore(f"{name}/", _get_default_store()),
             self._ranks.index(dist.get_rank()),
             len(self._ranks),
             timedelta(seconds=timeout_seconds),

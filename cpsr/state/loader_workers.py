@@ -96,8 +96,8 @@ def _default_generator() -> torch.Generator:
     device = torch.get_default_device()
     if device.type != "cuda":
         return torch.default_generator
-    torch.cuda.init()
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    current = torch.cuda.current_device()  # before that there are no generators
+    return torch.cuda.default_generators[current if device.index is None else device.index]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 `Ranks` starts them; each of them records what it does, one JSON object per line.
 """
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -20,7 +21,9 @@ from typing import Any
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import EmergencyDump
+from cpsr.ranks.group import Group
 from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.neighbour import Neighbour
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy
 
@@ -34,6 +37,7 @@ class Options:
         size: number of ranks.
         life: of the run.
         gloo: every step has a collective.
+        neighbours: each rank watches the process of the next.
         liveness: configuration.
         step_seconds: pause in every step.
         update_until: every update waits until this kind of event is reported.
@@ -47,6 +51,7 @@ class Options:
     size: int = 2
     life: int = 0
     gloo: bool = False
+    neighbours: bool = False
     liveness: dict[str, Any] = field(default_factory=dict)
     step_seconds: float = 0.02
     update_until: str = ""
@@ -130,7 +135,7 @@ def status_path(options: Options, rank: int) -> Path:
 
 def launch(options: Options) -> None:
     """Fork the ranks, so that what they need is imported once, and note how each ends."""
-    if options.gloo:
+    if options.gloo or options.neighbours:
         import torch.distributed as dist  # noqa: F401
     forked = multiprocessing.get_context("fork")
     processes = [forked.Process(target=Rank(options, rank).run) for rank in range(options.size)]
@@ -185,24 +190,31 @@ class Rank:
         )
         signal.signal(signal.SIGTERM, self.on_sigterm)
         emergency.watch_sigterm()
-        if options.gloo:
+        neighbour: Neighbour | None = None
+        if options.gloo or options.neighbours:
             import torch.distributed as dist
 
             meeting = f"file://{options.directory}/meeting-{options.life}"
             dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=options.size)
+            neighbour = Neighbour(Group(), liveness.lost) if options.neighbours else None
         liveness.start()
         emergency.end_update(0)
         self.note("began", pid=os.getpid())
         try:
             self.train(emergency, liveness)
         except RuntimeError as error:
+            liveness.settle()
             emergency.dump(f"the loop was left by {type(error).__name__}")
             liveness.close(ended=False)
+            if neighbour is not None:
+                neighbour.close(ended=False)
             emergency.close()
             raise
         liveness.finish()
         self.note("ended")
         liveness.close(ended=True)
+        if neighbour is not None:
+            neighbour.close(ended=True)
         emergency.close()
 
     def train(self, emergency: EmergencyDump, liveness: Liveness) -> None:
@@ -229,13 +241,26 @@ class Rank:
                 return
 
     def fault(self, what: str, liveness: Liveness) -> None:
-        """`waits`: for ever, as in a data loader; `waits for a dump`: until one begins; `ends`: leaves its loop."""
+        """What happens to this rank.
+
+        `waits`: for ever, as in a data loader; `hangs`: for ever in C, as in a collective of NCCL; `forks`: has a child
+        that outlives it, and waits; `waits for a dump`: until one begins; `ends`: leaves its loop.
+        """
         if what:
             self.note(what)
         if what == "waits":
             threading.Event().wait()
         if what == "waits as others do":
             liveness.sign()
+            threading.Event().wait()
+        if what == "hangs":
+            ctypes.CDLL(None).pause()
+        if what == "forks":
+            child = os.fork()
+            if not child:
+                time.sleep(WAIT_SECONDS)
+                os._exit(0)
+            self.note("forked", pid=child)
             threading.Event().wait()
         if what == "waits for a dump":
             self.dumping.wait()

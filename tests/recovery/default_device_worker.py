@@ -63,7 +63,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         for batch in recovery.resume(batches, repeat=True):
             if options.fault and rank == 1 and recovery.iteration == int(options.fault):
                 die(options)
-            loss_of(batch).backward()
+            loss_of(batch).backward()  # type: ignore[no-untyped-call]
             for parameter in module.parameters():
                 torch.distributed.all_reduce(parameter.grad)
             optimizer.step()

@@ -13,7 +13,7 @@ MEMORY: dict[str, Any] = {"checkpoint": {"shared_memory": True}}
 
 def lives(job: Job, default_device: str, mode: str, settings: dict[str, Any]) -> Ended:
     """The second life of a job of which rank 1 is killed after its last checkpoint."""
-    options = {"worker": WORKER, "default_device": default_device, "settings": settings}
+    options: dict[str, Any] = {"worker": WORKER, "default_device": default_device, "settings": settings}
     killed = job.launch(mode, fault=str(FAILURE), committed=CHECKPOINT, **options)
     assert -9 in killed.statuses, killed.output
     back = job.launch(mode, **options)

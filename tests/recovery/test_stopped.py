@@ -1,4 +1,4 @@
-"""A rank of a job that is stopped, neither dead nor alive to its peers."""
+"""Ranks whose peers do not learn from their collectives that something is wrong."""
 
 from cpsr.journal import JournalReader
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
@@ -23,3 +23,24 @@ def test_the_others_leave_and_the_job_goes_on(job: Job, uninterrupted: Uninterru
     assert back.statuses == [0, 0], back.output[0][-3000:]
     for rank in range(2):
         assert back.result(rank)["state"] == uninterrupted().result(rank)["state"]
+
+
+def test_a_rank_that_hangs_when_another_is_killed_leaves_its_exact_state(
+    job: Job, uninterrupted: Uninterrupted
+) -> None:
+    """Nothing raises in the training thread, as over NCCL."""
+    killed = job.launch(fault=f"alone:1:{AT}", settings={"checkpoint": {"shared_memory": True}})
+    assert killed.statuses == [LEFT_EXIT_STATUS, -9], killed.output
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        noted = {event.kind: event for event in journal.events()}
+    assert "the process of rank 1 has ended" in noted["left"].message
+    assert "pause" in noted["left"].message or "at_batch" in noted["left"].message
+    assert noted["dumped"].iteration == AT
+
+    back = job.launch(settings={"checkpoint": {"shared_memory": True}})
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        assert back.result(rank)["state"] == uninterrupted().result(rank)["state"]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        (failed,) = [event for event in journal.events() if event.kind == "failed"]
+    assert "rank 1 was killed" in failed.message

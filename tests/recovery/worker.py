@@ -3,6 +3,7 @@
 The final state and the batches that were trained on are left as JSON, so that runs can be compared bit for bit.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -276,7 +277,8 @@ class Faults:
     """What happens to this rank, and when.
 
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
-    `stop` (before a step). Also `sigterm`, and `sigterm-group`, which goes to all processes of the rank's group.
+    `stop` (before a step). At `alone` the rank is killed before a step, and the others hang there without an error, as
+    over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all processes of the rank's group.
     Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second
     signal comes while the rank is leaving. The iteration is the one that is complete.
 
@@ -287,6 +289,7 @@ class Faults:
     def __init__(self, options: Options, rank: int) -> None:
         phase, victim, at = options.fault.split(":") if options.fault else ("", "", "0")
         self._phase = phase if victim in (str(rank), "all") else ""
+        self._hangs = phase == "alone" and not self._phase
         self._at = int(at)
         self._committed = options.committed
         self._in_memory = options.in_memory
@@ -297,7 +300,9 @@ class Faults:
     def at_batch(self, iteration: int, micro_batch: int) -> None:
         if iteration != self._at:
             return
-        if self._phase == ("micro" if micro_batch else "step"):
+        if self._hangs:
+            ctypes.CDLL(None).pause()
+        if self._phase in (("micro",) if micro_batch else ("step", "alone")):
             self._die()
         if self._phase in ("sigterm", "sigterm-twice"):
             os.kill(os.getpid(), signal.SIGTERM)
