@@ -3,7 +3,7 @@
 import json
 import sqlite3
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from cpsr.journal.thinning import THINNED_SECONDS
 __all__ = ["JournalReader"]
 
 Row = TypeVar("Row")
+Parameters = Sequence[Any] | Mapping[str, Any]
 
 # Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
@@ -232,8 +233,10 @@ class JournalReader:
         """
         # SQLite takes the other columns from the row that has the maximum.
         statement = select_sql(StepRow).replace(" FROM", ", MAX(row) FROM", 1)
-        clause = "WHERE (?1 IS NULL OR iteration >= ?1) AND (?2 IS NULL OR iteration < ?2) GROUP BY iteration"
-        rows = self._query(f"{statement} {clause} ORDER BY iteration", (start, stop))
+        chosen = "(:start IS NULL OR iteration >= :start) AND (:stop IS NULL OR iteration < :stop)"
+        rows = self._query(
+            f"{statement} WHERE {chosen} GROUP BY iteration ORDER BY iteration", {"start": start, "stop": stop}
+        )
         return [self._build(StepRow, row[:-1]) for row in rows]
 
     def step_from(self, iteration: int) -> StepRow | None:
@@ -262,8 +265,9 @@ class JournalReader:
             until_unix_seconds: only those of before.
             kind: only those of one kind, where the table has any (fits and events).
         """
-        clause = f"WHERE {_chosen(row_type)} ORDER BY row DESC LIMIT ?4"
-        return self._rows(row_type, clause, (since_unix_seconds, until_unix_seconds, kind, limit))
+        clause = f"WHERE {_chosen(row_type)} ORDER BY row DESC LIMIT :limit"
+        asked = {"since": since_unix_seconds, "until": until_unix_seconds, "kind": kind, "limit": limit}
+        return self._rows(row_type, clause, asked)
 
     def count(
         self,
@@ -276,7 +280,8 @@ class JournalReader:
         if not self._has(row_type):
             return 0
         statement = f"SELECT COUNT(*) FROM {TABLES[row_type]} WHERE {_chosen(row_type)}"  # noqa: S608 - no input in it
-        ((count,),) = self._query(statement, (since_unix_seconds, until_unix_seconds, kind))
+        asked = {"since": since_unix_seconds, "until": until_unix_seconds, "kind": kind}
+        ((count,),) = self._query(statement, asked)
         return int(count)
 
     def after(self, row_type: type[Row], row: int, limit: int) -> list[tuple[int, Row]]:
@@ -326,7 +331,7 @@ class JournalReader:
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:
         return tuple(self._rows(RecoverySource, "WHERE recovery_id = ? ORDER BY rank, source", (recovery_id,)))
 
-    def _rows(self, row_type: type[Row], clause: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    def _rows(self, row_type: type[Row], clause: str, parameters: Parameters = ()) -> list[Row]:
         if not self._has(row_type):
             return []
         rows = self._query(f"{self._select(row_type)} {clause}", parameters)
@@ -341,7 +346,7 @@ class JournalReader:
         except (TypeError, ValueError) as error:
             raise JournalError(f"the journal {self.path} holds a damaged {row_type.__name__}: {error}") from error
 
-    def _query(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def _query(self, statement: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(statement, parameters).fetchall()
         except sqlite3.Error as error:
@@ -377,7 +382,8 @@ def _connect_archived(path: Path) -> sqlite3.Connection:
 def _chosen(row_type: type[Any]) -> str:
     column = TIME_COLUMNS.get(row_type, "created_unix_seconds")
     kind = "kind" if "kind" in columns(row_type) else "NULL"
-    return f"(?1 IS NULL OR {column} >= ?1) AND (?2 IS NULL OR {column} < ?2) AND (?3 IS NULL OR {kind} = ?3)"
+    since, until = f":since IS NULL OR {column} >= :since", f":until IS NULL OR {column} < :until"
+    return f"({since}) AND ({until}) AND (:kind IS NULL OR {kind} = :kind)"
 
 
 def _first(rows: list[Row]) -> Row | None:

@@ -14,6 +14,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOE_TIMER
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.nn import functional
@@ -81,7 +82,7 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
         if any(isinstance(layer, MoE) for layer in module.modules()):
             named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
             groups = split_params_into_different_moe_groups_for_optimizer(named)
-        tuned = torch.optim.AdamW(groups, lr=0.01)
+        tuned = FusedAdam(groups, lr=0.01) if optimizer == "fused" else torch.optim.AdamW(groups, lr=0.01)
     scheduler = None
     if schedule == "cosine":
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
