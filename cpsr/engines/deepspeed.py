@@ -13,6 +13,7 @@ from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
+    advance_loss_scale,
     discard_gradients,
     master_slices,
     masters,
@@ -266,8 +267,7 @@ class DeepSpeedAdapter:
         for _ in range(iterations):
             rates.append(self.learning_rate())
             self._schedule.advance()
-            if hasattr(engine.optimizer, "_update_scale"):
-                engine.optimizer._update_scale(False)
+            advance_loss_scale(engine.optimizer)
         optimizer_state.advance_steps(torch_optimizer(engine), self._masters(), iterations)
         engine.global_steps += iterations
         engine.global_samples += iterations * engine.train_batch_size()

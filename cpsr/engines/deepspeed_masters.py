@@ -18,6 +18,7 @@ from cpsr.errors import UnsupportedEngineError
 
 __all__ = [
     "MasterSlice",
+    "advance_loss_scale",
     "discard_gradients",
     "master_slices",
     "masters",
@@ -178,10 +179,23 @@ def _push_down_stage3(optimizer: Any) -> None:
     _gather_persistent(optimizer)
 
 
+def advance_loss_scale(optimizer: Any) -> None:
+    """Count an applied step where the loss scale does; the fused wrapper of bf16 has the counter, but leaves it."""
+    if type(optimizer) is FP16_Optimizer and not optimizer.loss_scale_config.use_grad_scaling:
+        return
+    if hasattr(optimizer, "_update_scale"):
+        optimizer._update_scale(False)
+
+
 def discard_gradients(optimizer: Any) -> None:
     """Drop what micro-batches of an unfinished step have accumulated, as an overflowing step would."""
-    optimizer.zero_grad(set_to_none=True)
     kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):  # FusedAdam's own `zero_grad` takes no argument
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return
+    optimizer.zero_grad(set_to_none=True)
     if kind is DeepSpeedZeroOptimizer_Stage3:
         optimizer.averaged_gradients = {}
     elif kind is DeepSpeedZeroOptimizer:

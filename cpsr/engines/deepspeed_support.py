@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from cpsr.engines import optimizer_state
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.moe.deepspeed import unsupported_experts
-from cpsr.engines.optimizer_state import keeps_state_in_kernel
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_supported"]
@@ -39,7 +39,7 @@ def require_supported(engine: Any) -> None:
 def _require_visible_optimizer(engine: Any) -> None:
     """Refuse the optimizer that DeepSpeed builds from its JSON on a processor, with the line that CPSR can restore."""
     kind = JSON_TYPES.get(engine.optimizer_name())
-    if kind is None or not keeps_state_in_kernel(torch_optimizer(engine), torch.device(engine.device)):
+    if kind is None or not optimizer_state.keeps_state_in_kernel(torch_optimizer(engine), torch.device(engine.device)):
         return
     given = {name: value for name, value in (engine.optimizer_params() or {}).items() if name not in FUSED_ONLY}
     # The defaults differ: 0 of the kernel, 0.01 of torch's AdamW.

@@ -178,13 +178,33 @@ def load_step_scalars(
 
 
 def advance_steps(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], iterations: int) -> None:
-    """Add `iterations` to every step count; a tensor that has never been updated stays at zero while others moved."""
+    """Add to every step count what `iterations` steps add.
+
+    A tensor that has never been updated stays at zero while others moved.
+    """
     counts = [float(optimizer.state[master].get("step", 0)) for master in masters]
     moved = any(counts)
+    rises = _fused_rises(optimizer) if _name(type(optimizer)) == _FUSED_ADAM else {}
     for master, count in zip(masters, counts, strict=True):
         state = optimizer.state[master]
         if "step" in state and (count or not moved):
-            _set_number(state, "step", state["step"] + iterations)
+            _set_number(state, "step", state["step"] + iterations * rises.get(id(master), 1))
+
+
+def _fused_rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """By how much a step of FusedAdam raises the count of each parameter, by the parameter's id.
+
+    It keeps one count for a group, in the last parameter that has a gradient, and raises it once for every dtype in the
+    group. Which parameters have gradients is seen from the counts so far: the largest one is the group's.
+    """
+    rises = {}
+    for group in optimizer.param_groups:
+        parameters = group["params"]  # none under ZeRO-3, which steps its masters one by one
+        rises |= {id(parameter): 0 for parameter in parameters}
+        if parameters:
+            counting = max(reversed(parameters), key=lambda parameter: optimizer.state[parameter].get("step", 0))
+            rises[id(counting)] = len({parameter.dtype for parameter in parameters})
+    return rises
 
 
 def _set_number(state: dict[str, Any], key: str, number: Any) -> None:

@@ -145,7 +145,7 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, embedding.weight)
 
 
-def pipeline_engine(stage: int, precision: str) -> Any:
+def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any:
     layers = [
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
         LayerSpec(nn.Linear, WIDTH, HIDDEN),
@@ -155,7 +155,7 @@ def pipeline_engine(stage: int, precision: str) -> Any:
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
     ]
     module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
-    return initialize(module, configuration(stage, precision))
+    return initialize(module, configuration(stage, precision), optimizer)
 
 
 def resume(stage: int, precision: str, skip: int = 0, zero: Any = None, **options: Any) -> dict[str, Any]:
@@ -278,9 +278,9 @@ class Drawing(TinyLM):
         return loss * (1.0 + 0.1 * torch.rand((), generator=self.generator) / self.calls)
 
 
-def a_rehearsal_leaves_the_modules_own_numbers(stage: int) -> None:
+def a_rehearsal_leaves_the_modules_own_numbers(stage: int, precision: str = "fp32", optimizer: str = "adamw") -> None:
     seed(1)
-    job, recorder = DeepSpeedJob(initialize(Drawing(), configuration(stage, "fp32", 1))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(Drawing(), configuration(stage, precision, 1), optimizer)), Recorder()
     job.adapter.attach(recorder)
     run(job, 0, 2)
     assert recorder.inputs is not None
@@ -295,10 +295,10 @@ def a_rehearsal_leaves_the_modules_own_numbers(stage: int) -> None:
     assert job.module.calls == 3
 
 
-def roll_back_from_after_step() -> None:
+def roll_back_from_after_step(stage: int, precision: str, optimizer: str = "adamw") -> None:
     """A roll-back inside `after_step` stays: nothing of the finished step is written after it returns."""
     seed(1)
-    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(3, "bf16"))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, precision), optimizer)), Recorder()
     job.adapter.attach(recorder)
     run(job, 0, 2)
     snapshot = take_snapshot(job.adapter)
@@ -352,12 +352,12 @@ def evaluation_leaves_no_trace(stage: int, model: Callable[[], nn.Module] = Tiny
     assert_bitwise(finals[1], finals[0])
 
 
-def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM) -> None:
+def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimizer: str = "adamw") -> None:
     """The user's save_checkpoint and load_checkpoint work beside the hooks, and loads are announced."""
     paths: list[Any] = [tempfile.mkdtemp(prefix="cpsr-own-") if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(paths)
     seed(1)
-    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1), optimizer)), Recorder()
     job.adapter.attach(recorder)
     run(job, 0, 2)
     torch.distributed.broadcast(job.module.drift, 0)  # DeepSpeed itself saves only rank 0's buffers
@@ -366,7 +366,7 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM) -> None
     run(job, 2, 2)
     expected = {key: value.clone() for key, value in job.adapter.shard().tensors()}
     seed(2)
-    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1))), Recorder()
+    job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1), optimizer)), Recorder()
     job.adapter.attach(recorder)
     job.adapter.shard()
     path, _ = job.engine.load_checkpoint(paths[0])
@@ -408,8 +408,8 @@ def refusals() -> None:
         TorchAdapter(engine.module, engine.optimizer)
 
 
-def pipeline(stage: int, precision: str) -> None:
-    result = check_resume(lambda: PipelineJob(pipeline_engine(stage, precision)))
+def pipeline(stage: int, precision: str, optimizer: str = "adamw") -> None:
+    result = check_resume(lambda: PipelineJob(pipeline_engine(stage, precision, optimizer)))
     assert result["evaluations"] == []
     assert skipped_steps(result) == (1 if precision == "fp16" else 0)
     assert any("embed" in name for name in result["description"]["tensors"])
@@ -502,7 +502,7 @@ OTHER: dict[str, Case] = {
     "rehearsed-loss": only_the_loss_that_the_forward_gave_is_rehearsed,
     "rehearsed-module-zero1": partial(a_rehearsal_leaves_the_modules_own_numbers, 1),
     "rehearsed-module-zero3": partial(a_rehearsal_leaves_the_modules_own_numbers, 3),
-    "roll-back": roll_back_from_after_step,
+    "roll-back": partial(roll_back_from_after_step, 3, "bf16"),
     "own-checkpoints-zero1": partial(own_checkpoints, 1),
     "own-checkpoints-zero3": partial(own_checkpoints, 3),
     "ddp": lambda: check_resume(build_ddp, skip=2),
