@@ -20,7 +20,9 @@ __all__ = ["CUDA_SUCCESS", "Hangs", "StandInDevice", "StandInEvent", "StandInStr
 CUDA_SUCCESS = 0
 ALREADY_REGISTERED, NOT_REGISTERED, OUT_OF_MEMORY = 712, 713, 2
 # Ops that only make another view of the same memory: no kernel.
-_VIEWS = ("detach", "view", "select", "slice", "as_strided", "_unsafe_view", "unsqueeze", "alias", "t", "transpose")
+_VIEWS = (
+    "detach", "view", "select", "slice", "split", "as_strided", "_unsafe_view", "unsqueeze", "alias", "t", "transpose"
+)  # fmt: skip
 
 
 class Hangs(BaseException):
@@ -303,10 +305,12 @@ class StandInDevice:
         return True
 
     def empty(self, made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`torch.empty` that knows pinned memory."""
+        """`torch.empty` that knows pinned memory, and memory of the device."""
 
-        def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-            tensor = made(*size, **options)
+        def empty(*size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
+            if device is not None and torch.device(device).type == "cuda":
+                return self.tensor(made(*size, **options), self.device(device).index)
+            tensor = made(*size, device=device, **options)
             if pin_memory:
                 self.note("pin", None, tensor.nbytes)
                 self._pinned.append((tensor.data_ptr(), tensor.nbytes))
@@ -374,7 +378,7 @@ class DeviceTensor(torch.Tensor):
             _copy(found, one)
             return found
         if name in _VIEWS:
-            return _of(one, func(*host[0], **host[1]))
+            return tree_map(lambda value: _of(one, value), func(*host[0], **host[1]))
         if name.endswith("_"):
             one.of.launch(name, one.ordinal, lambda: func(*host[0], **host[1]))
             return args[0]
@@ -386,6 +390,9 @@ class DeviceTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         return self.memory.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        self.of.note("record_stream", stream, self.data_ptr())
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.memory.untyped_storage()
@@ -443,4 +450,5 @@ def stand_in_device(count: int = 1) -> Iterator[StandInDevice]:
         patch.setattr(torch.cuda, "cudart", lambda: device.runtime)
         patch.setattr(torch.cuda, "check_error", device.check_error)
         patch.setattr(torch, "empty", device.empty(torch.empty))
+        patch.setattr(torch, "empty_strided", device.empty(torch.empty_strided))
         yield device

@@ -77,7 +77,7 @@ class ActivationOffload:
     own forward has saved are brought back a little ahead; those of other forwards, a pipeline's other micro-batches,
     stay where they are. A tensor comes back with the same values in the same layout: losses and gradients are bitwise
     the same as without. What is not dense (a slice of another tensor) and weights stay where they are. Copies are made
-    in chunks, on a CUDA device on a stream of their own beside the computation.
+    in chunks, on a CUDA device on streams of their own beside the computation.
 
     Source: CPSR, section III-B and figure 5-B, with a limit in place of a schedule.
 
@@ -100,7 +100,7 @@ class ActivationOffload:
         self._weights: set[int] = set()
         # A CUDA device's backward runs in a thread of autograd. Reentrant: a tensor may be let go of at any moment.
         self._lock = threading.RLock()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lanes: dict[torch.device, _Lanes] = {}
         self.moved_bytes = self.held_bytes = 0
 
     def __enter__(self) -> "ActivationOffload":
@@ -135,7 +135,7 @@ class ActivationOffload:
     def _pack(self, forward: "_Forward", tensor: torch.Tensor) -> "_Saved":
         if not self._takes(tensor):
             return forward.save(_Stayed(tensor))
-        moved = Moved(tensor, self._stream(tensor.device), max(self._chunk_bytes // tensor.element_size(), 1))
+        moved = Moved(tensor, self._lanes_of(tensor.device), max(self._chunk_bytes // tensor.element_size(), 1))
         weakref.finalize(moved, self._let_go, tensor.nbytes)
         return forward.save(moved)
 
@@ -153,7 +153,7 @@ class ActivationOffload:
         return True
 
     def _unpack(self, saved: "_Saved") -> torch.Tensor:
-        tensor = saved.kept.returned()  # before those that are not asked for yet: they share one stream
+        tensor = saved.kept.returned()  # before those that are not asked for yet: they share one lane
         for moved in saved.forward.before(saved.place):
             moved.bring_back()
         return tensor
@@ -162,12 +162,25 @@ class ActivationOffload:
         with self._lock:
             self.held_bytes -= count
 
-    def _stream(self, device: torch.device) -> "torch.cuda.Stream | None":
+    def _lanes_of(self, device: torch.device) -> "_Lanes | None":
         if device.type != "cuda":
             return None
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return self._streams[device]
+        if device not in self._lanes:
+            self._lanes[device] = _Lanes(_stream(device), _stream(device))
+        return self._lanes[device]
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    """Streams beside the computation of a CUDA device: what returns does not wait for what other forwards still move.
+
+    Attributes:
+        out: to host memory.
+        back: to the device.
+    """
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
 
 
 @dataclass(frozen=True)
@@ -227,33 +240,51 @@ class _Stayed:
 
 
 class Moved:
-    """A saved tensor in host memory; brought back once for every time that it is asked for."""
+    """A saved tensor in host memory; brought back once for every time that it is asked for.
 
-    def __init__(self, tensor: torch.Tensor, stream: "torch.cuda.Stream | None", chunk_elements: int) -> None:
+    No call waits for a CUDA device: streams wait for each other's events. The tensor comes back into memory of the
+    stream that computes. Of that stream, the copy waits for what was queued when the memory was taken, since that may
+    still use it; the computation waits for this copy alone, and can then free the memory without a delay.
+    """
+
+    def __init__(self, tensor: torch.Tensor, lanes: _Lanes | None, chunk_elements: int) -> None:
         self._device = tensor.device
-        self._stream = stream
+        self._lanes = lanes
         self._chunk_elements = chunk_elements
-        self._host = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=stream is not None
-        )
         self._back: torch.Tensor | None = None
         self.was_returned = False  # the backward has had it, and asks again only where its graph is retained
-        self._arrived: torch.cuda.Event | None = None  # of what is on its way back
-        self._copy(tensor, self._host)
-        if stream is not None:
-            tensor.record_stream(stream)  # its memory is not used anew before the copy has ended
+        self._host = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=lanes is not None
+        )
+        if lanes is None:
+            self._copy(tensor, self._host)
+            return
+        lanes.out.wait_stream(torch.cuda.current_stream(self._device))  # which has just computed it
+        with torch.cuda.stream(lanes.out):
+            self._copy(tensor, self._host)
+        self._left = lanes.out.record_event()
+        tensor.record_stream(lanes.out)  # its memory is not used anew before the copy has ended
+
+    def __del__(self) -> None:
+        # The graph was dropped: nothing has waited for the copy, and the memory must.
+        if self._lanes is not None and self._back is not None:
+            self._back.record_stream(self._lanes.back)
 
     def bring_back(self) -> None:
         """Begin to copy it to its device, unless that was done."""
-        if self._back is None:
-            back = torch.empty_strided(
-                self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device
-            )
+        if self._back is not None:
+            return
+        back = torch.empty_strided(self._host.size(), self._host.stride(), dtype=self._host.dtype, device=self._device)
+        if self._lanes is None:
             self._copy(self._host, back)
-            if self._stream is not None:
-                back.record_stream(self._stream)
-                self._arrived = self._stream.record_event()
-            self._back = back
+        else:
+            lane, self._owner = self._lanes.back, torch.cuda.current_stream(self._device)
+            lane.wait_event(self._left)
+            lane.wait_stream(self._owner)
+            with torch.cuda.stream(lane):
+                self._copy(self._host, back)
+            self._arrived = lane.record_event()
+        self._back = back
 
     def returned(self) -> torch.Tensor:
         """The tensor on its device, in its own layout; memory there is the caller's from now on."""
@@ -261,19 +292,22 @@ class Moved:
         back, self._back = self._back, None
         self.was_returned = True
         assert back is not None
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        if self._lanes is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._arrived)
+            if stream != self._owner:
+                back.record_stream(stream)
         return back
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        beside: AbstractContextManager[Any] = nullcontext()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            beside = torch.cuda.stream(self._stream)
         pieces, places = (torch.split(_flat(tensor), self._chunk_elements) for tensor in (source, target))
-        with beside, torch.no_grad():
+        with torch.no_grad():
             for piece, place in zip(pieces, places, strict=True):
                 place.copy_(piece, non_blocking=True)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

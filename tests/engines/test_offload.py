@@ -17,6 +17,7 @@ from cpsr.journal import JournalReader
 from cpsr.life import opening
 from cpsr.recovery import CPSRRecovery
 from tests.recovery.job import Job
+from tests.stand_in_device import StandInDevice, stand_in_device
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, context=32)
 ROOMY = 1 << 30
@@ -160,6 +161,111 @@ def test_a_backward_brings_back_what_its_own_forward_moved_a_little_ahead(arriva
         arrivals.clear()
         newer[0].backward()
     assert {number for number, _ in arrivals} == set(range(4, 10))
+
+
+COMPUTE, OUT, BACK = "default:0", "stream1:0", "stream2:0"
+Call = tuple[str, str | None, Any]
+
+
+class Saves(torch.autograd.Function):
+    """Autograd cannot compute on a stand-in for a device, but it can save and ask for what lies there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: "Layers", saved: torch.Tensor) -> torch.Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        layers, begun = ctx.layers, len(ctx.layers.device.trace)
+        (saved,) = ctx.saved_tensors
+        layers.asked.append((saved, layers.device.trace[begun:]))
+        layers.device.launch("backward", 0, lambda: None)
+        return gradient, None, None
+
+
+class Layers(nn.Module):
+    """Each saves what its kernel has just computed."""
+
+    def __init__(self, device: StandInDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.asked: list[tuple[Any, list[Call]]] = []
+
+    def forward(self, x: torch.Tensor, saved: torch.Tensor, count: int = 6) -> torch.Tensor:
+        for _ in range(count):
+            saved = saved + 1
+            x = Saves.apply(x, self, saved)
+        return x
+
+
+def waits(calls: list[Call], stream: str) -> list[Any]:
+    """The events that a stream waits for."""
+    return [about for call, on, about in calls if (call, on) == ("wait_event", stream)]
+
+
+def records(calls: list[Call], stream: str) -> list[Any]:
+    return [about for call, on, about in calls if (call, on) == ("record", stream)]
+
+
+def test_on_a_device_only_streams_wait_and_only_for_what_they_need() -> None:
+    values, x = torch.arange(4.0), torch.zeros(1, requires_grad=True)
+    with stand_in_device() as device:
+        device.at_once = False
+        layers = Layers(device)
+        with ActivationOffload(layers, ROOMY, chunk_bytes=8) as moved:
+            output = layers(x, device.tensor(values))
+            forward = list(device.trace)
+            output.sum().backward()
+        assert moved.moved_bytes == 6 * values.nbytes
+        computed = [one for one in forward if one[0] == "record" or one[:2] == ("launch", COMPUTE)]
+        # Each copy out waits for the kernel that has just computed the tensor.
+        assert [one[:2] for one in computed] == [("launch", COMPUTE), ("record", COMPUTE), ("record", OUT)] * 6
+        assert waits(forward, OUT) == records(forward, COMPUTE)
+        out = records(forward, OUT)
+        assert len(out) == 6
+        arrivals = [event for _, calls in layers.asked for event in records(calls, BACK)]
+        assert len(arrivals) == 6
+        for number, (_, calls) in enumerate(layers.asked):
+            assert waits(calls, COMPUTE) == [arrivals[number]]  # not for those that are on their way only
+            own, queued = waits(calls, BACK)[::2], waits(calls, BACK)[1::2]
+            assert own == [out[5 - place] for place in range(6) if arrivals[place] in records(calls, BACK)]
+            assert queued == records(calls, COMPUTE)  # what may still use the memory that the copy goes to
+        assert device.calls("synchronize", "query", "query_stream") == []
+        device.complete()
+        for number, (saved, _) in enumerate(layers.asked):
+            assert torch.equal(saved.memory, values + 6 - number)
+        # What was returned is freed in the order of the stream that computes; nothing delays that.
+        assert [stream for _, stream, _ in device.calls("record_stream")] == [OUT] * 6
+
+
+def test_what_returns_does_not_wait_for_what_a_newer_forward_still_moves() -> None:
+    values, x = torch.arange(4.0), torch.zeros(1, requires_grad=True)
+    with stand_in_device() as device:
+        layers = Layers(device)
+        with ActivationOffload(layers, ROOMY) as moved:
+            oldest = layers(x, device.tensor(values))
+            (lanes,) = moved._lanes.values()
+            device.hang(lanes.out)
+            layers(x, device.tensor(values))
+            oldest.sum().backward()
+        for number, (saved, _) in enumerate(layers.asked):
+            assert torch.equal(saved.memory, values + 6 - number)
+
+
+def test_the_memory_of_a_copy_that_nobody_asks_for_outlives_it() -> None:
+    with stand_in_device() as device:
+        device.at_once = False
+        layers = Layers(device)
+        with ActivationOffload(layers, ROOMY):
+            output = layers(torch.zeros(1, requires_grad=True), device.tensor(torch.arange(4.0)), count=3)
+        assert output.grad_fn is not None
+        begun, found = len(device.trace), output.grad_fn.saved_tensors  # the last one, and two more are sent for
+        assert len(records(device.trace[begun:], BACK)) == 3
+        del output, found
+        gc.collect()
+        assert [stream for _, stream, _ in device.calls("record_stream")] == [OUT] * 3 + [BACK] * 2
 
 
 def test_weights_and_evaluations_are_left_alone() -> None:
