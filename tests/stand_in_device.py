@@ -305,9 +305,10 @@ class StandInDevice:
         return True
 
     def empty(self, made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`torch.empty` that knows pinned memory, and memory of the device."""
+        """`torch.empty` and its kin, which know pinned memory, and memory of the device."""
 
         def empty(*size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
+            size = tree_map(_memory, size)
             if device is not None and torch.device(device).type == "cuda":
                 return self.tensor(made(*size, **options), self.device(device).index)
             tensor = made(*size, device=device, **options)
@@ -450,5 +451,6 @@ def stand_in_device(count: int = 1) -> Iterator[StandInDevice]:
         patch.setattr(torch.cuda, "cudart", lambda: device.runtime)
         patch.setattr(torch.cuda, "check_error", device.check_error)
         patch.setattr(torch, "empty", device.empty(torch.empty))
+        patch.setattr(torch, "empty_like", device.empty(torch.empty_like))
         patch.setattr(torch, "empty_strided", device.empty(torch.empty_strided))
         yield device

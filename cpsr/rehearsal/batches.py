@@ -30,7 +30,8 @@ class TrainedBatches:
     """Micro-batches of consecutive iterations with their losses, as this rank trained on them.
 
     Inputs are copied to the host at once: a loop may reuse the same tensor for the next batch, and the inputs of so
-    many iterations could exhaust GPU memory. Losses stay on their device.
+    many iterations could exhaust GPU memory. From a GPU they come in the order of the stream that trains, and nothing
+    waits for them: what a rehearsal queues there follows. Losses stay on their device.
 
     Args:
         micro_batches_per_iteration: of the engine.
@@ -76,6 +77,8 @@ class TrainedBatches:
             self._batches.append(MicroBatch(_kept(args), _kept(kwargs)))
         except TypeError as error:
             self.give_up(f"the inputs hold {error}, which is not plain data")
+        except RuntimeError as error:  # no more pinned memory, say
+            self.give_up(f"the inputs could not be copied to the host ({error})")
         self.seconds += time.perf_counter() - started
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -126,7 +129,7 @@ class _Kept:
 
 def _kept(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Kept(value.detach().to("cpu", copy=True), value.device, value.requires_grad)
+        return _Kept(_host_copy(value.detach()), value.device, value.requires_grad)
     if type(value) is dict:
         return {key: _kept(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -134,6 +137,12 @@ def _kept(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _host_copy(values: torch.Tensor) -> torch.Tensor:
+    if not values.is_cuda or values.layout != torch.strided:
+        return values.to("cpu", copy=True)
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _size_bytes(value: Any) -> int:
@@ -146,8 +155,10 @@ def _size_bytes(value: Any) -> int:
 
 def _given_back(value: Any) -> Any:
     if isinstance(value, _Kept):
-        # No other reference to the host copy exists, and it is used once.
-        return value.values.to(value.device).requires_grad_(value.requires_grad)
+        values = value.values
+        if values.device != value.device:  # else no other reference to the copy exists, and it is used once
+            values = torch.empty_like(values, device=value.device).copy_(values, non_blocking=True)
+        return values.requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _given_back(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cpsr.rehearsal.batches import TrainedBatches
+from tests.stand_in_device import stand_in_device
 
 LIMIT_BYTES = 1000
 
@@ -47,6 +48,40 @@ def test_losses_are_those_of_their_time_and_inputs_ask_for_gradients_as_before()
     assert kept.losses().tolist() == [[1.0, 2.0]]
     first, second = kept.iterations[0][0].arguments()[0]
     assert (first.requires_grad, second.requires_grad) == (True, False)
+
+
+def test_inputs_on_a_device_are_copied_in_the_order_of_its_stream_and_nothing_waits() -> None:
+    with stand_in_device() as device:
+        device.at_once = False
+        kept = TrainedBatches(1, torch.device("cuda", 0), LIMIT_BYTES)
+        tensor = device.tensor(torch.zeros(3))
+        for value in range(3):
+            tensor.copy_(device.tensor(torch.full((3,), float(value))))  # as a loop that reuses it
+            kept.add((tensor,), {"mask": [tensor]})
+            kept.add_loss(device.tensor(torch.tensor(float(value))))
+            kept.end_iteration(True)
+        tensor.copy_(device.tensor(torch.full((3,), 9.0)))
+        assert kept.problem is None
+        again = [batch.arguments() for (batch,) in kept.iterations]
+        assert device.calls("synchronize", "query", "wait_event", "record") == []
+        device.complete()
+        for value, ((one,), mask) in enumerate(again):
+            for tensor in (one, mask["mask"][0]):
+                assert tensor.is_cuda
+                assert tensor.memory.tolist() == [value] * 3
+        assert kept.losses().tolist() == [[0.0], [1.0], [2.0]]
+
+
+def test_a_copy_that_fails_ends_the_keeping_and_not_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with stand_in_device() as device:
+        kept = TrainedBatches(1, torch.device("cuda", 0), LIMIT_BYTES)
+        monkeypatch.setattr(torch, "empty_like", refuses)
+        kept.add((device.tensor(torch.zeros(3)),), {})
+    assert kept.problem == "the inputs could not be copied to the host (CUDA error: out of memory)"
+    assert kept.hopeless
 
 
 class Strange:
