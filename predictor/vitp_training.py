@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw
 
 from cpsr.predictor.examples import Examples, Question, Windows
 from cpsr.predictor.vitp_network import PARAMETERS, corrections, cosines, initial_parameters, undisturbed
@@ -16,6 +17,7 @@ STATE_VERSION = 1
 STEPS_PER_CHECKPOINT = 32
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 1e-2  # AdamW's usual one: with nothing to learn the head goes back to the line
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # likewise
 # Any number: what matters is that it is the same in every life of every run.
 SEED = 20_261_121
 
@@ -53,11 +55,9 @@ class Head:
             loss = 1.0 - _weighted(self.answer(question), question) / question.weights.sum()
         yield
         with undisturbed():
-            self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            (gradient,) = torch.autograd.grad(loss, self.parameters)
         yield
-        with undisturbed():
-            self._optimizer.step()
+        self._update(gradient)
         self.steps += 1
 
     def answer(self, question: Question) -> torch.Tensor:
@@ -85,13 +85,12 @@ class Head:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and the optimizer's moments, as tensors."""
-        moments = self._optimizer.state[self.parameters]
         return {
             "version": STATE_VERSION,
             "steps": self.steps,
             "parameters": self.parameters.detach().clone(),
-            "exp_avg": moments["exp_avg"].clone(),
-            "exp_avg_sq": moments["exp_avg_sq"].clone(),
+            "exp_avg": self._exp_avg.clone(),
+            "exp_avg_sq": self._exp_avg_sq.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,16 +109,34 @@ class Head:
     def _stand(self, parameters: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, steps: int) -> None:
         with undisturbed():
             self.parameters = parameters.clone().requires_grad_()
-            self._optimizer = torch.optim.AdamW(
-                [self.parameters], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, foreach=False
-            )
-            # Given here, so that the optimizer never makes a tensor by the training loop's own defaults.
-            self._optimizer.state[self.parameters] = {
-                "step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"),
-                "exp_avg": exp_avg.clone(),
-                "exp_avg_sq": exp_avg_sq.clone(),
-            }
+            self._exp_avg, self._exp_avg_sq = exp_avg.clone(), exp_avg_sq.clone()
+            self._step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
         self.steps = steps
+
+    def _update(self, gradient: torch.Tensor) -> None:
+        """A step of AdamW.
+
+        By its function: the class asks on each step for the accelerator's current stream. On the learner's thread that
+        is one of device 0, whatever device this rank has, and would open a context there.
+        """
+        with undisturbed(), torch.no_grad():
+            adamw(
+                [self.parameters],
+                [gradient],
+                [self._exp_avg],
+                [self._exp_avg_sq],
+                [],
+                [self._step],
+                foreach=False,
+                fused=False,
+                amsgrad=False,
+                beta1=BETA1,
+                beta2=BETA2,
+                lr=LEARNING_RATE,
+                weight_decay=WEIGHT_DECAY,
+                eps=EPSILON,
+                maximize=False,
+            )
 
 
 def _weighted(rows: torch.Tensor, question: Question) -> torch.Tensor:

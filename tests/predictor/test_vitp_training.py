@@ -94,6 +94,19 @@ def test_an_update_in_parts_is_that_of_one_piece_whatever_comes_between() -> Non
     assert torch.equal(paused.parameters, expected.parameters)
 
 
+def test_no_step_asks_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the learner's thread that is device 0, whatever device this rank trains on."""
+    asked: list[str] = []
+    for name in ("current_accelerator", "current_stream", "current_device_index"):
+        monkeypatch.setattr(
+            torch.accelerator, name, lambda *given, name=name, **named: asked.append(name), raising=False
+        )
+    for name in ("is_available", "current_stream", "current_device", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given, name=name, **named: asked.append(name))
+    assert trained(2).steps == 2
+    assert asked == []
+
+
 def test_a_copy_is_another() -> None:
     head = trained(2)
     before = head.parameters.detach().clone()
