@@ -197,7 +197,7 @@ def _fused_rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     It keeps one count for a group, in the last parameter that has a gradient, and raises it once for every dtype in the
     group. Which parameters have gradients is seen from the counts so far: the largest one is the group's.
     """
-    rises = {}
+    rises: dict[int, int] = {}
     for group in optimizer.param_groups:
         parameters = group["params"]  # none under ZeRO-3, which steps its masters one by one
         rises |= {id(parameter): 0 for parameter in parameters}

@@ -109,9 +109,9 @@ class BubblePace:
 
 
 def bubbles_of(adapter: EngineAdapter) -> Bubbles:
-    """The waits of this rank's training thread, forecast by the schedule of its pipeline if it has one."""
+    """The waits of this rank's training thread, forecast by its pipeline's schedule if that blocks the thread."""
     stage = adapter.pipeline_stage
-    if stage is None:
+    if stage is None or not _blocks(adapter):
         return Bubbles()
     return Bubbles(idle_shares(stage.count, adapter.micro_batches_per_iteration, stage.index))
 
@@ -134,5 +134,9 @@ def pace_of(
     """
     if budget_fraction == 0:
         return None
-    blocks = adapter.pipeline_stage is not None and adapter.device.type == "cpu"
-    return BubblePace(bubbles, None if blocks else BudgetPace(budget_fraction), report)
+    return BubblePace(bubbles, None if _blocks(adapter) else BudgetPace(budget_fraction), report)
+
+
+def _blocks(adapter: EngineAdapter) -> bool:
+    """Whether the training thread itself waits for other stages; a receive on a GPU is only queued."""
+    return adapter.pipeline_stage is not None and adapter.device.type == "cpu"

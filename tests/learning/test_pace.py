@@ -4,15 +4,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from cpsr.engines import TorchAdapter
+from cpsr.engines.adapter import Stage
 from cpsr.learning import pace as module
 from cpsr.learning.bubbles import BubbleAccount, Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
 from cpsr.learning.pace import BubblePace, bubbles_of, pace_of
+from cpsr.learning.pipeline_schedule import RECEIVE_GRADIENT
 
 PATIENCE_SECONDS = 10.0
 WAIT_SECONDS = 0.03
@@ -244,3 +248,51 @@ def test_without_a_pipeline_there_is_a_budget() -> None:
     assert pace is not None
     pace.before_slice()  # at once, though nothing waits
     pace.close()
+
+
+def pipeline_rank(device: torch.device) -> Any:
+    """What the pace asks of an adapter."""
+    return SimpleNamespace(device=device, pipeline_stage=Stage(0, 2), micro_batches_per_iteration=2)
+
+
+def queue_receives(bubbles: Bubbles, iterations: int) -> None:
+    """As over NCCL: a receive is queued for the device, and the thread goes on."""
+    for _ in range(iterations):
+        for _ in range(2):
+            time.sleep(0.005)
+            with bubbles.waiting(RECEIVE_GRADIENT):
+                pass
+        bubbles.end_iteration()
+
+
+def test_a_pipeline_without_visible_waits_learns_within_the_budget(work: Callable[[Pace], Worker]) -> None:
+    adapter = pipeline_rank(torch.device("cuda", 0))
+    bubbles = bubbles_of(adapter)
+    pace = pace_of(adapter, bubbles, 0.1, pytest.fail)
+    assert isinstance(pace, BubblePace)
+    queue_receives(bubbles, 3)
+    assert bubbles.iteration_forecast_seconds() == 0.0  # its schedule would forecast waits that nobody sees
+    worker = work(pace)
+    started = time.perf_counter()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while worker.slices < 5 and time.monotonic() < deadline:
+        queue_receives(bubbles, 1)
+    elapsed = time.perf_counter() - started
+    account = bubbles.account()
+    assert worker.slices >= 5
+    assert account.used_seconds < 0.1 * account.outside_seconds
+    # Each slice but the last has been paid for by a pause.
+    assert account.outside_seconds <= 0.1 * elapsed + 0.1
+
+
+def test_a_pipeline_on_processors_learns_in_its_waits_alone() -> None:
+    adapter = pipeline_rank(torch.device("cpu"))
+    bubbles = bubbles_of(adapter)
+    queue_receives(bubbles, 2)
+    assert bubbles.iteration_forecast_seconds() > 0.0
+    pace = pace_of(adapter, bubbles, 0.1, pytest.fail)
+    assert pace is not None
+    threading.Timer(0.1, pace.close).start()
+    started = time.monotonic()
+    pace.before_slice()
+    assert time.monotonic() - started > 0.05
