@@ -6,6 +6,7 @@ current stream of their thread, and run when the device does: at once, when the 
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class StandInEvent:
         self._of = of
         self._recorded = 0
         self._reached = 0
+        self._at = 0.0
         self.name = of.name_event(self)
         self.stream: StandInStream | None = None
 
@@ -86,7 +88,7 @@ class StandInEvent:
 
     def _reach(self, number: int) -> Callable[[], bool]:
         def reach() -> bool:
-            self._reached = max(self._reached, number)
+            self._reached, self._at = max(self._reached, number), time.perf_counter()
             return True
 
         return reach
@@ -108,7 +110,7 @@ class StandInEvent:
     def elapsed_time(self, end: "StandInEvent") -> float:
         if not (self.query_quietly() and end.query_quietly()):
             raise RuntimeError("device not ready")
-        return 1.0
+        return 1e3 * (end._at - self._at)
 
 
 class Runtime:
@@ -145,6 +147,8 @@ class StandInDevice:
 
     Attributes:
         at_once: whether work runs as soon as nothing before it hangs; else only in `complete`.
+        compute_seconds: that the work of default streams takes once the host waits.
+        copy_seconds: that of the other streams takes after it.
         trace: calls in order: what, on which stream or device, with what.
         runtime: of pinned memory.
     """
@@ -152,6 +156,7 @@ class StandInDevice:
     def __init__(self, count: int = 1) -> None:
         self.count = count
         self.at_once = True
+        self.compute_seconds = self.copy_seconds = 0.0
         self.trace: list[tuple[str, str | None, Any]] = []
         self.runtime = Runtime(self)
         self._pinned: list[tuple[int, int]] = []
@@ -294,6 +299,11 @@ class StandInDevice:
 
     def wait_for(self, done: Callable[[], bool], what: str) -> None:
         """The host waits: the device runs meanwhile."""
+        time.sleep(self.compute_seconds)
+        with self._lock:
+            while any(map(self._step, self._defaults)):
+                pass
+        time.sleep(self.copy_seconds)
         self.complete()
         if not done():
             raise Hangs(f"the host waits for {what}, which never comes")

@@ -2,12 +2,14 @@
 
 import base64
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.device_values import DeviceNumber, DeviceValues
 
 __all__ = ["decode", "encode", "same"]
 
@@ -17,13 +19,15 @@ _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def encode(tree: Any, prefix: str = "tree") -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(tree: Any, prefix: str = "tree", later: DeviceValues | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a tree of plain data into a JSON value and its tensors.
 
     Args:
         tree: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, tensors, numpy scalars and arrays,
             nested freely. Other containers (named tuples, default dicts) would change their type.
         prefix: start of the tensors' keys, so that several trees can share one file.
+        later: takes tensors and numbers of a CUDA device, for `decode`; such a value is for memory, not for a file.
+            Without it tensors of a device are waited for, and a `DeviceNumber` is refused.
 
     Returns:
         The JSON value and the tensors (detached, contiguous, on the CPU) it refers to by key.
@@ -35,17 +39,22 @@ def encode(tree: Any, prefix: str = "tree") -> tuple[Any, dict[str, torch.Tensor
     {'step': 3, 'betas': (0.9, 0.99), 0: tensor([1., 1.])}
     """
     tensors: dict[str, torch.Tensor] = {}
-    return _encode(tree, prefix, tensors), tensors
+    return _encode(tree, prefix, tensors, later), tensors
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None) -> Any:
     if value is None or isinstance(value, bool | str) or type(value) in (int, float):
         return value
     if isinstance(value, bytes):
         return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
     if isinstance(value, numpy.generic):
         return {_TAG: "scalar", "dtype": value.dtype.str, "data": base64.b64encode(value.tobytes()).decode("ascii")}
+    if isinstance(value, DeviceNumber):
+        return _encode_number(value, path, later)
     if isinstance(value, torch.Tensor | numpy.ndarray):
+        index = later.take(value) if later is not None and isinstance(value, torch.Tensor) else None
+        if index is not None:
+            return {_TAG: "later", "index": index}
         tensor = torch.from_numpy(value) if isinstance(value, numpy.ndarray) else value.detach()
         # A copy: the caller may change the original while the tree is written in the background.
         tensors[path] = tensor.to("cpu", copy=True).contiguous()
@@ -54,21 +63,33 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         if _PLAIN.issuperset(map(type, value)):
             items = list(value)
         else:
-            items = [_encode(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+            items = [_encode(item, f"{path}.{index}", tensors, later) for index, item in enumerate(value)]
         return items if type(value) is list else {_TAG: "tuple", "items": items}
     if type(value) in (dict, OrderedDict):
-        return _encode_mapping(value, path, tensors)
+        return _encode_mapping(value, path, tensors, later)
     raise UnsupportedEngineError(
         f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
         "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
     )
 
 
-def _encode_mapping(value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_number(value: DeviceNumber, path: str, later: DeviceValues | None) -> Any:
+    if later is None:
+        raise UnsupportedEngineError(
+            f"cannot save {path}: the number is still on {value.value.device}; pass the tree to a SmallState, which "
+            "waits for it"
+        )
+    index = later.take(value.value)
+    return value.value.item() if index is None else {_TAG: "later", "index": index, "number": True}
+
+
+def _encode_mapping(
+    value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
+) -> Any:
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
-        return {key: _encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+        return {key: _encode(item, f"{path}.{key}", tensors, later) for key, item in value.items()}
     pairs = [
-        [_encode(key, f"{path}.{index}.key", tensors), _encode(item, f"{path}.{index}", tensors)]
+        [_encode(key, f"{path}.{index}.key", tensors, later), _encode(item, f"{path}.{index}", tensors, later)]
         for index, (key, item) in enumerate(value.items())
     ]
     ordered = {"ordered": True} if type(value) is OrderedDict else {}
@@ -91,28 +112,42 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-def decode(data: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def decode(data: Any, tensors: Mapping[str, torch.Tensor], later: Mapping[int, torch.Tensor] | None = None) -> Any:
     """Reverse `encode`.
 
+    Args:
+        data: the JSON value.
+        tensors: those that it refers to by key.
+        later: those that `encode` left to `DeviceValues`, by index.
+
     Raises:
-        KeyError: `tensors` lacks a key that `data` refers to.
+        KeyError: a tensor is missing that `data` refers to.
         ValueError: `data` has a tag that this version does not know.
     """
     if isinstance(data, list):
-        return list(data) if _PLAIN.issuperset(map(type, data)) else [decode(item, tensors) for item in data]
+        return list(data) if _PLAIN.issuperset(map(type, data)) else [decode(item, tensors, later) for item in data]
     if not isinstance(data, dict):
         return data
-    tag = data.get(_TAG)
-    if tag is None:
-        return {key: decode(item, tensors) for key, item in data.items()}
+    if _TAG not in data:
+        return {key: decode(item, tensors, later) for key, item in data.items()}
+    if data[_TAG] == "later" and later is not None:
+        value = later[data["index"]]
+        return value.item() if data.get("number") else value
+    return _decode_tagged(data, tensors, later)
+
+
+def _decode_tagged(
+    data: dict[str, Any], tensors: Mapping[str, torch.Tensor], later: Mapping[int, torch.Tensor] | None
+) -> Any:
+    tag = data[_TAG]
     if tag == "tensor":
         return tensors[data["key"]]
     if tag == "array":
         return tensors[data["key"]].numpy()
     if tag == "tuple":
-        return tuple(decode(data["items"], tensors))
+        return tuple(decode(data["items"], tensors, later))
     if tag == "dict":
-        pairs = [(decode(key, tensors), decode(item, tensors)) for key, item in data["pairs"]]
+        pairs = [(decode(key, tensors, later), decode(item, tensors, later)) for key, item in data["pairs"]]
         return OrderedDict(pairs) if data.get("ordered") else dict(pairs)
     if tag == "bytes":
         return base64.b64decode(data["data"])

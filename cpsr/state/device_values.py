@@ -1,0 +1,126 @@
+"""Values of the small state that are still on a CUDA device, and their way to the host beside the training."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from cpsr.state.arrival import Arrival, Deadline
+
+__all__ = ["DeviceNumber", "DeviceValues", "number"]
+
+# Up to this size tensors travel in one copy with the numbers; larger ones need no copy of their own on the device.
+PACKED_BYTES = 1 << 20
+# Pinned memory for the larger ones of one state; what exceeds it is copied at once, and waits for the device.
+PINNED_BYTES_MAX = 1 << 28
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceNumber:
+    """A number that was not waited for.
+
+    It is the engine's own tensor, and changes with the next update; `SmallState` takes its value before that. The codec
+    refuses it everywhere else.
+
+    Attributes:
+        value: tensor without dimensions on a CUDA device.
+    """
+
+    value: torch.Tensor
+
+
+def number(value: torch.Tensor, *, on_device: bool) -> bool | float | DeviceNumber:
+    """The number in a tensor without dimensions.
+
+    Args:
+        value: the tensor.
+        on_device: leave it on a CUDA device, where `item()` would wait for all queued work.
+    """
+    if on_device and value.is_cuda:
+        return DeviceNumber(value)
+    found: bool | float = value.item()
+    return found
+
+
+class DeviceValues:
+    """Tensors of one CUDA device that are copied to the host in the order of its current stream.
+
+    Small ones are packed into one tensor, by kernels that read them before any later one changes them, and one copy
+    brings it to pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._device: torch.device | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._pinned_bytes = 0
+        self._packed: list[list[int]] = []  # of tensors with the same type and shape
+        self._arrival: Arrival | None = None
+        self._hosts: dict[int, torch.Tensor] = {}
+        self._pack: torch.Tensor | None = None
+
+    def take(self, tensor: torch.Tensor) -> int | None:
+        """Its index in `values`; None: copy it at once.
+
+        It is on the host, on another device, too large, or no block of memory (sparse, distributed).
+        """
+        if not tensor.is_cuda or tensor.device != (self._device or tensor.device):
+            return None
+        if tensor.layout != torch.strided or hasattr(tensor, "__tensor_flatten__"):
+            return None
+        if tensor.nbytes > PACKED_BYTES:
+            if self._pinned_bytes + tensor.nbytes > PINNED_BYTES_MAX:
+                return None
+            self._pinned_bytes += tensor.nbytes
+        self._device = tensor.device
+        self._tensors.append(tensor.detach())
+        return len(self._tensors) - 1
+
+    def send(self) -> None:
+        """Enqueue the copies on the current stream; returns at once."""
+        if self._device is None:
+            return
+        alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+        with torch.no_grad():
+            for index, tensor in enumerate(self._tensors):
+                if tensor.nbytes > PACKED_BYTES:
+                    self._hosts[index] = _to_pinned(tensor)
+                else:
+                    alike.setdefault((tensor.dtype, tensor.shape), []).append(index)
+            # Types of more bytes first, so that each begins at a multiple of its size.
+            self._packed = sorted(alike.values(), key=lambda same: -self._tensors[same[0]].element_size())
+            stacked = [torch.stack([self._tensors[index] for index in same]) for same in self._packed]
+            if stacked:
+                self._pack = _to_pinned(torch.cat([one.reshape(-1).view(torch.uint8) for one in stacked]))
+        self._arrival = Arrival(self._device)
+
+    @property
+    def here(self) -> bool:
+        """Whether all values are on the host; does not wait."""
+        return self._arrival is None or self._arrival.here
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Wait for the copies.
+
+        Raises:
+            SaveError: the device hangs, and the deadline has passed.
+        """
+        if self._arrival is not None:
+            self._arrival.wait("what was queued before the copy of the small state", deadline)
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """On the host, by index; once they are here."""
+        found = dict(self._hosts)
+        if self._pack is not None:
+            packed, start = self._pack.clone(), 0  # pinned memory is scarce
+            for same in self._packed:
+                one = self._tensors[same[0]]
+                for index in same:
+                    size = one.element_size() * math.prod(one.shape)
+                    found[index] = packed[start : start + size].view(one.dtype).view(one.shape)
+                    start += size
+        return found
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

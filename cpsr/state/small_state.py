@@ -1,0 +1,42 @@
+"""A copy of the small state, of which a CUDA device may still have to send a part."""
+
+from typing import Any
+
+from cpsr.state.arrival import Deadline
+from cpsr.state.codec import decode, encode
+from cpsr.state.device_values import DeviceValues
+
+__all__ = ["SmallState"]
+
+
+class SmallState:
+    """A copy of plain data; what lies on a CUDA device follows in the order of the current stream.
+
+    Args:
+        tree: see `cpsr.state.codec.encode`; also `DeviceNumber`s.
+
+    Raises:
+        UnsupportedEngineError: an object that is not plain data; the message names it.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._later = DeviceValues()
+        self._data, self._tensors = encode(tree, later=self._later)
+        self._later.send()
+
+    @property
+    def here(self) -> bool:
+        """Whether it is complete; does not wait."""
+        return self._later.here
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Wait for what the device sends.
+
+        Raises:
+            SaveError: it hangs, and the deadline has passed.
+        """
+        self._later.wait(deadline)
+
+    def tree(self) -> Any:
+        """The plain data, with numbers and host tensors in the place of those on a device; once it is here."""
+        return decode(self._data, self._tensors, self._later.values())
