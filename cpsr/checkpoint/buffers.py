@@ -49,7 +49,7 @@ class HostBuffer:
 
     Args:
         template: names, shapes and dtypes.
-        pinned: for copies from a GPU.
+        pinned: for copies from a GPU; `memory` is pinned by its owner.
         memory: shared memory of `layout_bytes` for the buffer; by default the process's own memory.
     """
 
@@ -62,7 +62,7 @@ class HostBuffer:
             size = layout_bytes(template)
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).zero_()
         else:
-            self._bytes = _pinned(memory.bytes) if pinned else memory.bytes
+            self._bytes = memory.bytes
         self._views = {
             key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
             for key, tensor in template.tensors()
@@ -115,14 +115,6 @@ class HostBuffer:
 
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-
-
-def _pinned(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, page-locked by the CUDA driver, which then copies without a staging buffer."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(status) != 0:
-        raise SaveError(f"{memory.numel()} bytes of shared memory could not be pinned (CUDA error {int(status)})")
-    return memory
 
 
 def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.contents import WHOLE, Contents
-from cpsr.checkpoint.device_copy import DeviceCopy, new_event
+from cpsr.checkpoint.device_copy import DeviceCopy, device_of, new_event
 from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
+from cpsr.state.arrival import Arrival, Deadline
 from cpsr.state.shard import Shard
 
 __all__ = ["Copying", "StateCopier"]
@@ -17,7 +19,7 @@ __all__ = ["Copying", "StateCopier"]
 # Size of one copy during waits: less than a millisecond, so that it ends within short waits.
 PIECE_BYTES = 4 << 20
 
-Copying = Future[float] | PacedCopy | DeviceCopy  # each with a `result()`: seconds
+Copying = Future[float] | PacedCopy | DeviceCopy
 
 _Source = tuple[int, int, torch.dtype]
 # Takes the buffer's views of what was copied, on the thread that copies.
@@ -27,23 +29,33 @@ _Put = Callable[[Shard], None]
 class StateCopier:
     """Starts the copies of snapshots, and makes those of an emergency dump.
 
+    Weights and moments on the host are copied on the host, also where the buffers beside them are on a device.
+
     Args:
-        device: of the state; None: the host.
+        template: every shard has its tensors where this has them.
         worker: the thread that copies on the host.
 
     Attributes:
+        device: CUDA device with a part of the state, None where all of it is on the host.
         pace: plans copies in waits; None where copies do not use waits.
+
+    Raises:
+        UnsupportedEngineError: the state is on several devices.
     """
 
-    def __init__(self, device: torch.device | None, worker: ThreadPoolExecutor) -> None:
+    def __init__(self, template: Shard, worker: ThreadPoolExecutor) -> None:
         self._worker = worker
         self.pace: CopyPace | None = None
         self._planned: dict[bool, tuple[list[_Source], list[Span]]] = {}  # by moments: spans of the shard seen last
+        self.device = device_of(template)
         self._stream: torch.cuda.Stream | None = None
+        self._dumps: torch.cuda.Stream | None = None  # no dump waits behind a snapshot that waits for a hung step
         self._boundary: torch.cuda.Event | None = None
-        if device is not None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
+        if self.device is not None:
+            self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch's stub has no types
             self._boundary = new_event()
+            if device_of(Shard(template.operators)) is not None:
+                self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def copy_in(self, waits: Waits) -> None:
         """Copy what fits during waits from now on; see `SnapshotPool.copy_in`."""
@@ -52,7 +64,7 @@ class StateCopier:
     def mark_boundary(self) -> None:
         """Called when a step is complete."""
         if self._boundary is not None:
-            self._boundary.record()
+            self._boundary.record(torch.cuda.current_stream(self.device))
 
     def start(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> Copying:
         """Start to copy the weights and moments of a snapshot.
@@ -63,37 +75,55 @@ class StateCopier:
             contents: of the snapshot.
             put: takes the views of the buffer.
         """
-        if self._stream is None and self.pace is not None:
+        if self._stream is not None:
+            copy = DeviceCopy(self._stream, shard)
+            self._copy(buffer, shard, contents, put, copy.enqueue)
+            return copy
+        if self.pace is not None:
             paced = PacedCopy(self.pace)
             self._worker.submit(paced.run, lambda: self._pieces(buffer, shard, contents, put))
             return paced
-        if self._stream is None:
-            return self._worker.submit(self._copy_on_host, buffer, shard, contents, put)
-        copy = DeviceCopy(self._stream, shard)
-        self._copy(buffer, shard, contents, put, copy.enqueue)
-        return copy
+        return self._worker.submit(self._copy_on_host, buffer, shard, contents, put)
 
-    def copy_now(self, buffer: HostBuffer, shard: Shard, put: _Put) -> None:
-        """Copy a whole state at once, as of the last boundary; from any thread.
+    def arrival(self) -> Arrival | None:
+        """Completes with the copies of buffers, which `Copying` does not show where weights are on the host alone."""
+        return Arrival(self.device) if self.device is not None and self._stream is None else None
+
+    @contextmanager
+    def at_boundary(self, deadline: Deadline) -> Iterator[None]:
+        """Wait until the device has finished the step; inside, work goes to a stream on which nothing hangs.
+
+        From any thread.
+
+        Raises:
+            SaveError: the device hangs in that step, and the deadline has passed.
+        """
+        if self._boundary is None:
+            yield
+            return
+        deadline.wait_for(self._boundary.query, "the step")
+        with torch.cuda.stream(self._dumps):
+            yield
+
+    def copy_now(self, buffer: HostBuffer, shard: Shard, put: _Put) -> Copying:
+        """Copy a whole state; inside `at_boundary`, from any thread.
 
         Args:
             buffer: the target.
             shard: the engine's weights and moments, and the buffers of the boundary.
             put: takes the views of the buffer.
-
-        Raises:
-            SaveError: the device does not finish the step.
         """
-        if self._stream is None:
-            buffer.copy_others(shard)
-            self._copy(buffer, shard, WHOLE, put, copy_on_host)
-            return
-        copy = DeviceCopy(self._stream, shard, self._boundary)
-        copy.prepare(lambda: buffer.copy_others(shard))
-        self._copy(buffer, shard, WHOLE, put, copy.enqueue)
-        copy.result()
+        buffer.copy_others(shard)
+        if self._stream is not None and self._dumps is not None:
+            copy = DeviceCopy(self._dumps, shard)
+            self._copy(buffer, shard, WHOLE, put, copy.enqueue)
+            return copy
+        done: Future[float] = Future()
+        done.set_result(self._copy_on_host(buffer, shard, WHOLE, put))
+        return done
 
     def _copy_on_host(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> float:
+        """Returns the seconds it took."""
         started = time.perf_counter()
         self._copy(buffer, shard, contents, put, copy_on_host)
         return time.perf_counter() - started

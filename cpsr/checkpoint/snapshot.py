@@ -13,17 +13,27 @@ from typing import Any
 from cpsr.checkpoint.boundary import BoundaryBuffers
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.contents import WHOLE, Contents
-from cpsr.checkpoint.copying import Copying, StateCopier
-from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.paced import CopyAccount, PacedCopy, Split, Waits
+from cpsr.checkpoint.paced import CopyAccount, Split, Waits
+from cpsr.checkpoint.pool_buffers import PoolBuffers
+from cpsr.checkpoint.running import RunningCopy
 from cpsr.errors import SaveError
-from cpsr.state.codec import decode, encode
+from cpsr.state.arrival import Deadline
 from cpsr.state.shard import Shard
+from cpsr.state.small_state import SmallState
 
 __all__ = ["Snapshot", "SnapshotPool"]
 
 logger = logging.getLogger(__name__)
+
+# In an emergency dump, for the device to do what it still can; launchers kill after 30 s.
+BOUNDARY_SECONDS = 10.0
+# Share of it for the running snapshot: behind a step that hangs it never completes.
+RUNNING_SHARE = 0.5
+# For a copy under way at the end of a life; after a dump that failed, the launcher's 30 s are half over.
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -33,8 +43,9 @@ class Snapshot:
     Attributes:
         iteration: iteration at which it was taken.
         shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
-        scalars: plain data, a copy of its own.
-        stall_seconds: how long the training thread was blocked by this snapshot so far.
+        scalars: plain data, a copy of its own; None until `SnapshotPool.finish` returned.
+        stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
+            that a GPU had still to compute.
         copy_seconds: how long the asynchronous copy itself took.
         contents: what it holds of each operator, and where on the disk that is written.
         split: when its bytes were copied, where the pool copies in waits.
@@ -64,17 +75,20 @@ class SnapshotPool:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
         on_sealed: called with the file of each snapshot in shared memory that is complete.
         copier: makes the copies.
+
+    Raises:
+        UnsupportedEngineError: the template has tensors on several CUDA devices.
     """
 
     def __init__(self, template: Shard, buffers: int = 3, memory: SharedMemory | None = None) -> None:
-        device = next((tensor.device for _, tensor in template.tensors() if tensor.is_cuda), None)
-        self._memory = memory
-        self.shared_memory_problem: str | None = None
-        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
-        self._buffers = self._made(template, buffers, pinned=device is not None)
-        self._boundary_buffers = BoundaryBuffers(template.others)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-snapshot")  # copies and seals, in order
-        self.copier = StateCopier(device, self._worker)
+        self.copier = StateCopier(template, self._worker)
+        self._memory = memory
+        self._host = PoolBuffers(template, buffers, memory, self.copier.device)
+        self._buffers = self._host.all
+        self.shared_memory_problem = self._host.problem
+        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self._boundary_buffers = BoundaryBuffers(template.others)
         self._in_use: dict[int, Snapshot] = {}  # index of a buffer that is in use -> its snapshot
         self._sealing: set[int] = set()  # buffers that are being hashed; their snapshots may be released meanwhile
         self._sealed: dict[int, int] = {}  # index of a buffer -> iteration of the whole state in it
@@ -83,7 +97,8 @@ class SnapshotPool:
                 self._sealed[index] = buffer.memory.iteration
         self._placeholder = Shard({})  # the copying thread makes the views of a snapshot
         self._lock = threading.Lock()
-        self._running: tuple[Snapshot, Copying] | None = None
+        self._running: tuple[Snapshot, RunningCopy] | None = None
+        self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
         self._recovery: Snapshot | None = None
         self._pins = 0
 
@@ -115,7 +130,8 @@ class SnapshotPool:
         Args:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
-            scalars: plain data (see `cpsr.state.codec.encode`), copied before this returns, as are `shard.others`.
+            scalars: plain data (see `SmallState`). It may change once this has returned, and so may `shard.others`; a
+                GPU copies both in the order of its current stream.
             contents: what is copied of each operator, and where on the disk it is written.
 
         Returns:
@@ -128,16 +144,17 @@ class SnapshotPool:
         started = time.perf_counter()
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
-        copied = decode(*encode(scalars))
+        small = SmallState(scalars)
         taken = self._take(iteration)
         if taken is None:
             return None
         buffer, snapshot = taken
         try:
-            snapshot.scalars, snapshot.contents = copied, contents
+            snapshot.contents = contents
             if contents.moments:
                 buffer.copy_others(shard)
-            self._running = (snapshot, self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard")))
+            copy = self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard"))
+            self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
         except BaseException:
             self._free(snapshot)
             raise
@@ -159,14 +176,14 @@ class SnapshotPool:
         snapshot, copy = self._running
         self._running = None
         try:
-            snapshot.copy_seconds = copy.result()
-            if isinstance(copy, PacedCopy):
-                snapshot.split = copy.split
+            copy.mark_needed()
+            snapshot.scalars = copy.result()
+            snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
         except Exception as error:
             self._free(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
         self.seal(snapshot)
-        snapshot.stall_seconds += time.perf_counter() - started
+        snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
         return snapshot
 
     def seal(self, snapshot: Snapshot, kind: Kind = "snapshot") -> "Future[None] | None":
@@ -186,44 +203,80 @@ class SnapshotPool:
         self._boundary_buffers.keep()
         self.copier.mark_boundary()
 
-    def dump(self, shard: Shard, iteration: int, scalars: Any) -> None:
+    def dump(self, shard: Callable[[], Shard], iteration: int, scalars: Callable[[], Any]) -> None:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
         The training thread is stopped, or is kept from the next update. If no buffer is free, the recovery buffer is
-        used: its state is on the disk.
+        used: its state is on the disk. The device has `BOUNDARY_SECONDS` for all of it, so that a kernel that hangs, as
+        those of a broken group do, keeps no rank from leaving.
 
         Args:
-            shard: the engine's views at a step boundary.
+            shard: the engine's views at a step boundary; called once the device has finished that step.
             iteration: of the last complete step.
-            scalars: plain data to go with it.
+            scalars: plain data to go with it, see `SmallState`; called likewise.
 
         Raises:
-            SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known.
+            SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known; or the device
+                hangs or has failed.
         """
         if self._memory is None or self.shared_memory_problem is not None:
             raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
-        running = self._running
-        if running is not None and running[0].iteration == iteration and running[0].contents.whole_in_memory:
-            # It is this state, with all its scalars. The training thread finishes and submits it, if it can.
-            running[1].result()
-            self.seal(running[0])
+        deadline = Deadline(BOUNDARY_SECONDS)
+        self._seal_running(iteration, deadline)
         self.settle()
         if iteration in list(self._sealed.values()):
             return
-        copied = decode(*encode(scalars))
-        others = self._boundary_buffers.at_boundary(shard.others)  # before it takes a buffer
-        taken = self._take(iteration) or self._take_recovery(iteration)
-        if taken is None:
-            raise SaveError("every host buffer is in use")
-        buffer, snapshot = taken
-        snapshot.scalars = copied
         try:
-            self.copier.copy_now(buffer, Shard(shard.operators, others), partial(setattr, snapshot, "shard"))
+            with self.copier.at_boundary(deadline):
+                snapshot = self._copied(shard(), iteration, SmallState(scalars()), deadline)
+        except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
+            raise SaveError(f"{error}; {self._kept()}") from error
+        try:
             sealed = self.seal(snapshot, "departure")
             assert sealed is not None
             sealed.result()
         finally:
             self._free(snapshot)
+
+    def _seal_running(self, iteration: int, deadline: Deadline) -> None:
+        """Use the running snapshot, if it is this state: it has all scalars."""
+        running = self._running
+        if running is None or running[0].iteration != iteration or not running[0].contents.whole_in_memory:
+            return
+        snapshot, copy = running
+        try:
+            snapshot.scalars = copy.result(deadline.part(RUNNING_SHARE))
+        except SaveError as error:
+            logger.warning("the running snapshot of iteration %d is not used for the dump: %s", iteration, error)
+            return
+        self.seal(snapshot)  # The training thread finishes and submits it, if it can.
+
+    def _copied(self, shard: Shard, iteration: int, small: SmallState, deadline: Deadline) -> Snapshot:
+        """A complete snapshot of a whole state, copied by this thread or for it."""
+        others = self._boundary_buffers.at_boundary(shard.others)  # before it takes a buffer
+        taken = self._take(iteration) or self._take_recovery(iteration)
+        if taken is None:
+            raise SaveError("every host buffer is in use")
+        buffer, snapshot = taken
+        try:
+            copy = self.copier.copy_now(buffer, Shard(shard.operators, others), partial(setattr, snapshot, "shard"))
+        except BaseException:
+            self._free(snapshot)
+            raise
+        running = RunningCopy(copy, small, self.copier.arrival())
+        try:
+            snapshot.scalars = running.result(deadline)
+        except BaseException:
+            self._late.append((snapshot, running))  # the device may still write there
+            raise
+        return snapshot
+
+    def _kept(self) -> str:
+        """What a restart finds in host memory nevertheless."""
+        sealed = list(self._sealed.values())
+        if not sealed:
+            return "host memory has no snapshot of this rank"
+        return f"host memory keeps the snapshot of iteration {max(sealed)}"
 
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
@@ -293,14 +346,17 @@ class SnapshotPool:
     def close(self, *, remove: bool = True) -> None:
         """Wait for a running copy and end the worker thread.
 
+        A buffer into which a device that hangs may still copy stays mapped, pinned and locked until the process ends.
+
         Args:
             remove: remove all from shared memory; else it stays for the next life.
         """
         self._hurry()
         self._worker.shutdown(wait=True)
-        for buffer in self._buffers:
-            if buffer.memory is not None:
-                buffer.memory.close(remove=remove)
+        deadline = Deadline(CLOSE_SECONDS)
+        copies = [*self._late, *([] if self._running is None else [self._running])]
+        in_flight = {self._index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
+        self._host.close(in_flight, remove=remove)
 
     def settle(self) -> None:
         """Wait for running seals."""
@@ -310,25 +366,16 @@ class SnapshotPool:
     def _hurry(self) -> None:
         """Stop a running copy from using waits."""
         running = self._running
-        if running is not None and isinstance(running[1], PacedCopy):
+        if running is not None:
             running[1].hurry()
-
-    def _made(self, template: Shard, count: int, *, pinned: bool) -> list[HostBuffer]:
-        """The buffers; in the process's own memory where shared memory is too small."""
-        if self._memory is not None:
-            files: list[MemoryFile] = []
-            try:
-                files = self._memory.files(count, layout_bytes(template))
-                return [HostBuffer(template, pinned=pinned, memory=file) for file in files]
-            except (OSError, SaveError) as error:
-                self.shared_memory_problem = str(error)
-                for file in files:
-                    file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
-        return [HostBuffer(template, pinned=pinned) for _ in range(count)]
 
     def _take(self, iteration: int, spare: Collection[str] = ()) -> tuple[HostBuffer, Snapshot] | None:
         """A free buffer: an empty one, or else the one with the oldest state."""
+        now = Deadline(0.0)
         with self._lock:
+            for late in [late for late in self._late if late[1].arrives(now)]:
+                self._late.remove(late)
+                del self._in_use[self._index(late[0])]
             used = {*self._in_use, *self._sealing}
             free = [i for i in range(len(self._buffers)) if i not in used]
             if not free:

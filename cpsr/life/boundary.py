@@ -122,7 +122,7 @@ class Boundary(Part):
         """Dump the state before this rank leaves a broken group."""
         if not self.may_dump:
             raise SaveError("a predicted state is being watched, and could not be discarded later")
-        self._pool.dump(self._job.adapter.shard(), iteration, self._state.left())
+        self._pool.dump(self._job.adapter.shard, iteration, self._state.left)
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -162,7 +162,7 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     shard = make_shard(5, iteration=20)
-    pool.dump(Shard(shard.operators, template.others), 20, SCALARS)
+    pool.dump(lambda: Shard(shard.operators, template.others), 20, lambda: SCALARS)
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "departure")
     into = make_shard(0)
@@ -175,7 +175,7 @@ def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     template = make_shard(0)
     pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 1))
     assert pool.acquire(8) is not None
-    pool.dump(Shard(make_shard(5, iteration=13).operators, template.others), 13, SCALARS)
+    pool.dump(lambda: Shard(make_shard(5, iteration=13).operators, template.others), 13, lambda: SCALARS)
     (stored,) = [state for state in memory_states(run_id) if state.iteration == 12]
     into = pool.acquire(12, {stored.path.name})
     assert into is not None
@@ -223,7 +223,7 @@ def test_nor_is_what_may_be_loaded_in_its_place(run_id: str) -> None:
 def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:
     pool = pool_of(run_id)
     pool.begin(make_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(make_shard(5, iteration=20), 20, SCALARS)
+    pool.dump(lambda: make_shard(5, iteration=20), 20, lambda: SCALARS)
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "snapshot")
 
@@ -237,7 +237,7 @@ def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_for
     pool.mark_boundary()
     boundary = {name: buffer.clone() for name, buffer in others.items()}
     norm(torch.randn(8, 3))
-    pool.dump(shard, 20, SCALARS)
+    pool.dump(lambda: shard, 20, lambda: SCALARS)
     into = Shard(make_shard(0).operators, {name: torch.zeros_like(buffer) for name, buffer in others.items()})
     assert load_memory_state(memory_states(run_id)[0], into)["iteration"] == 7
     assert_same_bits(into, Shard(shard.operators, boundary))
@@ -249,7 +249,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_
     pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
     others["mask"].add_(1)
     with pytest.raises(SaveError, match=r"mask.*for the first time"):
-        pool.dump(shard, 20, SCALARS)
+        pool.dump(lambda: shard, 20, lambda: SCALARS)
     free = [pool.acquire(iteration) for iteration in (1, 2, 3)]
     assert None not in free, "a refused dump keeps no buffer"
     for snapshot in free:
@@ -257,7 +257,7 @@ def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_
         pool.release(snapshot)
     pool.mark_boundary()
     others["mask"].add_(1)
-    pool.dump(shard, 21, SCALARS)
+    pool.dump(lambda: shard, 21, lambda: SCALARS)
     into = Shard(make_shard(0).operators, {"mask": torch.zeros(100_000)})
     load_memory_state(memory_states(run_id)[0], into)
     assert bool((into.others["mask"] == 1).all())
@@ -280,7 +280,7 @@ def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypat
 def test_a_dump_leaves_a_running_snapshot_to_the_training_thread(run_id: str) -> None:
     pool = pool_of(run_id)
     begun = pool.begin(make_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(make_shard(5, iteration=20), 20, SCALARS)
+    pool.dump(lambda: make_shard(5, iteration=20), 20, lambda: SCALARS)
     assert pool.finish() is begun
     assert begun is not None
     pool.keep(begun)
@@ -356,7 +356,7 @@ def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     with pytest.raises(SaveError, match="in use"):
-        pool.dump(Shard(make_shard(5, iteration=20).operators, template.others), 20, SCALARS)
+        pool.dump(lambda: Shard(make_shard(5, iteration=20).operators, template.others), 20, lambda: SCALARS)
 
 
 def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> None:
@@ -371,7 +371,7 @@ def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> Non
     assert pool.begin(make_shard(1, sizes=(10_000, 10_000)), 1, None) is not None
     assert pool.finish() is not None
     with pytest.raises(SaveError, match="no shared memory"):
-        pool.dump(make_shard(1, sizes=(10_000, 10_000)), 2, SCALARS)
+        pool.dump(lambda: make_shard(1, sizes=(10_000, 10_000)), 2, lambda: SCALARS)
 
 
 def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
@@ -424,7 +424,7 @@ def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch:
         return HostBuffer(template, pinned=pinned, memory=memory)
 
     with monkeypatch.context() as patched:
-        patched.setattr("cpsr.checkpoint.snapshot.HostBuffer", refusing)
+        patched.setattr("cpsr.checkpoint.pool_buffers.HostBuffer", refusing)
         pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1))
     assert pool.shared_memory_problem == "the second of three could not be pinned"
     assert memory_states(run_id) == [state]

@@ -339,7 +339,7 @@ def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch
     assert pool.begin(shard, 2, {"seed": 2}) is not None
     assert waits.asked.wait(PATIENCE_SECONDS)
     pool.mark_boundary()
-    pool.dump(shard, 2, {"seed": 2})
+    pool.dump(lambda: shard, 2, lambda: {"seed": 2})
     assert [state.iteration for state in memory_states("run") if state.iteration == 2] == [2]
     snapshot = pool.finish()
     assert snapshot is not None

@@ -1,0 +1,331 @@
+"""Snapshots and dumps of state on a GPU: what is ordered before what, and that nothing waits for what hangs."""
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr.checkpoint import snapshot as snapshots
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.state.device_values import DeviceNumber
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
+
+WAITS = ("synchronize",)  # calls in which the host waits for the device
+
+
+@pytest.fixture
+def device() -> Iterator[StandInDevice]:
+    with stand_in_device(2) as made:
+        yield made
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    remove_memory_states(name)
+
+
+def shard_on(
+    device: StandInDevice, seed: int = 3, index: int = 0, *, weights: bool = True, iteration: int = 0
+) -> Shard:
+    """`make_shard` in the memory of a device; with weights on the host, only its buffers."""
+    host = make_shard(seed, iteration=iteration)
+    operators = (
+        host.operators
+        if not weights
+        else {
+            name: OperatorState(
+                name,
+                ParamSlice(
+                    device.tensor(one.parameter.values, index), one.parameter.global_shape, one.parameter.offset
+                ),
+                {moment: device.tensor(values, index) for moment, values in one.moments.items()},
+                one.iteration,
+            )
+            for name, one in host.operators.items()
+        }
+    )
+    return Shard(operators, {name: device.tensor(values, index) for name, values in host.others.items()})
+
+
+def pool_of(device: StandInDevice, run_id: str, shard: Shard) -> SnapshotPool:
+    pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
+    assert pool.shared_memory_problem is None
+    device.trace.clear()
+    return pool
+
+
+def overwrite(shard: Shard) -> None:
+    """What the next step does."""
+    for _, tensor in shard.tensors():
+        tensor.zero_()
+
+
+def names(device: StandInDevice, *kinds: str) -> list[tuple[str, str | None]]:
+    return [(kind, stream) for kind, stream, _ in device.calls(*kinds)]
+
+
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "BOUNDARY_SECONDS", 0.2)
+    monkeypatch.setattr(snapshots, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("cpsr.checkpoint.pool_buffers.IDLE_SECONDS", 0.1)
+
+
+def test_a_snapshot_is_of_its_step_whatever_the_next_forward_does(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device)
+    count = device.tensor(torch.tensor(7.0))
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    begun = pool.begin(shard, 7, {"step": DeviceNumber(count), "rng": torch.arange(3)})
+    assert device.calls(*WAITS) == [], "begin returns while the device has done nothing"
+    for buffer in shard.others.values():
+        buffer.zero_()
+    count.add_(1)
+    assert pool.finish() is begun
+    assert begun is not None
+    assert_same_bits(begun.shard, make_shard(3))
+    assert begun.scalars["step"] == 7.0
+    assert type(begun.scalars["step"]) is float
+    pool.close()
+
+
+def test_the_copy_follows_the_step_and_nothing_is_sealed_before_it(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    pool.begin(shard, 7, {})
+    copies = {stream for kind, stream, what in device.trace if what == "copy_d2h" and stream != "default:0"}
+    assert len(copies) == 1
+    first = next(i for i, (kind, stream, _) in enumerate(device.trace) if kind == "launch" and stream in copies)
+    waited = next(i for i, (kind, stream, _) in enumerate(device.trace) if kind == "wait_event" and stream in copies)
+    event = device.trace[waited][2]
+    recorded = device.trace.index(("record", "default:0", event))
+    assert recorded < waited < first
+    assert memory_states(run_id) == []
+    pool.finish()
+    pool.close(remove=False)
+    (state,) = memory_states(run_id)
+    into = make_shard(0)
+    load_memory_state(state, into)
+    assert_same_bits(into, make_shard(3))
+
+
+def test_the_boundary_is_that_of_the_devices_own_stream(device: StandInDevice, run_id: str) -> None:
+    """As in a script that never called `set_device`: the current device is another."""
+    shard = shard_on(device, index=1)
+    pool = pool_of(device, run_id, shard)
+    assert torch.cuda.current_device() == 0
+    pool.mark_boundary()
+    assert {stream for kind, stream, _ in device.calls("record")} == {"default:1"}
+    device.trace.clear()
+    pool.begin(shard, 7, {"step": DeviceNumber(device.tensor(torch.tensor(7.0), 1))})
+    pool.finish()
+    assert {stream for _, stream in names(device, "record", "launch", "wait_event")} == {"default:1", "stream2:1"}
+    pool.close()
+    assert all(stream is None or stream.endswith(":1") for _, stream, _ in device.trace)
+
+
+def test_state_on_two_devices_is_refused_by_name(device: StandInDevice) -> None:
+    shard, other = shard_on(device), shard_on(device, index=1)
+    last = list(shard.operators)[-1]
+    shard.operators[last] = other.operators[last]
+    with pytest.raises(UnsupportedEngineError, match=r"is on cuda:0 and 'param/layers.2/weight é' on cuda:1"):
+        SnapshotPool(shard)
+
+
+def test_weights_on_the_host_are_copied_there_and_buffers_of_the_device_arrive(
+    device: StandInDevice, run_id: str
+) -> None:
+    shard = shard_on(device, weights=False)
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    begun = pool.begin(shard, 7, {})
+    assert len(device.calls("launch")) == len(shard.others), "no weight passes the device"
+    assert device.calls(*WAITS) == []
+    for buffer in shard.others.values():
+        buffer.zero_()
+    assert pool.finish() is begun
+    assert begun is not None
+    assert_same_bits(begun.shard, make_shard(3))
+    pool.close()
+
+
+def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device, iteration=20)
+    count = device.tensor(torch.tensor(20.0))
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    device.hang()
+    for buffer in shard.others.values():
+        buffer.zero_()  # by the forward that hangs
+    thread = threading.Thread(target=pool.dump, args=(lambda: shard, 20, lambda: {"step": DeviceNumber(count)}))
+    thread.start()
+    thread.join(30)
+    (state,) = memory_states(run_id)
+    into = make_shard(0)
+    assert load_memory_state(state, into) == {"step": 20.0}
+    assert_same_bits(into, make_shard(3))
+
+
+def test_what_a_dump_launches_goes_to_no_stream_of_the_step(device: StandInDevice, run_id: str) -> None:
+    """As an engine does that creates its optimizer's state late: behind a step that hangs it would never run."""
+    shard = shard_on(device)
+    made = device.tensor(torch.zeros(()))
+
+    def views() -> Shard:
+        made.fill_(1.0)
+        return shard
+
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    device.hang()
+    device.trace.clear()
+    pool.dump(views, 20, lambda: {"made": DeviceNumber(made)})
+    assert "default:0" not in {stream for _, stream in names(device, "launch", "record", "synchronize")}
+    assert load_memory_state(memory_states(run_id)[0], make_shard(0)) == {"made": 1.0}
+
+
+def test_a_dump_of_a_step_that_hangs_is_refused_in_time_and_names_what_remains(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    assert pool.begin(shard, 12, {}) is not None
+    kept = pool.finish()
+    assert kept is not None
+    pool.release(kept)
+    device.hang()
+    pool.mark_boundary()
+    device.trace.clear()
+
+    def never() -> Any:
+        raise AssertionError("the state was read before the device was there")
+
+    started = time.monotonic()
+    with pytest.raises(SaveError, match=r"not finished the step within 0\.2 s; .* keeps the snapshot of iteration 12"):
+        pool.dump(never, 20, never)
+    assert time.monotonic() - started < 5.0
+    assert device.calls(*WAITS) == []
+    assert [state.iteration for state in memory_states(run_id)] == [12]
+
+
+def test_a_snapshot_that_waits_behind_what_hangs_does_not_keep_its_step_from_the_dump(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an evaluation between the step and the next batch, where the snapshot begins."""
+    short(monkeypatch)
+    shard = shard_on(device, iteration=20)
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    device.hang()
+    assert pool.begin(shard, 20, {"all": True}) is not None
+    pool.dump(lambda: shard, 20, lambda: {"all": False})
+    (state,) = memory_states(run_id)
+    assert (state.iteration, state.kind) == (20, "departure")
+
+
+def test_a_running_snapshot_that_completes_is_the_dump(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device, iteration=20)
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    begun = pool.begin(shard, 20, {"step": DeviceNumber(device.tensor(torch.tensor(20.0)))})
+    device.hang()
+    pool.dump(lambda: shard, 20, dict)
+    (state,) = memory_states(run_id)
+    assert (state.iteration, state.kind) == (20, "snapshot")
+    assert load_memory_state(state, make_shard(0)) == {"step": 20.0}
+    assert pool.finish() is begun
+
+
+def test_a_buffer_into_which_a_refused_dump_may_still_come_is_not_used_again(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    device.at_once = False  # the boundary is reached when it is polled for; what the dump queues is not
+    device.complete()
+    with pytest.raises(SaveError, match="host memory has no snapshot"):
+        pool.dump(lambda: shard, 20, dict)
+    assert [pool.acquire(iteration) is None for iteration in (1, 2, 3)] == [False, False, True]
+    device.complete()
+    assert pool.acquire(3) is not None, "the copy has come to its end"
+
+
+def test_closing_leaves_alone_what_the_device_may_still_write(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    device.hang()
+    assert pool.begin(shard, 7, {}) is not None
+    registered = dict(device.runtime.registered)
+    assert len(registered) == 3
+    pool.close()
+    assert device.runtime.registered == registered, "what is registered stays mapped"
+    assert device.calls(*WAITS) == []
+    assert "1 of 3 buffers stay locked" in caplog.text
+    again = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1, wait_seconds=0.1))
+    assert again.shared_memory_problem is not None, "no other life gets the memory"
+
+
+def test_closing_waits_for_a_copy_and_unpins(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    assert pool.begin(shard, 7, {}) is not None
+    timer = threading.Timer(0.1, setattr, (device, "at_once", True))
+    timer.start()
+    threading.Timer(0.15, device.complete).start()
+    pool.close()
+    assert device.runtime.registered == {}
+    assert device.calls(*WAITS) == []
+
+
+@pytest.mark.parametrize(("compute_seconds", "copy_seconds"), [(0.3, 0.0), (0.0, 0.3)])
+def test_the_wait_for_the_step_itself_is_no_stall(
+    device: StandInDevice, run_id: str, compute_seconds: float, copy_seconds: float
+) -> None:
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    begun = pool.begin(shard, 7, {})
+    assert begun is not None
+    before, started = begun.stall_seconds, time.perf_counter()
+    device.compute_seconds, device.copy_seconds = compute_seconds, copy_seconds
+    pool.finish()
+    assert time.perf_counter() - started >= 0.3
+    assert (begun.stall_seconds - before >= 0.3) == (copy_seconds > 0)
+    device.compute_seconds = device.copy_seconds = 0.0
+    pool.close()
+
+
+def test_after_a_kernel_has_failed_a_dump_says_so(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+
+    def failed(event: Any) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(StandInEvent, "query", failed)
+    with pytest.raises(SaveError, match="illegal memory access was encountered; host memory has no snapshot"):
+        pool.dump(lambda: shard, 20, dict)
+    pool.close()
+    assert device.calls(*WAITS) == []
