@@ -134,8 +134,12 @@ class EngineAdapter(Protocol):
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
 
-    def scalars(self) -> dict[str, Any]:
-        """Exact small state as plain data: counters, optimizer step counts, schedule, loss scale."""
+    def scalars(self, on_device: bool = False) -> dict[str, Any]:
+        """Exact small state as plain data: counters, optimizer step counts, schedule, loss scale.
+
+        Args:
+            on_device: leave numbers of a CUDA device there, as `DeviceNumber`s: reading them waits for all queued work.
+        """
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put back what `scalars()` returned, learning rates in the parameter groups included."""

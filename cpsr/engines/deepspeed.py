@@ -206,8 +206,8 @@ class DeepSpeedAdapter:
         """Copy the masters into the module's parameters; collective under ZeRO."""
         push_down(self._engine.optimizer)
 
-    def scalars(self) -> dict[str, Any]:
-        """Counters, loss scale, optimizer step counts, parameter groups and schedule, as plain data.
+    def scalars(self, on_device: bool = False) -> dict[str, Any]:
+        """Counters, loss scale, optimizer step counts, parameter groups and schedule; see `EngineAdapter.scalars`.
 
         Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
         """
@@ -223,7 +223,7 @@ class DeepSpeedAdapter:
                 for name in _LOSS_SCALE_VALUES
                 if hasattr(scaler, name)
             },
-            "optimizer_steps": optimizer_state.step_scalars(optimizer, self._masters()),
+            "optimizer_steps": optimizer_state.step_scalars(optimizer, self._masters(), on_device=on_device),
             "param_groups": optimizer_state.hyperparameters(optimizer),
             "schedule": self._schedule.state(),
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
+from cpsr.state.device_values import DeviceValues
 
 __all__ = ["Schedule"]
 
@@ -42,7 +43,7 @@ class Schedule:
         if self._scheduler is None:
             return None
         state = self._scheduler.state_dict()
-        encode(state, f"lr_scheduler({type(self._scheduler).__name__})")
+        encode(state, f"lr_scheduler({type(self._scheduler).__name__})", DeviceValues())  # waits for no device
         return state
 
     def load(self, state: Any, learning_rates: list[Any]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
+from cpsr.state.device_values import DeviceValues, number
 
 __all__ = [
     "advance_steps",
@@ -136,8 +137,15 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
-def step_scalars(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) -> list[dict[str, Any]]:
+def step_scalars(
+    optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], *, on_device: bool = False
+) -> list[dict[str, Any]]:
     """The numbers the optimizer keeps beside its tensors (`step`), for each master in order.
+
+    Args:
+        optimizer: fused and capturable ones keep them on the device.
+        masters: the tensors it updates.
+        on_device: leave those of a CUDA device there, as `DeviceNumber`s.
 
     Raises:
         UnsupportedEngineError: something that is neither a number nor a tensor.
@@ -147,7 +155,7 @@ def step_scalars(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) 
         numbers = {}
         for key, value in optimizer.state[master].items():
             if isinstance(value, torch.Tensor) and value.dim() == 0:
-                numbers[key] = value.item()
+                numbers[key] = number(value, on_device=on_device)
             elif isinstance(value, int | float):
                 numbers[key] = value
             elif value is not None and not isinstance(value, torch.Tensor):
@@ -173,8 +181,8 @@ def load_step_scalars(
             "build the engine as it was"
         )
     for master, numbers in zip(masters, scalars, strict=True):
-        for key, number in numbers.items():
-            _set_number(optimizer.state[master], key, number)
+        for key, saved in numbers.items():
+            _set_number(optimizer.state[master], key, saved)
 
 
 def advance_steps(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], iterations: int) -> None:
@@ -207,12 +215,12 @@ def _fused_rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return rises
 
 
-def _set_number(state: dict[str, Any], key: str, number: Any) -> None:
+def _set_number(state: dict[str, Any], key: str, value: Any) -> None:
     current = state.get(key)
     if isinstance(current, torch.Tensor):
-        current.fill_(number.item() if isinstance(number, torch.Tensor) else number)
+        current.fill_(value.item() if isinstance(value, torch.Tensor) else value)
     else:
-        state[key] = number
+        state[key] = value
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -222,7 +230,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         UnsupportedEngineError: a value that is not plain data; the message names it.
     """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    encode(groups, f"optimizer({type(optimizer).__name__}).param_groups")
+    encode(groups, f"optimizer({type(optimizer).__name__}).param_groups", DeviceValues())  # waits for no device
     return [
         {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         for group in groups

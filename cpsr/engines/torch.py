@@ -27,6 +27,7 @@ from cpsr.engines.naming import (
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import require_supported, unwrapped
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.device_values import number
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
@@ -178,15 +179,32 @@ class TorchAdapter:
     def push_down(self) -> None:
         """Nothing depends on the masters: they are the parameters."""
 
-    def scalars(self) -> dict[str, Any]:
-        """Iteration, optimizer step counts, parameter groups, schedule and gradient scaler, as plain data."""
+    def scalars(self, on_device: bool = False) -> dict[str, Any]:
+        """Iteration, optimizer step counts, parameter groups, schedule and gradient scaler.
+
+        See `EngineAdapter.scalars`.
+        """
         self._create_state()
         return {
             "iteration": self._loop.iteration,
-            "optimizer_steps": optimizer_state.step_scalars(self._optimizer, self._masters()),
+            "optimizer_steps": optimizer_state.step_scalars(self._optimizer, self._masters(), on_device=on_device),
             "param_groups": optimizer_state.hyperparameters(self._optimizer),
             "schedule": self._schedule.state(),
-            "grad_scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "grad_scaler": self._scaler_state(on_device) if self._scaler is not None else None,
+        }
+
+    def _scaler_state(self, on_device: bool) -> dict[str, Any]:
+        """The scaler's `state_dict()`, which would wait for both of its numbers."""
+        scaler = self._scaler
+        assert scaler is not None
+        if not on_device or not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
+            return scaler.state_dict()
+        return {
+            "scale": number(scaler._scale, on_device=True),
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "_growth_tracker": number(scaler._growth_tracker, on_device=True),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:

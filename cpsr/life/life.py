@@ -298,7 +298,7 @@ class Life:
         return not self._probation.active and not (experts is not None and experts.catching_up)
 
     def _capture(self) -> Scalars:
-        self.run.steps.flush()  # the checkpoint contains the losses up to here
+        self.run.steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
         return self.loop.state.capture()
 
     # Rewinding

@@ -235,7 +235,7 @@ def _close_group(group: Group, ending: Ending) -> None:
 
 
 def _close_journal(job: Job, steps: StepLog, ending: Ending) -> None:
-    steps.flush()
+    steps.flush(wait=True)
     if ending.in_order:
         _await_others(job)
     job.journal.close(ending.how)

@@ -28,9 +28,9 @@ class StepLog:
         """One iteration is complete."""
         self._forward(self._losses.end_iteration(step))
 
-    def flush(self) -> None:
-        """Wait for the losses of all iterations so far; at checkpoints and at the end of a life."""
-        self._forward(self._losses.flush(wait=True))
+    def flush(self, *, wait: bool) -> None:
+        """Forward the losses that have arrived; at the end of a life wait for the others."""
+        self._forward(self._losses.flush(wait))
 
     def _forward(self, steps: Sequence[Step]) -> None:
         if steps:

@@ -136,7 +136,10 @@ class RunState(Part):
         self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
 
     def capture(self) -> Scalars:
-        """The exact state at this step boundary, including restored state of objects not registered (yet)."""
+        """The exact state at this step boundary, including restored state of objects not registered (yet).
+
+        Numbers on a CUDA device are not waited for: see `DeviceNumber`.
+        """
         if self._unclaimed and not self._warned:
             logger.warning("the checkpoint has state of %s, not registered in this job", sorted(self._unclaimed))
             self._warned = True
@@ -148,11 +151,11 @@ class RunState(Part):
             origin="predicted" if self._lineage else "trained",
             lineage=list(self._lineage),
             history_start=self.history_start,
-            engine=self._adapter.scalars(),
+            engine=self._adapter.scalars(on_device=True),
             rng=capture_rng(),
             data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
-            recent_losses=list(self._losses.recent),
+            recent_losses=self._losses.recent_so_far(),
             probes=self._probes.saved(),
             learned=self._learner.state_dict(),
         )
@@ -167,9 +170,12 @@ class RunState(Part):
         }
 
     def left(self) -> dict[str, Any]:
-        """The part of the small state that is known at any time between two steps; names as in `Scalars`."""
+        """The part of the small state that is known at any time between two steps; names as in `Scalars`.
+
+        Numbers on a CUDA device are not waited for: see `DeviceNumber`.
+        """
         return {
-            "engine": self._adapter.scalars(),
+            "engine": self._adapter.scalars(on_device=True),
             "cumulative_learning_rate": self._cumulative_learning_rate,
             "peak_learning_rate": self._peak_learning_rate,
             "lineage": list(self._lineage),

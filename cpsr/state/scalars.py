@@ -72,6 +72,8 @@ class DataPosition:
 class Scalars:
     """Everything of one rank that is not a tensor of the model or the optimizer; saved exactly.
 
+    Just captured, it may have `DeviceNumber`s in the place of numbers; those restored have none.
+
     Attributes:
         iteration: optimizer steps taken.
         cumulative_learning_rate: sum of the learning rates of all applied steps: the predictor's time axis.

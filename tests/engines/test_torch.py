@@ -10,6 +10,7 @@ from torch import nn
 
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.small_state import SmallState
 from tests.engines.conformance import (
     BEFORE,
     Recorder,
@@ -22,6 +23,7 @@ from tests.engines.conformance import (
     token_batch,
 )
 from tests.engines.torch_cases import TorchJob, build, optimizer_of
+from tests.stand_in_device import stand_in_device
 
 
 def test_scaler_counts_skipped_steps_and_backs_off() -> None:
@@ -48,6 +50,34 @@ def test_scaler_skip_ahead_equals_training() -> None:
         job.train_step(step)
     other.adapter.skip_ahead(3)
     assert other.adapter.scalars() == job.adapter.scalars()
+
+
+def test_numbers_of_a_device_are_left_there_and_are_the_same() -> None:
+    """As fused and capturable optimizers keep them, with a learning rate that is a tensor."""
+    seed(1)
+    job = build("fp32", "adamw", "cosine", scaler=True)
+    job.adapter.attach(Recorder())
+    run(job, 0, BEFORE)
+    expected = job.adapter.scalars()
+    rate = torch.tensor(job.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+    with stand_in_device() as device:
+        device.at_once = False
+        for state in job.optimizer.state.values():
+            state["step"] = device.tensor(state["step"])
+        scaler = job.scaler
+        assert scaler is not None
+        assert scaler._scale is not None
+        assert scaler._growth_tracker is not None
+        scaler._scale, scaler._growth_tracker = device.tensor(scaler._scale), device.tensor(scaler._growth_tracker)
+        job.optimizer.param_groups[0]["lr"] = device.tensor(rate)
+        state = SmallState(job.adapter.scalars(on_device=True))
+        assert device.calls("synchronize") == []
+        state.wait()
+        found = state.tree()
+        assert found["param_groups"][0].pop("lr") == rate
+        assert expected["param_groups"][0].pop("lr") == rate
+        assert found == expected
+        assert job.adapter.scalars()["optimizer_steps"] == expected["optimizer_steps"]
 
 
 def test_step_ends_after_the_scheduler() -> None:

@@ -15,7 +15,9 @@ from cpsr.learning.learner import Learner
 from cpsr.predictor.line import LinePredictor
 from cpsr.restart.probes import Probes
 from cpsr.saving.run_state import RunState
-from cpsr.state.losses import LossRecorder
+from cpsr.state.losses import LossRecorder, Step
+from cpsr.state.small_state import SmallState
+from tests.stand_in_device import stand_in_device
 
 
 class Counter:
@@ -55,6 +57,30 @@ def test_random_states_and_changed_objects_are_put_back() -> None:
     assert changed.values["seen"] == 1
     assert changed.values["mean"][0] == 1.0
     assert (changed.loaded, untouched.loaded) == (1, 0)
+
+
+def test_on_a_device_a_capture_waits_for_nothing_and_a_comparison_for_all() -> None:
+    module = nn.Linear(2, 1)
+    adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters(), fused=True))
+    adapter.shard()  # creates the optimizer's state
+    losses = LossRecorder(10)
+    state = RunState(adapter, losses, Probes(adapter, 0), Learner(LinePredictor(), None))
+    with stand_in_device() as device:
+        device.at_once = False
+        for kept in adapter.optimizer.state.values():
+            kept["step"] = device.tensor(kept["step"])
+        losses.add(device.tensor(torch.tensor(2.5)))
+        losses.end_iteration(Step(1, 0.1, 0.1, True))
+        captured, left = SmallState(state.capture().to_tree()), SmallState(state.left())
+        assert device.calls("synchronize") == []
+        captured.wait()
+        left.wait()
+        assert captured.tree()["recent_losses"] == [2.5]
+        assert captured.tree()["engine"] == left.tree()["engine"] == adapter.scalars()
+        before = state.of_loop()
+        assert state.is_unchanged(before)
+        next(iter(adapter.optimizer.state.values()))["step"].add_(1)
+        assert not state.is_unchanged(before)
 
 
 def test_waits_for_batches_of_other_processes_are_counted() -> None:
