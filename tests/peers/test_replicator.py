@@ -51,7 +51,7 @@ replicator = opened(states, replicas=1, chunk_bytes=8192)
 torch.set_default_device("cpu")
 owners = replicator.placement.owners_kept_by(rank)
 replicator.offer(*states.seal(10))
-until(lambda: all(held(owner) == [10] for owner in owners))
+until(lambda: all(replicated(owner) == [10] for owner in owners))
 found["pairs"] = [list(replicator.placement.holders[rank]), list(owners)]
 found["right"] = [is_right(s) for s in memory_states(RUN_ID, memory) if s.rank in owners]
 group.barrier()
