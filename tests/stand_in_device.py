@@ -176,6 +176,10 @@ class StandInDevice:
     def default_stream(self, device: Any = None) -> StandInStream:
         return self._defaults[self.device(device).index]
 
+    def stream(self, name: str) -> StandInStream:
+        """The stream that the trace calls so."""
+        return next(stream for stream in self._streams if stream.name == name)
+
     def hang(self, stream: StandInStream | None = None) -> None:
         """Nothing behind this point of the stream (by default the first device's) ever runs."""
         self.enqueue(stream or self._defaults[0], lambda: False)

@@ -244,10 +244,9 @@ def test_what_returns_does_not_wait_for_what_a_newer_forward_still_moves() -> No
     values, x = torch.arange(4.0), torch.zeros(1, requires_grad=True)
     with stand_in_device() as device:
         layers = Layers(device)
-        with ActivationOffload(layers, ROOMY) as moved:
+        with ActivationOffload(layers, ROOMY):
             oldest = layers(x, device.tensor(values))
-            lanes: Any = next(iter(moved._lanes.values()))
-            device.hang(lanes.out)
+            device.hang(device.stream(OUT))
             layers(x, device.tensor(values))
             oldest.sum().backward()
         for number, (saved, _) in enumerate(layers.asked):
