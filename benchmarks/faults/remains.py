@@ -39,6 +39,12 @@ class Remains:
         """The newest iteration from which all can go on exactly, 0 where there is none."""
         return max(self.committed | self.complete, default=0)
 
+    @property
+    def possible_failures(self) -> frozenset[int | None]:
+        """Where the job can have failed: as its counters say, or where a rank has left a later state."""
+        counted = self.failure_iteration
+        return frozenset({counted, *(at for _, at in self.held if counted is not None and at > counted)})
+
 
 def states_in(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[MemoryState]:
     """What lies in the shared memory of the run's machines, whole or not."""

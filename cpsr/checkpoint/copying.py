@@ -9,8 +9,9 @@ import torch
 
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.contents import WHOLE, Contents
-from cpsr.checkpoint.device_copy import DeviceCopy, device_of, new_event
+from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
+from cpsr.checkpoint.step_events import StepEvents
 from cpsr.state.arrival import Arrival, Deadline
 from cpsr.state.shard import Shard
 
@@ -38,6 +39,7 @@ class StateCopier:
     Attributes:
         device: CUDA device with a part of the state, None where all of it is on the host.
         pace: plans copies in waits; None where copies do not use waits.
+        events: of the step boundaries on that device; None on the host.
 
     Raises:
         UnsupportedEngineError: the state is on several devices.
@@ -50,10 +52,10 @@ class StateCopier:
         self.device = device_of(template)
         self._stream: torch.cuda.Stream | None = None
         self._dumps: torch.cuda.Stream | None = None  # no dump waits behind a snapshot that waits for a hung step
-        self._boundary: torch.cuda.Event | None = None
+        self.events: StepEvents | None = None
         if self.device is not None:
             self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch's stub has no types
-            self._boundary = new_event()
+            self.events = StepEvents(self.device)
             if device_of(Shard(template.operators)) is not None:
                 self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -61,10 +63,9 @@ class StateCopier:
         """Copy what fits during waits from now on; see `SnapshotPool.copy_in`."""
         self.pace = CopyPace(waits)
 
-    def mark_boundary(self) -> None:
-        """Called when a step is complete."""
-        if self._boundary is not None:
-            self._boundary.record(torch.cuda.current_stream(self.device))
+    def mark_boundary(self) -> torch.cuda.Event | None:
+        """Called when the host has launched a step; its event, None on the host."""
+        return None if self.events is None else self.events.record()
 
     def start(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> Copying:
         """Start to copy the weights and moments of a snapshot.
@@ -98,10 +99,10 @@ class StateCopier:
         Raises:
             SaveError: the device hangs in that step, and the deadline has passed.
         """
-        if self._boundary is None:
+        if self.events is None:
             yield
             return
-        deadline.wait_for(self._boundary.query, "the step")
+        deadline.wait_for(self.events.newest.query, "the step")
         with torch.cuda.stream(self._dumps):
             yield
 

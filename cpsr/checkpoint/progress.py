@@ -1,4 +1,4 @@
-"""The iteration that each rank reached, readable after a SIGKILL and without a system call on the hot path.
+"""The iteration that each rank completed, readable after a SIGKILL and without a system call on the hot path.
 
 A rank's file is 32 bytes, four little-endian unsigned 64-bit words: two slots of (iteration + 1, batches), the slot
 being `iteration % 2`. The first word is 0 while a slot is empty or being rewritten. So at least the previous iteration
@@ -96,7 +96,7 @@ class ProgressCounter:
         self._words = self._bytes.cast("Q")  # each assignment is one aligned 8-byte store
 
     def publish(self, iteration: int, batches: int) -> None:
-        """Publish that the update of `iteration` is done, and that `batches` batches of data were used up to it."""
+        """Publish that the update of `iteration` is complete, and that `batches` batches were used up to it."""
         words = self._words
         slot = (iteration & 1) << 1
         words[slot] = _EMPTY
@@ -127,7 +127,11 @@ def _renew(path: Path) -> None:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """One rank's slots: iteration -> batches."""
+    """One rank's slots.
+
+    Attributes:
+        slots: iteration -> batches used up to it; of the newest iterations that the rank published.
+    """
 
     slots: dict[int, int]
 
@@ -135,10 +139,6 @@ class RankProgress:
     def iteration(self) -> int:
         """Newest iteration that the rank completed."""
         return max(self.slots)
-
-    def batches_at(self, iteration: int) -> int | None:
-        """Batches the rank had used at that iteration, None where no slot holds it."""
-        return self.slots.get(iteration)
 
 
 @dataclass(frozen=True)
@@ -155,18 +155,13 @@ class Progress:
 
     @property
     def iteration(self) -> int:
-        """The oldest rank's iteration, over the ranks that can be read: the failure step f."""
+        """The oldest rank's iteration, over the ranks that can be read: every rank has completed it."""
         return min(rank.iteration for rank in self.ranks.values())
 
     @property
     def newest(self) -> int:
-        """The newest rank's iteration: at most one more, unless the ranks did not run in step."""
+        """The newest rank's iteration: one more at most, unless ranks publish late or do not run in step."""
         return max(rank.iteration for rank in self.ranks.values())
-
-    def batches_at(self, iteration: int) -> list[int | None]:
-        """Batches that each rank had used at that iteration, by rank; None where that is not known."""
-        count = len(self.ranks) + len(self.missing)
-        return [self.ranks[rank].batches_at(iteration) if rank in self.ranks else None for rank in range(count)]
 
 
 def read_progress(run_dir: Path, world_size: int) -> Progress | None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cpsr.checkpoint.boundary import BoundaryBuffers
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.contents import WHOLE, Contents
@@ -198,10 +200,14 @@ class SnapshotPool:
             self._sealing.add(index)
         return self._worker.submit(self._seal, index, snapshot, kind)
 
-    def mark_boundary(self) -> None:
-        """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread."""
+    def mark_boundary(self) -> torch.cuda.Event | None:
+        """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread.
+
+        Returns:
+            The event that a GPU reaches once the step is complete there; None on the host.
+        """
         self._boundary_buffers.keep()
-        self.copier.mark_boundary()
+        return self.copier.mark_boundary()
 
     def dump(self, shard: Callable[[], Shard], iteration: int, scalars: Callable[[], Any]) -> None:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.

@@ -82,12 +82,20 @@ class Decision:
         """Whether every rank dumped its tensors at the later iteration, so that nothing must be predicted."""
         return bool(self.departed) and all(source.tier != "predicted" for source in self.departed)
 
+    def failure_after(self, published_iteration: int) -> int:
+        """The last step that every rank took part in: as published, or a later one that a rank has completed.
+
+        A rank completes a step only with every other rank's part of it. A killed rank may have published less: its
+        device was ahead of its last look at it.
+        """
+        return max(published_iteration, self.departed[0].iteration if self.departed else 0)
+
 
 def decide(
     nodes: Sequence[str],
     entries: Sequence[Entry],
     checkpoint_iteration: int | None,
-    failure_iteration: int | None,
+    published_iteration: int | None,
     *,
     alike: Sequence[int],
     remote: bool = False,
@@ -103,7 +111,8 @@ def decide(
         nodes: machine of each rank, by rank.
         entries: of all ranks.
         checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
-        failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
+        published_iteration: the newest step that every rank had published; None where none is known. Dumps of later
+            steps count, however much later.
         alike: by rank, a label of what it holds: an emergency dump of one rank serves all with its label. Without ZeRO
             all have the same one, or in a pipeline all of a stage.
         remote: whether a state can be fetched from another machine.
@@ -116,9 +125,9 @@ def decide(
     if not exact and checkpoint_iteration is not None:
         exact = tuple(Source(rank, "disk", checkpoint_iteration) for rank in range(len(nodes)))
     # A dump holds no complete small state: the rest comes from the checkpoint, so there must be one.
-    if checkpoint_iteration is None or failure_iteration is None:
+    if checkpoint_iteration is None or published_iteration is None:
         return Decision(exact)
-    return Decision(exact, reach.departed(max(exact[0].iteration, failure_iteration - 1)))
+    return Decision(exact, reach.departed(max(exact[0].iteration, published_iteration - 1)))
 
 
 class _Reach:

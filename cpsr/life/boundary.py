@@ -2,10 +2,11 @@
 
 from contextlib import AbstractContextManager, ExitStack
 
-from cpsr.checkpoint.progress import ProgressCounter
+from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.life.publication import Publication
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.liveness import Liveness
@@ -14,9 +15,12 @@ from cpsr.saving.run_state import RunState
 
 __all__ = ["Boundary"]
 
+# At the end of a life, for a device that still has steps in its queue.
+DEVICE_SECONDS = 10.0
+
 
 class Boundary(Part):
-    """Publishes each finished step: the step counter, the heartbeat, and the state for an emergency dump.
+    """Publishes each step that is complete: the step counter, the heartbeat, and the state for an emergency dump.
 
     Args:
         job: this rank's.
@@ -32,8 +36,8 @@ class Boundary(Part):
     def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
         self.may_dump = True
-        self._progress = ProgressCounter(job.config.run_dir / "progress" / f"rank-{job.group.rank:05d}")
         config, rank = job.config, job.group.rank
+        self._publication = Publication(ProgressCounter(progress_path(config.run_dir, rank)), pool.copier.events)
         self.emergency_dump = EmergencyDump(
             self._dump,
             job.journal.event,
@@ -62,15 +66,19 @@ class Boundary(Part):
         """The state is again that after `iteration`."""
         self.emergency_dump.end_update(iteration)
 
+    def sign(self) -> None:
+        """A forward, a loss or an update: training makes progress, and the device may have completed steps."""
+        self.liveness.sign()
+        self._publication.poll()
+
     def publish(self, iteration: int) -> None:
-        """A step is complete: the state is that after it."""
-        self._progress.publish(iteration, self._state.position.batches)
+        """The host has launched a step: the state is that after it."""
         self._mark(iteration)
         self.liveness.step(iteration)
 
     def reset(self, iteration: int) -> None:
         """The state is that of another iteration, possibly an earlier one."""
-        self._progress.reset(iteration, self._state.position.batches)
+        self._publication.reset(iteration, self._state.position.batches)
 
     def rewound(self, to: Rewind) -> None:
         """The state is that of another iteration; unless it was not changed, and stays that of the last step."""
@@ -79,7 +87,7 @@ class Boundary(Part):
             self._mark(to.iteration)
 
     def _mark(self, iteration: int) -> None:
-        self._pool.mark_boundary()
+        self._publication.step(iteration, self._state.position.batches, self._pool.mark_boundary())
         self.emergency_dump.end_update(iteration)
 
     def busy(self) -> AbstractContextManager[None]:
@@ -102,10 +110,11 @@ class Boundary(Part):
     def close(self, ending: Ending) -> None:
         """Close the counter, which keeps its value; the heartbeat shows how this rank has ended."""
         with ExitStack() as closing:  # an error of one keeps none of the others open
+            # Last, since a dump publishes. Only at an error may the device hang.
+            closing.callback(self._publication.close, DEVICE_SECONDS if ending.in_order else 0.0)
             closing.callback(self.emergency_dump.close)
             closing.callback(lambda: self._close_neighbour(ended=ending.in_order))
             closing.callback(lambda: self.liveness.close(ended=ending.in_order))
-            closing.callback(self._progress.close)
 
     def _close_neighbour(self, *, ended: bool) -> None:
         if self._neighbour is not None:
@@ -123,6 +132,7 @@ class Boundary(Part):
         if not self.may_dump:
             raise SaveError("a predicted state is being watched, and could not be discarded later")
         self._pool.dump(self._job.adapter.shard, iteration, self._state.left)
+        self._publication.poll()  # the dump waited for the device, which has completed the step
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -178,7 +178,7 @@ class Life:
 
     def before_update(self) -> None:
         """The optimizer is about to change the state that a snapshot may still be copying."""
-        self.boundary.liveness.sign()
+        self.boundary.sign()
         self._tail.finish()
         self._clock.before_update()
         self.saver.before_update()
@@ -189,7 +189,7 @@ class Life:
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
-        self.boundary.liveness.sign()
+        self.boundary.sign()
         self._tail.finish()
         if self.run.experts is not None:
             self.run.experts.begin_forward()
@@ -198,7 +198,7 @@ class Life:
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch."""
-        self.boundary.liveness.sign()
+        self.boundary.sign()
         self.loop.losses.add(loss)
         self.rehearsals.on_loss(loss)
 

@@ -44,7 +44,7 @@ class Ladder:
     def decide(
         self,
         checkpoint_iteration: int | None,
-        failure_iteration: int | None,
+        published_iteration: int | None,
         checkpoint: Shard | None,
         *,
         stale: bool = False,
@@ -53,7 +53,7 @@ class Ladder:
 
         Args:
             checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
-            failure_iteration: f, the last step that every rank had finished; None where nothing was lost.
+            published_iteration: the newest step that every rank had published; None where none is known.
             checkpoint: this rank's part of it; its hash shows which ranks have the same state.
             stale: whether some rank's part of the checkpoint has experts that are older than it is.
         """
@@ -68,7 +68,7 @@ class Ladder:
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
-            failure_iteration,
+            published_iteration,
             alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
             remote=True,
             stale=stale,

@@ -77,18 +77,24 @@ class NearFailure:
             raise RefusedError(self._failed(snapshot.iteration, error)) from error
 
     def data_at(self, exact: Restored, progress: Progress | None, iteration: int) -> DataPosition:
-        """This rank's position in the data: its own count, or the usual number of batches a step.
+        """This rank's position in the data at an iteration.
+
+        As it was published; else counted, at the usual number of batches a step, from the nearest iteration that was:
+        the failure may lie after what this rank published, or before.
 
         Args:
             exact: how the life would begin at the checkpoint.
             progress: the ranks' counters.
             iteration: after the checkpoint.
         """
-        batches = None if progress is None else progress.batches_at(iteration)[self._job.group.rank]
-        if batches is not None:
-            return exact.data.advanced(max(batches - exact.data.batches, 0))
-        ahead = (iteration - exact.restored_iteration) * self._job.adapter.micro_batches_per_iteration
-        return exact.data.advanced(ahead if exact.data.batches else 0)
+        known = {exact.restored_iteration: exact.data.batches}
+        if progress is not None and self._job.group.rank in progress.ranks:
+            known |= progress.ranks[self._job.group.rank].slots
+        nearest = min(known, key=lambda one: abs(one - iteration))
+        if not known[nearest]:  # this rank is dealt no batches
+            return exact.data
+        since = (iteration - nearest) * self._job.adapter.micro_batches_per_iteration
+        return exact.data.advanced(max(known[nearest] + since - exact.data.batches, 0))
 
     def _failed(self, checkpoint_iteration: int, error: Exception) -> Refusal:
         """Record an attempt that raised: refused on a single rank, else the job ends and starts again."""

@@ -97,9 +97,11 @@ class Restorer:
         c = None if checkpoint is None else checkpoint.iteration
         older = None if checkpoint is None else older_experts(checkpoint, group)
         progress = read_progress(self._job.config.run_dir, group.size)
-        f = self._failure_iteration(progress, c or 0)
+        published = self._published(progress)
         shard = None if checkpoint is None else checkpoint.shard
-        found = self._ladder.decide(c, f, shard, stale=older is not None)
+        found = self._ladder.decide(c, published, shard, stale=older is not None)
+        failed_at = 0 if published is None else found.failure_after(published)
+        f = failed_at if failed_at > (c or 0) else None  # else nothing is lost
         known = self._circumstances(mode, checkpoint, f)
         choice = choose(candidates(found, c, known, older_experts=older is not None), known)
         restart = Restart(mode, c, f, progress, time.perf_counter() - started)
@@ -129,12 +131,12 @@ class Restorer:
         dumps, _ = self._near.dumps.of(checkpoint.iteration)
         return replace(known, planned=planned, failures=failures, last_failure=last_failure, dumps=dumps)
 
-    def _failure_iteration(self, progress: Progress | None, checkpoint_iteration: int) -> int | None:
-        """f, the last iteration that every rank had finished; None where nothing is lost."""
+    def _published(self, progress: Progress | None) -> int | None:
+        """The newest iteration that every rank has published; None where no rank has."""
         for rank, why in progress.missing.items() if progress is not None and self._job.group.rank == 0 else ():
             logger.warning("the step counter of rank %d %s: the failure step comes from the other ranks", rank, why)
-        f: int = self._job.group.broadcast(0 if progress is None else progress.iteration)
-        return f if f > checkpoint_iteration else None
+        published: int | None = self._job.group.broadcast(None if progress is None else progress.iteration)
+        return published
 
     def roll_back(self, restored: Restored) -> Restored:
         """Abandon a predicted state: restore the checkpoint in the recovery buffer exactly.

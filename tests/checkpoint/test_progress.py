@@ -33,10 +33,7 @@ def test_the_oldest_rank_is_the_failure_step(tmp_path: Path) -> None:
     progress = read_progress(tmp_path, 2)
     assert progress is not None
     assert (progress.iteration, progress.newest) == (7, 8)
-    assert progress.batches_at(7) == [28, 28]
-    assert progress.batches_at(8) == [32, None]
-    assert progress.batches_at(5) == [None, None]
-    assert progress.ranks[0].batches_at(8) == 32
+    assert [progress.ranks[rank].slots for rank in range(2)] == [{7: 28, 8: 32}, {6: 24, 7: 28}]
     assert progress.missing == {}
 
 
@@ -48,7 +45,7 @@ def test_reset_forgets_what_came_after(tmp_path: Path) -> None:
         counter.reset(target, 7)
         progress = read_progress(tmp_path, 1)
         assert progress is not None
-        assert (progress.iteration, progress.newest, progress.batches_at(target)) == (target, target, [7])
+        assert progress.ranks[0].slots == {target: 7}
 
 
 def test_a_new_life_reads_what_the_last_one_published(tmp_path: Path) -> None:
@@ -77,7 +74,7 @@ def test_what_cannot_be_read_is_reported(tmp_path: Path, content: bytes | None, 
     progress = read_progress(tmp_path, 2)
     assert progress is not None
     assert progress.iteration == 3
-    assert progress.batches_at(3) == [30, None]
+    assert {rank: one.slots for rank, one in progress.ranks.items()} == {0: {3: 30}}
     assert says in progress.missing[1]
     progress_path(tmp_path, 0).unlink()
     assert read_progress(tmp_path, 2) is None

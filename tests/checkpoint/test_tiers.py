@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
         "nodes": nodes,
         "entries": entries,
         "checkpoint_iteration": draw(st.none() | st.integers(1, 12)),
-        "failure_iteration": draw(st.none() | st.integers(6, 16)),
+        "published_iteration": draw(st.none() | st.integers(6, 16)),
         "alike": draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)),
         "remote": draw(st.booleans()),
         "stale": draw(st.booleans()),
@@ -61,7 +62,7 @@ def test_ranks_never_choose_differently(catalogue: dict[str, object], shuffled: 
 @settings(max_examples=600)
 def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: dict[str, object]) -> None:
     decision = decide(**catalogue)  # type: ignore[arg-type]
-    nodes, c, f = catalogue["nodes"], catalogue["checkpoint_iteration"], catalogue["failure_iteration"]
+    nodes, c, f = catalogue["nodes"], catalogue["checkpoint_iteration"], catalogue["published_iteration"]
     alike = catalogue["alike"]
     assert isinstance(nodes, list)
     assert isinstance(alike, list)
@@ -163,6 +164,22 @@ def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_
     decision = decide(["one"] * 4, entries, 12, 14, alike=range(4))
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
     assert decision.departed[0].iteration == 14
+
+
+@pytest.mark.parametrize("published", [5, 12, 13])
+def test_what_the_others_left_counts_where_the_lost_rank_had_published_less(published: int) -> None:
+    """Its device had completed the step, and it was killed before it looked; 12 is the checkpoint."""
+    entries = [entry(0, 14, "departure"), entry(2, 14, "departure")]
+    decision = decide(["one"] * 3, entries, 12, published, alike=range(3))
+    assert [source.tier for source in decision.departed] == ["departure", "predicted", "departure"]
+    assert {source.iteration for source in decision.departed} == {decision.failure_after(published)} == {14}
+    assert decision.exact_iteration == 12
+
+
+def test_the_failure_is_where_the_ranks_published_it_unless_one_has_come_further() -> None:
+    assert decide(["one"], [], 12, 14, alike=[0]).failure_after(14) == 14
+    assert decide(["one"] * 2, [entry(0, 13, "departure")], 12, 14, alike=[0, 1]).failure_after(14) == 14
+    assert decide(["one"] * 2, [entry(0, 15, "departure")], 12, 14, alike=[0, 1]).failure_after(14) == 15
 
 
 def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_to_it() -> None:

@@ -16,6 +16,7 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.owner import owner_of
+from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.journal.reader import JournalReader
 from cpsr.service.plan import plan_of
@@ -106,6 +107,37 @@ def test_where_all_ranks_hold_the_same_a_survivor_serves_all(job: Job, uninterru
     assert not plan.last_recovery.labelled
     assert plan.newest_checkpoint is not None
     assert (plan.newest_checkpoint.origin, plan.descends_from_predicted) == ("trained", False)
+
+
+@pytest.mark.parametrize("late", [1, 4])
+def test_what_others_left_is_taken_also_after_the_newest_step_that_the_lost_rank_published(
+    job: Job, uninterrupted: Uninterrupted, late: int
+) -> None:
+    """On a GPU it may have completed more; by four steps what it published is older than the checkpoint."""
+    killed = job.launch("auto", fault="step:1:23", committed=20, settings=IN_MEMORY, zero=0, late=(1, late))
+    assert killed.statuses[1] == KILLED
+    progress = read_progress(job.run_dir, 2)
+    assert progress is not None
+    assert [progress.ranks[rank].iteration for rank in range(2)] == [23, 23 - late]
+    back = job.launch("auto", settings=IN_MEMORY, zero=0)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("departure", 23)] * 2
+    with JournalReader(job.run_dir / "journal.db") as reader:
+        assert reader.recoveries()[-1].failure_iteration == 23
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted(zero=0).result(rank)
+        assert mine["state_at_start"] == uninterrupted(zero=0, iterations=23).result(rank)["state"]
+        assert mine["batches"] == reference["batches"][23:]
+        assert mine["counters"] == reference["counters"]
+
+
+def test_a_shard_is_predicted_where_the_others_left_theirs_and_not_where_its_rank_last_published(job: Job) -> None:
+    killed = job.launch("predict", fault="step:1:23", committed=20, settings=IN_MEMORY, late=(1, 2))
+    assert killed.statuses[1] == KILLED
+    back = job.launch("predict", settings=IN_MEMORY)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert sources(job) == [("departure", 23), ("predicted", 23)]
+    assert [back.result(rank)["batches"][0][0] for rank in range(2)] == [24, 24]
 
 
 def test_exact_recovery_takes_nothing_that_lacks_the_small_state(job: Job, uninterrupted: Uninterrupted) -> None:

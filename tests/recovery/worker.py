@@ -5,6 +5,7 @@ The final state and the batches that were trained on are left as JSON, so that r
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from cpsr import CPSRRecovery
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import IDENTITY
+from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.planner.plan import Plan
@@ -76,6 +78,7 @@ class Options:
             later; of no rank: nothing at all.
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
+        late: a rank whose device is a number of steps behind its host, and that number.
         link_experts: experts that a rank's link takes to host memory in an iteration, in place of what is measured.
         loading: more settings of the data loader.
     """
@@ -101,12 +104,15 @@ class Options:
     odd_rank: int | None = None
     rank_intervals: tuple[int, ...] | None = None
     apart: int | None = None
+    late: tuple[int, int] | None = None
     began: bool = False
     loading: dict[str, Any] = field(default_factory=dict)
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
+    if options.late is not None and options.late[0] == rank:
+        complete_late(options.late[1])
     initialize_ranks(options.result, rank, ranks)
     seed()
     engine, batches = build(options, rank)
@@ -135,6 +141,30 @@ def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> Non
     plans = [Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)] if rank_intervals else []
     proposal = partial(next, iter(plans), None)
     setattr(recovery.life.planner, "proposal", proposal)  # noqa: B010 - mypy refuses to assign to a method
+
+
+def complete_late(steps: int) -> None:
+    """Let each step of this process be complete only when so many more have been launched, as on a GPU."""
+    launched = itertools.count()
+
+    class Event:
+        newest = at = 0
+
+        def record(self, stream: object) -> None:
+            self.at = Event.newest = next(launched)
+
+        def query(self) -> bool:
+            return Event.newest >= self.at + steps
+
+    original = StateCopier.__init__
+
+    def with_events(copier: StateCopier, *given: Any) -> None:
+        original(copier, *given)
+        copier.events = StepEvents(torch.device("cuda", 0))
+
+    cuda: Any = torch.cuda
+    cuda.Event, cuda.current_stream = Event, lambda device: None
+    setattr(StateCopier, "__init__", with_events)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def initialize_ranks(result: Path, rank: int, ranks: int) -> None:

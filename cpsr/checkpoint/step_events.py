@@ -1,0 +1,42 @@
+"""Events of a GPU at step boundaries, from a fixed set: no step makes a new one."""
+
+from collections import deque
+
+import torch
+
+__all__ = ["StepEvents"]
+
+# The host may launch as many steps before the first is complete; further ones share the last event.
+EVENTS = 8
+
+
+class StepEvents:
+    """Marks how far the device has to be at each step boundary.
+
+    Args:
+        device: the GPU with the state.
+
+    Attributes:
+        newest: of the last boundary.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free = deque(torch.cuda.Event() for _ in range(EVENTS))  # type: ignore[no-untyped-call] # torch's stub
+        self.newest = self._free[0]
+
+    def record(self) -> torch.cuda.Event:
+        """The event of a boundary at this point of the current stream; where all are held, the newest moves here."""
+        if self._free:
+            self.newest = self._free[0]
+            self._free.rotate(-1)
+        self.newest.record(torch.cuda.current_stream(self._device))
+        return self.newest
+
+    def hold(self, event: torch.cuda.Event) -> None:
+        """Record this event for no other boundary before `release`, unless all events are held."""
+        self._free.remove(event)
+
+    def release(self, event: torch.cuda.Event) -> None:
+        """Undo `hold`."""
+        self._free.append(event)

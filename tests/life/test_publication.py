@@ -1,0 +1,176 @@
+"""A restart must not count steps that were still queued on the device."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
+from cpsr.checkpoint.step_events import EVENTS, StepEvents
+from cpsr.life.publication import Publication
+from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
+
+GPU = torch.device("cuda", 0)
+BATCHES = 3  # a step
+
+
+class Training:
+    """A host that launches steps, and a device that completes them later."""
+
+    def __init__(self, device: StandInDevice, run_dir: Path) -> None:
+        self.device, self.run_dir = device, run_dir
+        self.events = StepEvents(GPU)
+        self.publication = Publication(ProgressCounter(progress_path(run_dir, 0)), self.events)
+        self.publication.reset(0, 0)
+        self.launched = self.completed = 0
+
+    def launch(self) -> None:
+        self.launched += 1
+        step = self.launched
+        self.device.enqueue(self.device.default_stream(), lambda: self.completed >= step)
+        self.publication.step(step, BATCHES * step, self.events.record())
+
+    def complete(self, step: int) -> None:
+        self.completed = max(self.completed, min(step, self.launched))
+        self.device.complete()
+
+    @property
+    def published(self) -> RankProgress:
+        progress = read_progress(self.run_dir, 1)
+        assert progress is not None
+        return progress.ranks[0]
+
+
+@pytest.fixture
+def device() -> Iterator[StandInDevice]:
+    with stand_in_device() as device:
+        device.at_once = False
+        yield device
+
+
+@pytest.fixture
+def training(device: StandInDevice, tmp_path: Path) -> Training:
+    return Training(device, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_step_is_published_before_the_device_has_completed_it(training: Training, seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(300):
+        before = training.published.iteration
+        action = draw.choice(["launch", "complete", "poll"])
+        if action == "launch":
+            training.launch()
+        elif action == "complete":
+            training.complete(training.completed + draw.randint(0, 3))
+        else:
+            training.publication.poll()
+            if training.launched - training.completed < EVENTS - 3:
+                assert training.published.iteration == training.completed
+        published = training.published
+        assert before <= published.iteration <= training.completed
+        assert all(batches == BATCHES * iteration for iteration, batches in published.slots.items())
+    assert training.device.calls("synchronize", "wait_event") == []
+    assert len(training.device.calls("record")) == training.launched
+    assert len({event for _, _, event in training.device.calls("record")}) <= EVENTS
+
+
+def test_the_two_newest_complete_steps_are_published(training: Training) -> None:
+    for _ in range(5):
+        training.launch()
+    training.complete(4)
+    assert training.published.iteration == 0, "nothing looked yet"
+    training.publication.poll()
+    assert training.published.slots == {3: 9, 4: 12}
+
+
+@pytest.mark.parametrize("lead", [EVENTS - 1, EVENTS, 3 * EVENTS])
+def test_a_host_that_stays_ahead_by_any_number_of_steps_still_publishes(training: Training, lead: int) -> None:
+    for _ in range(10 * lead):
+        training.launch()
+        training.complete(training.launched - lead)
+        training.publication.poll()
+        assert training.launched - 2 * lead - 1 <= training.published.iteration <= training.completed
+    training.complete(training.launched)
+    training.publication.poll()
+    assert training.published.iteration == training.launched
+
+
+def test_steps_that_are_pending_lead_elsewhere_after_a_rewind(training: Training) -> None:
+    for _ in range(EVENTS + 2):
+        training.launch()
+    training.publication.reset(2, 6)
+    training.launched = 2
+    training.complete(2)
+    training.device.complete()
+    training.publication.poll()
+    assert training.published.slots == {2: 6}
+    training.launch()
+    training.completed = EVENTS + 2  # the work of the branch that was given up is done, too
+    training.device.complete()
+    training.publication.poll()
+    assert training.published.slots == {2: 6, 3: 9}
+
+
+def test_on_the_host_a_step_is_complete_at_once(tmp_path: Path) -> None:
+    publication = Publication(ProgressCounter(progress_path(tmp_path, 0)), None)
+    publication.step(4, 8, None)
+    publication.step(5, 10, None)
+    progress = read_progress(tmp_path, 1)
+    assert progress is not None
+    assert progress.ranks[0].slots == {4: 8, 5: 10}
+
+
+def test_the_end_of_a_life_waits_for_the_device_within_a_limit(training: Training) -> None:
+    training.launch()
+    threading.Timer(0.1, lambda: training.complete(1)).start()
+    training.publication.close(60.0)
+    assert training.published.slots == {0: 0, 1: 3}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_a_device_that_hangs_does_not_keep_a_life_from_ending(training: Training, seconds: float) -> None:
+    training.launch()
+    started = time.monotonic()
+    training.publication.close(seconds)
+    assert time.monotonic() - started < seconds + 30
+    assert training.published.slots == {0: 0}
+    training.publication.poll()  # a dump on another thread may still come
+
+
+def test_a_device_that_has_failed_leaves_what_was_published(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(event: StandInEvent) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    training.launch()
+    monkeypatch.setattr(StandInEvent, "query", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        training.publication.poll()
+    training.publication.close(60.0)
+    assert "the device has failed, and its last 1 steps do not count: an illegal memory access" in caplog.text
+    assert training.published.slots == {0: 0}
+
+
+def test_a_second_thread_does_not_wait_for_the_first(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def query(event: StandInEvent) -> bool:
+        asked.set()
+        return answer.wait(60)
+
+    training.launch()
+    monkeypatch.setattr(StandInEvent, "query", query)
+    first = threading.Thread(target=training.publication.poll)
+    first.start()
+    assert asked.wait(60)
+    training.publication.poll()
+    assert training.published.iteration == 0
+    answer.set()
+    first.join()
+    assert training.published.iteration == 1
