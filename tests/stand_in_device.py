@@ -150,6 +150,7 @@ class StandInDevice:
         compute_seconds: that the work of default streams takes once the host waits.
         copy_seconds: that of the other streams takes after it.
         trace: calls in order: what, on which stream or device, with what.
+        random_states: by device.
         runtime: of pinned memory.
     """
 
@@ -159,6 +160,7 @@ class StandInDevice:
         self.compute_seconds = self.copy_seconds = 0.0
         self.trace: list[tuple[str, str | None, Any]] = []
         self.runtime = Runtime(self)
+        self.random_states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
         self._pinned: list[tuple[int, int]] = []
         self._lock = threading.RLock()
         self._streams: list[StandInStream] = []
@@ -254,6 +256,16 @@ class StandInDevice:
         self.note("synchronize", None, str(wanted))
         idle = [stream for stream in self._streams if stream.device == wanted]
         self.wait_for(lambda: not any(stream.queue for stream in idle), f"all work of {wanted}")
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        wanted = self.device(device)
+        self.note("get_rng_state", None, str(wanted))
+        return self.random_states[wanted.index].clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        wanted = self.device(device)
+        self.note("set_rng_state", None, str(wanted))
+        self.random_states[wanted.index] = state.clone()
 
     def check_error(self, status: int) -> None:
         if int(status) != CUDA_SUCCESS:
@@ -462,6 +474,8 @@ def stand_in_device(count: int = 1) -> Iterator[StandInDevice]:
         patch.setattr(torch.cuda, "set_device", device.set_device)
         patch.setattr(torch.cuda, "device_count", lambda: device.count)
         patch.setattr(torch.cuda, "synchronize", device.synchronize)
+        patch.setattr(torch.cuda, "get_rng_state", device.get_rng_state)
+        patch.setattr(torch.cuda, "set_rng_state", device.set_rng_state)
         patch.setattr(torch.cuda, "cudart", lambda: device.runtime)
         patch.setattr(torch.cuda, "check_error", device.check_error)
         patch.setattr(torch, "empty", device.empty(torch.empty))

@@ -144,6 +144,16 @@ class EngineAdapter(Protocol):
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put back what `scalars()` returned, learning rates in the parameter groups included."""
 
+    def random_states(self) -> dict[str, Any]:
+        """Random states that the engine keeps beside torch's generators, as plain data; empty if it keeps none."""
+
+    def load_random_states(self, states: dict[str, Any]) -> str | None:
+        """Put back what `random_states()` returned.
+
+        Returns:
+            What could not be restored, for people; None if all was.
+        """
+
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups: what the next update will use."""
 

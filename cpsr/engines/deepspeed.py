@@ -23,6 +23,7 @@ from cpsr.engines.deepspeed_masters import (
     torch_optimizer,
 )
 from cpsr.engines.deepspeed_quiet import unmarked, unreported
+from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
@@ -251,6 +252,14 @@ class DeepSpeedAdapter:
         names = ("loss_scaler", "loss_scale_config")
         return [getattr(self._engine.optimizer, name) for name in names if hasattr(self._engine.optimizer, name)]
 
+    def random_states(self) -> dict[str, Any]:
+        """Those of activation checkpointing, by name."""
+        return dict(tracked_states())
+
+    def load_random_states(self, states: dict[str, Any]) -> str | None:
+        """Put `random_states()` back; see `load_tracked_states`."""
+        return load_tracked_states(states)
+
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
         return optimizer_state.learning_rate(torch_optimizer(self._engine))
@@ -369,7 +378,7 @@ class DeepSpeedAdapter:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        with preserved_training_state(self._engine.module), self._quiet_engine():
+        with preserved_training_state(self._engine.module), preserved_tracked_states(), self._quiet_engine():
             try:
                 yield
             finally:

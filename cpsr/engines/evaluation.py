@@ -41,9 +41,8 @@ def preserved_training_state(module: torch.nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    # Of the device in use only, and only if there is one: reading another's state would start a context on it.
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-    devices = [torch.cuda.current_device()] if in_use else []
+    # Of the module's devices only: reading another's state would start a context on it.
+    devices = sorted({parameter.device.index for parameter in module.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         module.eval()
         try:

@@ -230,6 +230,13 @@ class TorchAdapter:
         self._loop.iteration = int(scalars["iteration"])
         self._loop.forget_step()
 
+    def random_states(self) -> dict[str, Any]:
+        """None: torch's generators are all that there is."""
+        return {}
+
+    def load_random_states(self, states: dict[str, Any]) -> str | None:
+        """Nothing to do."""
+
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
         return optimizer_state.learning_rate(self._optimizer)

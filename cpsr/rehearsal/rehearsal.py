@@ -12,6 +12,7 @@ import torch
 
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.random_states import restore_random_states
 from cpsr.errors import RecoveryError, SaveError, UnsupportedEngineError
 from cpsr.learning.learning import Learning
 from cpsr.predictor.protocol import Forecast, History, Target
@@ -21,7 +22,7 @@ from cpsr.restart.lag import SLOPE_LOSSES_MAX, RehearsedLag, measure_lag
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored, Restorer
 from cpsr.saving.run_state import RunState
-from cpsr.state.scalars import Scalars, restore_rng
+from cpsr.state.scalars import Scalars
 
 __all__ = ["ASKED_TO_LEAVE", "Obstacle", "Prepared", "Rehearsal", "Rehearsed"]
 
@@ -275,7 +276,7 @@ class Rehearsal:
             restored = self._restore(prepared, checkpoint, meeting)
             if not restored.predicted:
                 return Rehearsed("refused", restored.reason, restored), torch.empty(0, device="cpu")
-            restore_rng(prepared.rng)
+            restore_random_states(self._adapter, prepared.rng)
             started = time.perf_counter()
             losses = self._train(prepared.batches.iterations, meeting)
             trained = Rehearsed("measured", "", restored, train_seconds=time.perf_counter() - started)

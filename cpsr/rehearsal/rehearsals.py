@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.random_states import capture_random_states
 from cpsr.job import Job, Part, Rewind
 from cpsr.journal import RehearsalRow
 from cpsr.learning.learning import Learning
@@ -23,7 +24,7 @@ from cpsr.restart.restore import Restorer
 from cpsr.saving.run_state import RunState
 from cpsr.saving.saver import Saver
 from cpsr.state.losses import Step
-from cpsr.state.scalars import Scalars, capture_rng
+from cpsr.state.scalars import Scalars
 
 __all__ = ["Rehearsals", "rehearsed_horizon"]
 
@@ -226,7 +227,7 @@ class Rehearsals(Part):
             return
         batches = TrainedBatches(per_iteration, self._adapter.device, self._config.batches_limit_bytes)
         self._compared = False
-        self.prepared = Prepared(checkpoint_iteration, iteration, batches, capture_rng())
+        self.prepared = Prepared(checkpoint_iteration, iteration, batches, capture_random_states(self._adapter))
 
     def rewound(self, to: Rewind) -> None:
         """Drop the prepared rehearsal: its batches no longer lead to the current state."""

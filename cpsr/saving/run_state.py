@@ -9,6 +9,7 @@ from typing import Any
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.errors import ConfigError
 from cpsr.job import Part, Rewind
 from cpsr.learning.learner import Learner
@@ -17,7 +18,7 @@ from cpsr.restart.restore import Restored
 from cpsr.state import codec
 from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
 from cpsr.state.losses import LossRecorder
-from cpsr.state.scalars import DataPosition, Scalars, capture_rng, restore_rng
+from cpsr.state.scalars import DataPosition, Scalars
 from cpsr.state.stateful import Stateful, stateful
 
 __all__ = ["RunState"]
@@ -152,7 +153,7 @@ class RunState(Part):
             lineage=list(self._lineage),
             history_start=self.history_start,
             engine=self._adapter.scalars(on_device=True),
-            rng=capture_rng(),
+            rng=capture_random_states(self._adapter),
             data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
             recent_losses=self._losses.recent_so_far(),
@@ -203,7 +204,9 @@ class RunState(Part):
             else:
                 self._unclaimed[name] = state
         self._rates = self._adapter.iteration, optimizer_state.hyperparameters(self._adapter.optimizer)
-        restore_rng(scalars.rng)
+        not_restored = restore_random_states(self._adapter, scalars.rng)
+        if not_restored is not None:
+            logger.warning("%s", not_restored)
         self._pending_rng = scalars.rng  # restored again after the loader is positioned, which draws random numbers
         if self._stream is not None:
             self._stream.seek(self._data)
@@ -220,12 +223,13 @@ class RunState(Part):
             state = scalars.registered.get(name)  # None if a restored checkpoint is older than the registration
             if state is not None and not codec.same(item.state_dict(), state):
                 item.load_state_dict(copy.deepcopy(state))
-        restore_rng(scalars.rng)
+        restore_random_states(self._adapter, scalars.rng)
 
     def of_loop(self) -> dict[str, Any]:
         """A copy of what a loop changes between steps: random states, registered objects, parameter groups."""
         registered = {name: item.state_dict() for name, item in self._registered.items()}
-        state = {"rng": capture_rng(), "engine": self._adapter.scalars(), "registered": registered}
+        rng, engine = capture_random_states(self._adapter), self._adapter.scalars()
+        state = {"rng": rng, "engine": engine, "registered": registered}
         copied: dict[str, Any] = codec.decode(*codec.encode(state))
         return copied
 
@@ -244,5 +248,5 @@ class RunState(Part):
 
     def _put_back_rng(self) -> None:
         if self._pending_rng is not None:
-            restore_rng(self._pending_rng)
+            restore_random_states(self._adapter, self._pending_rng)
             self._pending_rng = None

@@ -38,7 +38,7 @@ class LoaderHooks:
             workers the thread loads the batch itself, and of other iterables it is not known whether they wait.
     """
 
-    on_positioned: Callable[[], None] = lambda: None
+    on_positioned: Callable[[], object] = lambda: None
     on_batch: Callable[[Any], None] = lambda batch: None
     on_request: Callable[[], None] = lambda: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext

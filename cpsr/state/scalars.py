@@ -22,20 +22,30 @@ def restore_host_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
 
 
-def capture_rng() -> dict[str, Any]:
-    """Random states of the host (see `capture_host_rng`) and of every CUDA device, as plain data."""
-    return {"host": capture_host_rng(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
+    """Random states of the host (see `capture_host_rng`) and of this device where it is a GPU, as plain data."""
+    gpu = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
+    return {"host": capture_host_rng(), "cuda": gpu}
 
 
-def restore_rng(state: dict[str, Any]) -> None:
-    """Restore what `capture_rng` returned.
+def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> str | None:
+    """Restore what `capture_rng` returned, onto this device.
 
-    Raises:
-        RuntimeError: this process sees fewer CUDA devices than the one that captured the state.
+    Earlier versions captured all visible GPUs: of several states that of the device's index is taken.
+
+    Returns:
+        What was not restored, for people; None if all was.
     """
     restore_host_rng(state["host"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    saved = state["cuda"]
+    if device is None or device.type != "cuda":
+        return "random states of the host are restored, those of a GPU are not: this rank has none" if saved else None
+    index = 0 if len(saved) == 1 else torch.cuda.current_device() if device.index is None else device.index
+    if index >= len(saved):
+        found = f"states of {len(saved)} GPUs were saved, none of this one" if saved else "none of a GPU was saved"
+        return f"random states of the host are restored, that of {device} goes on as it is: {found}"
+    torch.cuda.set_rng_state(saved[index], device)
+    return None
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Scalars:
             `{"failure_iteration", "checkpoint_iteration"}`.
         history_start: first iteration whose checkpoints lead to this state; older ones belong to another branch.
         engine: what `EngineAdapter.scalars` returned.
-        rng: what `capture_rng` returned.
+        rng: what `cpsr.engines.random_states` captured.
         data: the data position.
         registered: `state_dict()` of the user's registered objects, by name.
         recent_losses: this rank's last training losses, oldest first, for the guard's comparison.

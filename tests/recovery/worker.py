@@ -39,6 +39,7 @@ from tests.recovery.engines import (
     SEED,
     Mixture,
     Regression,
+    Tracked,
     configuration,
     dataset,
     initialize,
@@ -66,6 +67,7 @@ class Options:
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
+        tracked: the model draws from DeepSpeed's random-state tracker.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
             `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
             batch, and `of another` a loss that is not trained on. With `raising` the function fails on rank 1.
@@ -96,6 +98,7 @@ class Options:
     load_universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
+    tracked: bool = False
     probes: str = ""
     poison: bool = False
     one_shot: bool = False
@@ -208,6 +211,8 @@ def model(options: Options) -> torch.nn.Module:
     if options.stages:
         stages: torch.nn.Module = pipeline(options.stages)
         return stages
+    if options.tracked:
+        return Tracked()
     return Mixture(options.expert_parallel) if options.expert_parallel else Regression()
 
 

@@ -1,12 +1,17 @@
 """Random states and the small state come back exactly."""
 
 import random
+from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from cpsr.state.codec import decode, encode
 from cpsr.state.scalars import DataPosition, Scalars, capture_rng, restore_rng
+from tests.stand_in_device import stand_in_device
+
+HOST = torch.device("cpu")
 
 
 def draw() -> tuple[float, float, float]:
@@ -19,6 +24,60 @@ def test_random_states_survive_the_codec() -> None:
     expected = [draw() for _ in range(3)]
     restore_rng(state)
     assert [draw() for _ in range(3)] == expected
+
+
+def saved_on(gpus: list[int]) -> dict[str, Any]:
+    """Random states of the host, and of these GPUs as an earlier version saved them."""
+    return {**capture_rng(), "cuda": [torch.tensor([10 + index], dtype=torch.uint8) for index in gpus]}
+
+
+def test_only_the_state_of_the_ranks_own_gpu_is_captured() -> None:
+    with stand_in_device(3) as device:
+        state = decode(*encode(capture_rng(torch.device("cuda", 2))))
+        assert device.trace == [("get_rng_state", None, "cuda:2")]
+    with stand_in_device(1) as device:  # in the next life the rank sees one GPU
+        assert restore_rng(state, torch.device("cuda", 0)) is None
+        assert [int(state) for state in device.random_states] == [2]
+
+
+def test_a_run_on_the_host_asks_no_gpu() -> None:
+    with stand_in_device() as device:
+        assert capture_rng(HOST)["cuda"] == []
+        assert restore_rng(capture_rng(HOST), HOST) is None
+        assert device.trace == []
+
+
+@pytest.mark.parametrize(("index", "restored"), [(0, 10), (2, 12), (None, 11)])
+def test_of_the_states_of_all_gpus_the_ranks_own_is_restored(index: int | None, restored: int) -> None:
+    with stand_in_device(4) as device:
+        device.set_device(1)
+        own = torch.device("cuda", index) if index is not None else torch.device("cuda")
+        assert restore_rng(saved_on([0, 1, 2, 3]), own) is None
+        assert int(device.random_states[1 if index is None else index]) == restored
+        assert len(device.calls("set_rng_state")) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "onto", "says"),
+    [
+        ([0], HOST, "random states of the host are restored, those of a GPU are not: this rank has none"),
+        ([], torch.device("cuda", 1), "that of cuda:1 goes on as it is: none of a GPU was saved"),
+        (
+            [0, 1],
+            torch.device("cuda", 3),
+            "that of cuda:3 goes on as it is: states of 2 GPUs were saved, none of this one",
+        ),
+    ],
+)
+def test_it_says_what_could_not_be_restored(gpus: list[int], onto: torch.device, says: str) -> None:
+    with stand_in_device(4) as device:
+        state = saved_on(gpus)
+        expected = draw()
+        note = restore_rng(state, onto)
+        assert note is not None
+        assert says in note
+        assert draw() == expected, "the host's are restored"
+        assert device.calls("set_rng_state") == []
 
 
 def test_positions_cross_passes() -> None:

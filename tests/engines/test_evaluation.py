@@ -1,0 +1,35 @@
+"""An evaluation leaves no trace in the random states."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from cpsr.engines.evaluation import preserved_training_state
+from tests.stand_in_device import stand_in_device
+
+
+class OnGPU(torch.nn.Module):
+    """Its parameters are on the second GPU."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+
+
+def test_the_state_of_the_modules_gpu_is_preserved_and_no_other_asked_for() -> None:
+    with stand_in_device(2) as device:
+        expected = [state.clone() for state in device.random_states]
+        with preserved_training_state(OnGPU()):
+            device.random_states[1] = torch.tensor([9], dtype=torch.uint8)
+        assert [int(state) for state in device.random_states] == [int(state) for state in expected]
+        assert device.trace == [("get_rng_state", None, "cuda:1"), ("set_rng_state", None, "cuda:1")]
+
+
+def test_a_module_on_the_host_asks_no_gpu() -> None:
+    with stand_in_device(2) as device:
+        before = torch.get_rng_state()
+        with preserved_training_state(torch.nn.Dropout()):
+            torch.rand(3)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert device.trace == []
