@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
@@ -204,8 +205,12 @@ class DeepSpeedAdapter:
         return name
 
     def push_down(self) -> None:
-        """Copy the masters into the module's parameters; collective under ZeRO."""
+        """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""
         push_down(self._engine.optimizer)
+        # Under ZeRO-3 the copies into the partitions run on the current stream. The next forward gathers these on a
+        # stream of DeepSpeed's own (`overlap_comm`), which waits for no other before it reads them. DeepSpeed itself
+        # synchronises here only where it gathers persistent parameters, and there may be none.
+        get_accelerator().synchronize(self.device.index)
 
     def scalars(self, on_device: bool = False) -> dict[str, Any]:
         """Counters, loss scale, optimizer step counts, parameter groups and schedule; see `EngineAdapter.scalars`.

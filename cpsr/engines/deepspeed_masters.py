@@ -156,7 +156,10 @@ def owned_frozen(optimizer: Any, parameter: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def push_down(optimizer: Any) -> None:
-    """Give the module the masters' new values; collective under ZeRO: every rank must call it."""
+    """Give the module the masters' new values; collective under ZeRO: every rank must call it.
+
+    On a device the copies may still be queued: see `DeepSpeedAdapter.push_down`.
+    """
     kind = type(optimizer)
     if kind is DeepSpeedZeroOptimizer_Stage3:
         _push_down_stage3(optimizer)
@@ -206,7 +209,11 @@ def discard_gradients(optimizer: Any) -> None:
 
 
 def settle_after_forward(optimizer: Any) -> None:
-    """Under ZeRO-3, drop what a forward without a backward left gathered; collective."""
+    """Under ZeRO-3, drop what a forward without a backward left gathered; collective.
+
+    Nothing need wait for the device: the partitions are not written. DeepSpeed keeps gathered memory from being used
+    again while a stream still reads it, and waits for gathers in flight.
+    """
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         optimizer._partition_all_parameters()
         _gather_persistent(optimizer)

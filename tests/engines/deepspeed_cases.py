@@ -486,6 +486,7 @@ OTHER: dict[str, Case] = {
     "zero3-skip-ahead": partial(evaluated, 3, "fp32", skip=4),
     "zero2-round-robin": partial(evaluated, 2, "bf16", zero={"round_robin_gradients": True}),
     "zero3-sub-groups": partial(evaluated, 3, "bf16", zero={"sub_group_size": 50}),
+    "zero3-none-persistent": partial(evaluated, 3, "bf16", zero={"stage3_param_persistence_threshold": 0}),
     "zero3-all-persistent": partial(evaluated, 3, "fp32", zero={"stage3_param_persistence_threshold": 10**6}),
     "evaluation-zero1": partial(evaluation_leaves_no_trace, 1),
     "evaluation-zero2": partial(evaluation_leaves_no_trace, 2),
