@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from tests.device import DEVICE, compute_exactly
 
 # No example has a time limit: a machine that does something else beside would decide. In CI they are the same at every
 # run, so that a red run is the change's; elsewhere new ones are drawn each time.
@@ -29,6 +29,14 @@ STARTS_RANKS = {
 }
 # Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
 RANKS_TIMEOUT_SECONDS = 900
+
+
+def pytest_configure() -> None:
+    compute_exactly()
+
+
+def pytest_report_header() -> str:
+    return f"tests train on: {DEVICE}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -54,6 +62,8 @@ def starts_ranks(module: ModuleType) -> bool:
 def _killed_jobs_leave_no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs that were killed and never restarted keep their snapshots in shared memory until somebody frees it."""
     yield
+    from cpsr.checkpoint.memory_removal import remove_memory_states  # imports torch, which the environment precedes
+
     for identity in tmp_path_factory.getbasetemp().rglob("run.json"):
         found = re.search(r'"run_id": *"([^"]+)"', identity.read_text(errors="replace"))  # some are damaged on purpose
         if found is not None:
