@@ -5,13 +5,15 @@ from typing import Annotated
 
 import typer
 
+from cpsr.demo.device import Device, find_device
 from cpsr.errors import ConfigError
 
-__all__ = ["bench"]
+__all__ = ["DeviceOption", "bench"]
 
 bench = typer.Typer(help="Measure what checkpoints and failures cost.", no_args_is_help=True)
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="That trains; auto is CUDA where torch finds a GPU.")]
 Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
 
 
@@ -20,11 +22,12 @@ def stall(
     json_path: JsonPath = None,
     pairs: Annotated[int, typer.Option(min=1, help="Checkpoints per method and size.")] = 30,
     workdir: Workdir = None,
+    device: DeviceOption = Device.AUTO,
 ) -> None:
     """What a checkpoint costs the training thread and what survives damage, beside other packages' checkpoints."""
     from cpsr.benchmarks.stall.run import main as run_stall
 
-    run_stall(json_path=json_path, pairs=pairs, workdir=workdir)
+    run_stall(json_path=json_path, pairs=pairs, workdir=workdir, device=find_device(device))
 
 
 @bench.command()
@@ -58,12 +61,13 @@ def overhead(
         str, typer.Option(help="wrapper, bubbles (of a pipeline), memory (over a run): some of them, comma-separated.")
     ] = "wrapper,bubbles,memory",
     workdir: Workdir = None,
+    device: DeviceOption = Device.AUTO,
 ) -> None:
     """Extra time of training steps, the predictor's work against a pipeline's bubbles, and its memory."""
     from cpsr.benchmarks.overhead.parts import DEFAULT, FULL
     from cpsr.benchmarks.overhead.run import main as run_overhead
 
-    run_overhead(json_path, FULL if full else DEFAULT, _comma_separated(parts), workdir)
+    run_overhead(json_path, FULL if full else DEFAULT, _comma_separated(parts), workdir, find_device(device))
 
 
 @bench.command()
@@ -97,6 +101,7 @@ def recovery(
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
     json_path: JsonPath = None,
+    device: DeviceOption = Device.AUTO,
 ) -> None:
     """What a failure costs: the lag that stays after coming back, by every method, on paired data."""
     from cpsr.benchmarks.recovery.command import run_recovery
@@ -104,7 +109,7 @@ def recovery(
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals)
+    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals, find_device(device))
     run_recovery(chosen, failures, warm_up, cache, json_path, workers)
 
 
@@ -135,12 +140,23 @@ def predictor(
     cache: Annotated[Path | None, typer.Option(help="Holds the history; by default runs/bench-predictor.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the history there, for the next call.")] = False,
     json_path: JsonPath = None,
+    device: DeviceOption = Device.AUTO,
 ) -> None:
     """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
     from cpsr.benchmarks.predictor_cost.run import CACHE
     from cpsr.benchmarks.predictor_cost.run import main as run_predictor
 
-    run_predictor(parameters, checkpoints, methods, repeats, tokens, CACHE if cache is None else cache, keep, json_path)
+    run_predictor(
+        parameters,
+        checkpoints,
+        methods,
+        repeats,
+        tokens,
+        CACHE if cache is None else cache,
+        keep,
+        json_path,
+        device=find_device(device),
+    )
 
 
 @bench.command()

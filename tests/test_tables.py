@@ -172,6 +172,7 @@ def test_demo() -> None:
         checkpoints=[200, 400],
         fault_free=losses,
         recovered=losses,
+        device={"kind": "cuda", "name": "NVIDIA H200", "count": 1, "cuda": "13.0", "driver": "580.82.07"},
         date="2026-11-23 12:00 UTC",
         machine="2 threads",
     )

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -11,19 +12,22 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["busy_warning", "describe_machine", "measured_code"]
+from cpsr.demo.device import CPU, describe_device, device_text
+
+__all__ = ["busy_warning", "describe_machine", "machine_text", "measured_code"]
 
 PACKAGES = ("cpsr", "torch", "deepspeed", "safetensors", "xxhash", "numpy")
 GIT_SECONDS = 10.0
 LOAD_PER_CORE_MAX = 0.25  # above it, other processes take turns with what is measured
 
 
-def describe_machine(workdir: Path) -> dict[str, Any]:
-    """Date, processor, memory, file system, commit and versions, as plain data."""
+def describe_machine(workdir: Path, device: str = CPU) -> dict[str, Any]:
+    """Date, processor, the device that is measured on, memory, file system, commit and versions, as plain data."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu_model": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": describe_device(device),
         "memory_bytes": psutil.virtual_memory().total,
         "load_before": os.getloadavg()[0],
         "file_system": _file_system(workdir),
@@ -33,6 +37,11 @@ def describe_machine(workdir: Path) -> dict[str, Any]:
         "code": measured_code(Path(__file__).resolve().parent),
         "versions": {package: version(package) for package in PACKAGES},
     }
+
+
+def machine_text(machine: Mapping[str, Any]) -> str:
+    """Processor and device, for people."""
+    return f"{machine['cpu_model']}, {machine['cores']} cores, device: {device_text(machine['device'])}"
 
 
 def measured_code(directory: Path) -> str | None:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpsr.benchmarks.harness.intervals import Estimate
 from cpsr.benchmarks.harness.machine import busy_warning, describe_machine
+from cpsr.demo.device import CPU
 
 __all__ = ["Measurement", "interval_text", "measuring", "verdict"]
 
@@ -71,7 +72,13 @@ class Measurement:
 
 @contextmanager
 def measuring(
-    name: str, json_path: Path | None, workdir: Path | None = None, place: Path | None = None, *, timed: bool = True
+    name: str,
+    json_path: Path | None,
+    workdir: Path | None = None,
+    place: Path | None = None,
+    *,
+    timed: bool = True,
+    device: str = CPU,
 ) -> Iterator[Measurement]:
     """One call of a benchmark, with warnings of the product's log alone and progress bars on a terminal.
 
@@ -82,12 +89,13 @@ def measuring(
         place: a directory on the file system in use, where the benchmark keeps what it needs by itself; no work folder
             is made then.
         timed: whether seconds are measured, so that a busy machine is named.
+        device: `cpu` or `cuda`, which is measured on.
     """
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with _work_folder(workdir) if place is None else _there(place) as directory:
-        machine = describe_machine(directory)
+        machine = describe_machine(directory, device)
         if timed and (warning := busy_warning(machine)):
             console.print(f"[yellow]{warning}[/yellow]")
         with _warnings_only(console), progress:

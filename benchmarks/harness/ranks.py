@@ -1,4 +1,7 @@
-"""The ranks of small jobs: processes forked from a server that has imported what takes seconds and run nothing."""
+"""The ranks of small jobs: processes forked from a server that has imported what takes seconds and run nothing.
+
+On CUDA they are new processes instead: a GPU that the server has asked for cannot be used after a fork.
+"""
 
 import importlib
 import json
@@ -8,11 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cpsr.demo import ranks as device_ranks
+from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import CPSRError
 
 __all__ = ["RANKS", "become_rank", "end_ranks", "join_ranks", "log_tail", "run_ranks", "start_job", "start_ranks"]
@@ -23,13 +28,17 @@ POLL_SECONDS = 0.05
 END_SECONDS = 60.0  # after SIGTERM: a job closes its run
 LOG_LINES = 15  # of a job that failed, in the message: its directory is removed
 _PROCESSES = multiprocessing.get_context("forkserver")
+_NEW_PROCESSES = multiprocessing.get_context("spawn")
 _PRELOADED = "cpsr.benchmarks.harness.preloaded"
-# One thread a rank, as torchrun has it: two ranks on two cores.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_ranks(
-    module: str, directory: Path, ranks: int = RANKS, timeout_seconds: float = TIMEOUT_SECONDS, **options: Any
+    module: str,
+    directory: Path,
+    ranks: int = RANKS,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    device: str = CPU,
+    **options: Any,
 ) -> list[Any]:
     """One run of a job in `directory`, which exists and is empty.
 
@@ -38,6 +47,7 @@ def run_ranks(
         directory: for the job's run directory, logs and results.
         ranks: processes that it has.
         timeout_seconds: after which it is given up.
+        device: `cpu` or `cuda`; DeepSpeed trains there.
         options: plain data.
 
     Returns:
@@ -46,7 +56,7 @@ def run_ranks(
     Raises:
         CPSRError: the job failed or hung; the message ends with its last lines.
     """
-    processes = start_job(module, directory, ranks, **options)
+    processes = start_job(module, directory, ranks, device, **options)
     deadline = time.monotonic() + timeout_seconds
     try:
         while any(process.exitcode is None for process in processes):
@@ -64,12 +74,14 @@ def run_ranks(
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(directory.glob("found.*.json"))]
 
 
-def start_job(module: str, directory: Path, ranks: int = RANKS, **options: Any) -> list[ForkServerProcess]:
+def start_job(
+    module: str, directory: Path, ranks: int = RANKS, device: str = CPU, **options: Any
+) -> Sequence[BaseProcess]:
     """As `run_ranks`, without waiting for the job's end."""
-    return start_ranks(_run_job, (f"cpsr.benchmarks.{module}", directory, options), ranks)
+    return start_ranks(_run_job, (f"cpsr.benchmarks.{module}", directory, options), ranks, device)
 
 
-def end_ranks(processes: Sequence[ForkServerProcess]) -> None:
+def end_ranks(processes: Sequence[BaseProcess]) -> None:
     """Ask those that still run to end, and kill those that do not."""
     for process in processes:
         process.terminate()
@@ -88,27 +100,21 @@ def log_tail(directory: Path) -> str:
 
 
 def join_ranks(run_dir: Path) -> None:
-    """Join the other ranks of a job over gloo; called in the job."""
-    import deepspeed  # the starting process does without
-
-    # Else DeepSpeed compiles a shared-memory collective for 70 s.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Join the other ranks of a job over gloo, or over NCCL where each has a GPU; called in the job."""
     # Through a file: a port that was free a moment ago may be taken by now.
-    meeting = f"file://{run_dir.parent / 'ranks'}"
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
-    )
+    device_ranks.join_ranks(f"file://{run_dir.parent / 'ranks'}")
 
 
-def start_ranks(main: Callable[..., None], options: Any, ranks: int) -> list[ForkServerProcess]:
+def start_ranks(main: Callable[..., None], options: Any, ranks: int, device: str = CPU) -> Sequence[BaseProcess]:
     """Start a process for each rank, which calls `main(options, rank, ranks)` and in that first `become_rank`."""
-    _PROCESSES.set_forkserver_preload([_PRELOADED])
-    with mock.patch.dict(os.environ, _ENVIRONMENT):  # of the server, and so of all ranks
-        multiprocessing.forkserver.ensure_running()
-    processes = [_PROCESSES.Process(target=main, args=(options, rank, ranks), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    context: Any = _NEW_PROCESSES if device == CUDA else _PROCESSES
+    processes = [context.Process(target=main, args=(options, rank, ranks), daemon=True) for rank in range(ranks)]
+    with mock.patch.dict(os.environ, device_ranks.rank_environment(device)):  # of the server, or of each process
+        if device != CUDA:
+            _PROCESSES.set_forkserver_preload([_PRELOADED])
+            multiprocessing.forkserver.ensure_running()
+        for process in processes:
+            process.start()
     return processes
 
 

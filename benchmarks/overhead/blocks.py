@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cpsr.benchmarks.harness.device import wait_for
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.recovery import CPSRRecovery
 
@@ -35,6 +36,7 @@ def measure_pairs(
     loader: Iterable[Any],
     step: Callable[[Any], None],
     pairs: int,
+    device: str,
 ) -> list[Pair]:
     """Alternate between the loop that users write with the wrapper and the one without: with, without, without, with.
 
@@ -44,41 +46,38 @@ def measure_pairs(
         loader: deals the same batches to both; it is iterated through the wrapper in one of them.
         step: trains on one batch.
         pairs: how many; every rank gives the same.
+        device: that it trains on; a block ends when the device has computed it.
     """
     wrapped: Iterator[Any] = recovery.resume(loader, repeat=True)
     plain = _endless(loader)
     for _ in range(WARM_UP_STEPS):
         step(next(wrapped))
         step(next(plain))
+
+    def block(with_wrapper: bool) -> float:
+        adapter.detach()
+        if with_wrapper:
+            adapter.attach(recovery.life)
+        return _block_seconds(wrapped if with_wrapper else plain, step, device)
+
     measured = []
     for index in range(pairs):
         order = (True, False) if index % 2 == 0 else (False, True)
-        seconds = {
-            with_wrapper: _block(adapter, recovery, with_wrapper, wrapped, plain, step) for with_wrapper in order
-        }
+        seconds = {with_wrapper: block(with_wrapper) for with_wrapper in order}
         measured.append(Pair(seconds[True], seconds[False]))
     adapter.detach()
     adapter.attach(recovery.life)
     return measured
 
 
-def _block(
-    adapter: EngineAdapter,
-    recovery: CPSRRecovery,
-    with_wrapper: bool,
-    wrapped: Iterator[Any],
-    plain: Iterator[Any],
-    step: Callable[[Any], None],
-) -> float:
-    adapter.detach()
-    if with_wrapper:
-        adapter.attach(recovery.life)
-    batches = wrapped if with_wrapper else plain
+def _block_seconds(batches: Iterator[Any], step: Callable[[Any], None], device: str) -> float:
     for _ in range(SETTLE_STEPS):
         step(next(batches))
+    wait_for(device)
     started = time.perf_counter()
     for _ in range(BLOCK_STEPS):
         step(next(batches))
+    wait_for(device)
     return time.perf_counter() - started
 
 

@@ -1,4 +1,4 @@
-"""One rank of a DeepSpeed ZeRO-1 job on gloo, started by the harness: the demo's model and batch."""
+"""One rank of a DeepSpeed ZeRO-1 job, started by the harness: the demo's model and batch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -27,11 +27,11 @@ def main(run_dir: Path, pairs: int) -> list[dict[str, Any]] | None:
     loader = DataLoader(windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=0), drop_last=True)
 
     def step(batch: torch.Tensor) -> None:
-        engine.backward(engine(batch))
+        engine.backward(engine(batch.to(engine.device)))
         engine.step()
 
     with CPSRRecovery(adapter, configuration(run_dir)) as recovery:
-        measured = measure_pairs(adapter, recovery, loader, step, pairs)
+        measured = measure_pairs(adapter, recovery, loader, step, pairs, engine.device.type)
     return [asdict(pair) for pair in measured] if adapter.rank == 0 else None
 
 

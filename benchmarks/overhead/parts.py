@@ -1,5 +1,6 @@
 """The parts of the overhead benchmark: what each measures in one run, and their samples."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from cpsr.benchmarks.overhead.interval import IntervalSample
 from cpsr.benchmarks.overhead.memory import MemoryResult, MemoryRun, summarise_memory
 from cpsr.benchmarks.overhead.result import COORDINATOR_AIM, OVERHEAD_AIM, VariantResult, summarise
 from cpsr.benchmarks.overhead.timeline import MODEL, bound_bytes, record_life
+from cpsr.demo.device import CUDA
 from cpsr.demo.model import GPTConfig
+from cpsr.demo.ranks import backend_of
 
-__all__ = ["DEFAULT", "FULL", "PARTS", "Samples", "Size"]
+__all__ = ["DEFAULT", "FULL", "PARTS", "Samples", "Size", "obstacles"]
 
 INTERVAL_ITERATIONS = 33  # of CPSR, table III, for its smallest GPT
 MICRO_BATCHES = RANKS  # of an iteration of the pipeline
@@ -80,20 +83,21 @@ class Samples:
         return summarise_memory(self.memory_runs, bound_bytes(model)) if self.memory_runs else None
 
 
-def _measure_wrapper(samples: Samples, directory: Path, size: Size) -> None:
+def _measure_wrapper(samples: Samples, directory: Path, size: Size, device: str) -> None:
     alone, together = directory / "alone", directory / "together"
     alone.mkdir()
     together.mkdir()
     of_one, of_ranks = WRAPPED
-    samples.pairs.setdefault(of_one, []).append(torch_job.run(alone, size.pairs))
-    found = run_ranks("overhead.deepspeed_job", together, pairs=size.pairs)
+    samples.pairs.setdefault(of_one, []).append(torch_job.run(alone, size.pairs, device))
+    found = run_ranks("overhead.deepspeed_job", together, device=device, pairs=size.pairs)
     samples.pairs.setdefault(of_ranks, []).append([Pair(**pair) for pair in found[0]])
 
 
-def _measure_bubbles(samples: Samples, directory: Path, size: Size) -> None:
+def _measure_bubbles(samples: Samples, directory: Path, size: Size, device: str) -> None:
     stages = run_ranks(
         "overhead.pipeline_job",
         directory,
+        device=device,
         interval_iterations=INTERVAL_ITERATIONS,
         micro_batches=MICRO_BATCHES,
         warm_up=size.warm_up,
@@ -106,16 +110,23 @@ def _measure_bubbles(samples: Samples, directory: Path, size: Size) -> None:
     samples.parameters = [stage["parameters"] for stage in stages]
 
 
-def _measure_memory(samples: Samples, directory: Path, size: Size) -> None:
-    iterations, model = size.timeline_iterations, size.timeline_model
+def _measure_memory(samples: Samples, directory: Path, size: Size, device: str) -> None:
+    whole, model = size.timeline_iterations, size.timeline_model
     lives = []
     for name, predicts in (("with", True), ("without", False)):
-        lives += [
-            in_own_process(record_life, directory / name, predicts, iterations, True, model),
-            in_own_process(record_life, directory / name, predicts, iterations // RESTARTED_SHARE, False, model),
-        ]
+        for iterations, fails in ((whole, True), (whole // RESTARTED_SHARE, False)):
+            run_dir = directory / name
+            lives.append(in_own_process(record_life, run_dir, predicts, iterations, fails, model, device))
     samples.memory_runs.append(MemoryRun(*lives))
 
 
 PARTS = {"wrapper": _measure_wrapper, "bubbles": _measure_bubbles, "memory": _measure_memory}
-"""Name -> measures one run: `(samples, directory, size)`."""
+"""Name -> measures one run: `(samples, directory, size, device)`."""
+
+
+def obstacles(parts: Collection[str], device: str, gpus: int) -> dict[str, str]:
+    """Of those parts, the ones that cannot run on a device of which there are so many GPUs, and why."""
+    if "bubbles" in parts and device == CUDA and backend_of(RANKS, gpus) != "nccl":
+        why = f"a pipeline of {RANKS} stages needs as many GPUs, and there are {gpus}: gloo sends no CUDA tensors"
+        return {"bubbles": why}
+    return {}

@@ -1,4 +1,4 @@
-"""One stage of a DeepSpeed pipeline on gloo: what the predictor does in its bubbles, and costs."""
+"""One stage of a DeepSpeed pipeline: what the predictor does in its bubbles, and costs."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,6 +10,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader
 
+from cpsr.benchmarks.harness.device import wait_for
 from cpsr.benchmarks.harness.ranks import RANKS, join_ranks
 from cpsr.benchmarks.overhead.blocks import Pair
 from cpsr.benchmarks.overhead.gate import Gate
@@ -49,6 +50,7 @@ def main(
         def train() -> None:
             for _ in range(interval_iterations):
                 engine.train_batch(data)
+            wait_for(engine.device.type)
 
         for _ in range(warm_up):
             train()

@@ -15,7 +15,8 @@ class _Embedding(nn.Module):
         self.token, self.position = model.token, model.position
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.token(inputs) + self.position(torch.arange(inputs.shape[1]))
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        embedded: torch.Tensor = self.token(inputs) + self.position(positions)
         return embedded
 
 

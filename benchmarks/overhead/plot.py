@@ -7,6 +7,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.overhead.bubbles import DATA_PARALLEL, STAGES, BubbleResult, StageResult
 from cpsr.benchmarks.overhead.memory import MemoryRun
 from cpsr.benchmarks.overhead.result import VariantResult
@@ -71,7 +72,7 @@ def _lives(axes: Axes, title: str, with_predictor: Timeline, without: Timeline) 
 
 
 def _title(figure: Figure, what: str, machine: dict[str, Any]) -> None:
-    figure.suptitle(f"{what} ({machine['cpu_model']}, {machine['cores']} cores, {machine['date'][:10]})", fontsize=11)
+    figure.suptitle(f"{what} ({machine_text(machine)}, {machine['date'][:10]})", fontsize=11)
 
 
 def _panel(axes: Axes, result: VariantResult) -> None:
@@ -110,7 +111,7 @@ def _measured_stages(axes: Axes, stages: Sequence[StageResult]) -> None:
     axes.set_ylabel("seconds in an interval")
     axes.margins(y=0.15)
     axes.legend(fontsize=8)
-    axes.set_title(f"Measured: {len(stages)} stages on gloo, median and 95%", loc="left", fontsize=10)
+    axes.set_title(f"Measured: {len(stages)} stages, median and 95%", loc="left", fontsize=10)
 
 
 def _simulated_jobs(axes: Axes, result: BubbleResult) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS
 from cpsr.benchmarks.overhead.bubbles import BubbleResult, Simulated
@@ -42,7 +43,7 @@ def show(
     if memory is not None:
         print_table(console, _memory(memory))
         _show_aims(console, memory.aims())
-    console.print(f"{machine['cpu_model']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}")
+    console.print(f"{machine_text(machine)}, torch threads: {machine['torch_threads']}")
 
 
 def _show_aims(console: Console, aims: dict[str, bool]) -> None:

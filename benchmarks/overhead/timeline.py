@@ -58,7 +58,7 @@ class _FailureError(Exception):
     """Ends a life as an error in the user's loop would."""
 
 
-def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, model: GPTConfig) -> Timeline:
+def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, model: GPTConfig, device: str) -> Timeline:
     """Train, or come back and train on; in a process of its own.
 
     Args:
@@ -68,6 +68,7 @@ def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, mod
         iterations: that it trains.
         fails: ends with an error in the training loop.
         model: shape of the model.
+        device: that it trains on; the memory is the host's.
     """
     logging.getLogger().addHandler(logging.NullHandler())  # no line for every checkpoint
     timeline, started = Timeline(), time.perf_counter()
@@ -75,7 +76,8 @@ def record_life(run_dir: Path, predicts: bool, iterations: int, fails: bool, mod
     def note() -> None:
         timeline.samples.append((time.perf_counter() - started, resident().anonymous_bytes))
 
-    with Sampling(note, SAMPLE_SECONDS), suppress(_FailureError), _life(run_dir, predicts, model) as (recovery, train):
+    with Sampling(note, SAMPLE_SECONDS), suppress(_FailureError), _life(run_dir, predicts, model, device) as life:
+        recovery, train = life
         timeline.trained_seconds = time.perf_counter() - started
         timeline.predicted = recovery.restored.predicted
         for _ in range(iterations):
@@ -108,9 +110,11 @@ def _configuration(run_dir: Path, predicts: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _life(run_dir: Path, predicts: bool, shape: GPTConfig) -> Iterator[tuple[CPSRRecovery, Iterator[None]]]:
+def _life(
+    run_dir: Path, predicts: bool, shape: GPTConfig, device: str
+) -> Iterator[tuple[CPSRRecovery, Iterator[None]]]:
     torch.manual_seed(0)
-    model = GPT(shape)
+    model = GPT(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     text, _ = read_corpus()
     loader = DataLoader(Windows(text, shape.context), batch_size=BATCH, drop_last=True)
@@ -118,7 +122,7 @@ def _life(run_dir: Path, predicts: bool, shape: GPTConfig) -> Iterator[tuple[CPS
     def train(recovery: CPSRRecovery) -> Iterator[None]:
         for batch in recovery.resume(loader, repeat=True):
             optimizer.zero_grad()
-            model(batch).backward()
+            model(batch.to(device)).backward()
             optimizer.step()
             yield
 

@@ -16,10 +16,10 @@ __all__ = ["run"]
 BATCH = 2  # windows; a step of a few tens of milliseconds on two cores
 
 
-def run(run_dir: Path, pairs: int) -> list[Pair]:
+def run(run_dir: Path, pairs: int, device: str) -> list[Pair]:
     """Measure one run in this process."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT(GPTConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     adapter = TorchAdapter(model, optimizer)
     text, _ = read_corpus()
@@ -27,8 +27,8 @@ def run(run_dir: Path, pairs: int) -> list[Pair]:
 
     def step(batch: torch.Tensor) -> None:
         optimizer.zero_grad()
-        model(batch).backward()
+        model(batch.to(device)).backward()
         optimizer.step()
 
     with CPSRRecovery(adapter, configuration(run_dir)) as recovery:
-        return measure_pairs(adapter, recovery, loader, step, pairs)
+        return measure_pairs(adapter, recovery, loader, step, pairs, device)

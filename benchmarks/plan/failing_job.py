@@ -15,7 +15,9 @@ from typing import Any, Literal
 import yaml
 
 from cpsr.checkpoint.progress import read_progress
-from cpsr.demo.launch import POLL_SECONDS, RANKS, environment
+from cpsr.demo.device import CPU
+from cpsr.demo.launch import POLL_SECONDS, RANKS
+from cpsr.demo.ranks import rank_environment
 from cpsr.errors import CPSRError
 
 __all__ = ["FailingJob", "Failure", "JobRecord", "Kill", "LifeStart", "follow"]
@@ -131,7 +133,7 @@ def _run(job: FailingJob, run_dir: Path, on_progress: Callable[[int], None]) -> 
     log_path = run_dir / "job.log"
     with log_path.open("w", encoding="utf-8") as log:
         # As `cpsr run` does: new ranks must not find the dead group's store.
-        variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables = {**os.environ, **rank_environment(CPU), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         process = subprocess.Popen(_command(job, run_dir), stdout=log, stderr=log, env=variables)
         try:
             course = _Course(run_dir, job.failures)

@@ -7,6 +7,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.predictor_cost.measure import MethodSamples
 from cpsr.benchmarks.predictor_cost.result import MEGABYTE, MEMORY_AIM_BYTES, RATIO_AIM, MethodResult
 
@@ -32,7 +33,7 @@ def draw(
     duration.set_xlabel("forecast and prediction, s (line: 5 training iterations)")
     memory.set_yticks(rows, [result.method for result in results])
     memory.set_ylim(len(results) - 0.5, -0.5)
-    figure.suptitle(f"{title} ({machine['cpu_model']}, {machine['cores']} cores, {machine['date'][:10]})", fontsize=11)
+    figure.suptitle(f"{title} ({machine_text(machine)}, {machine['date'][:10]})", fontsize=11)
     return figure
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.benchmarks.predictor_cost.result import MEGABYTE, MethodResult
 from cpsr.tables import print_table
@@ -26,9 +27,10 @@ def show(
         f"Memory: RssAnon of the predicting process above its level before; the mapped history is page cache. Rates: "
         f"forecast and prediction against summing every value of the same checkpoints once, both with the files in "
         f"memory; {repeats} paired turns, medians with 95% bootstrap intervals. A recovery opens the history (hashing "
-        f"its files), forecasts, limits and predicts. Training: forward, backward and AdamW on {tokens} tokens."
+        f"its files), forecasts, limits and predicts. Training: forward, backward and AdamW on {tokens} tokens, on "
+        f"the {machine['device']['kind']}; all else is the CPU's."
     )
-    console.print(f"{machine['cpu_model']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}")
+    console.print(f"{machine_text(machine)}, torch threads: {machine['torch_threads']}")
     for result in results:
         for aim, met in result.aims().items():
             console.print(f"{verdict(met)}  {aim}")

@@ -12,6 +12,7 @@ from cpsr.benchmarks.predictor_cost.plot import draw
 from cpsr.benchmarks.predictor_cost.report import show
 from cpsr.benchmarks.predictor_cost.result import MEGABYTE, summarise
 from cpsr.benchmarks.predictor_cost.training import training_seconds
+from cpsr.demo.device import CPU
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError
 
@@ -30,6 +31,7 @@ def main(
     keep: bool = False,
     json_path: Path | None = None,
     sizes: dict[str, GPTConfig] = SIZES,
+    device: str = CPU,
 ) -> None:
     """Train a few iterations, write the history, predict from it, print the table, and write the figures.
 
@@ -43,6 +45,7 @@ def main(
         keep: leave the history there, for the next call.
         json_path: where the figures go; the plot is put beside it.
         sizes: name -> shape of the model.
+        device: `cpu` or `cuda`, which the iterations train on; predictions are the CPU's.
 
     Raises:
         ConfigError: an argument names nothing that there is.
@@ -54,11 +57,11 @@ def main(
     if tokens > (config := sizes[parameters]).context:
         raise ConfigError(f"--tokens {tokens}: the context of {parameters} is {config.context}")
     history = SyntheticHistory(cache / f"{parameters}-{checkpoints}", config, checkpoints)
-    with ExitStack() as stack, measuring("predictor", json_path, place=cache) as call:
+    with ExitStack() as stack, measuring("predictor", json_path, place=cache, device=device) as call:
         if not keep:
             stack.callback(history.remove)
         step = call.bar("training, history, prediction", 1 + checkpoints + len(names))
-        iterations = in_own_process(training_seconds, config, tokens)  # ends before the page cache is filled
+        iterations = in_own_process(training_seconds, config, tokens, device)  # ends before the page cache is filled
         step()
         history.write(step)
         samples = []

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.failing import FailingRun, failure_points, follow, recomputing_losses
 from cpsr.benchmarks.recovery.grid import Selection
-from cpsr.benchmarks.recovery.jobs import Run, train
+from cpsr.benchmarks.recovery.jobs import runs_of, train
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, ZERO_WITHIN_NATS, where
 from cpsr.benchmarks.recovery.result import PAPER_BELOW
-from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.tables import print_table
 
 __all__ = ["FailuresResult", "draw_failures", "main"]
@@ -75,20 +75,22 @@ def main(selection: Selection, count: int, cache: Path, json_path: Path | None =
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
     methods = [name for name in find_methods(selection.methods) if name not in HARNESS]
-    runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
+    runs = runs_of(selection, cache)
     failing = [
         FailingRun(run, failure_points(run.workload.iterations, interval, count), method)
         for run in runs
         for interval in selection.intervals
         for method in methods
     ]
-    with measuring("recovery, several failures", json_path, place=cache.parent, timed=False) as call:
+    device = selection.device
+    with measuring("recovery, several failures", json_path, place=cache.parent, timed=False, device=device) as call:
         with Workers(workers) as pool:
             train([(run, run.workload.iterations) for run in runs], pool, call.progress)
             bar = call.progress.add_task(f"runs with {count} failures", total=len(failing))
             records = pool.each(follow, failing, lambda done: call.progress.update(bar, completed=done))
         results = [_judged(one, record) for one, record in zip(failing, records, strict=True)]
         _show(call.console, results)
+        call.console.print(machine_text(call.machine))
         figures = {
             "selection": asdict(selection),
             "failures": count,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
+from cpsr.demo.device import CPU
 from cpsr.errors import ConfigError
 
 __all__ = [
@@ -68,6 +69,7 @@ class Selection:
         points: failure points in each cell and seed.
         seeds: 0, 1, ... of the training runs.
         methods: names, or None for all that there are.
+        device: `cpu` or `cuda`, which the runs train on; the prediction is the CPU's.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Selection:
     points: int
     seeds: int
     methods: tuple[str, ...] | None
+    device: str = CPU
 
 
 QUICK = Selection(
@@ -99,6 +102,7 @@ def selection(
     methods: str | None = None,
     infeasible: bool = False,
     intervals: str | None = None,
+    device: str = CPU,
 ) -> Selection:
     """The quick or the full selection, with what an option says in place of its own.
 
@@ -110,15 +114,17 @@ def selection(
         methods: names, comma-separated.
         infeasible: add the intervals of 300 and 500 iterations.
         intervals: iterations between checkpoints, comma-separated.
+        device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: a workload or a method is unknown, or a workload's weights are not kept at some interval.
+        ConfigError: a workload or a method is unknown, a workload needs a GPU, or its weights are not kept at some
+            interval.
     """
-    base = FULL if full else QUICK
+    base = replace(FULL if full else QUICK, device=device)
     spaced = base.intervals if intervals is None else _intervals(intervals)
     chosen = replace(
         base,
-        workloads=base.workloads if workloads is None else find_workloads(workloads),
+        workloads=base.workloads if workloads is None else find_workloads(workloads, device),
         methods=base.methods if methods is None else find_methods(methods.split(",")),
         points=points or base.points,
         seeds=seeds or base.seeds,

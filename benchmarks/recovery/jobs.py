@@ -8,15 +8,16 @@ from pathlib import Path
 from rich.progress import Progress
 
 from cpsr.benchmarks.harness.processes import Workers
-from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.grid import Point, Selection
 from cpsr.benchmarks.recovery.learning import learned
 from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, PREDICTORS, sees_the_run
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trajectory import Trajectory
-from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.benchmarks.recovery.workload import WORKLOADS, Workload
+from cpsr.demo.device import CPU
 
-__all__ = ["Job", "Run", "measure", "train"]
+__all__ = ["Job", "Run", "measure", "runs_of", "train"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Run:
     workload: Workload
     seed: int
     cache: Path
+    device: str = CPU
 
     @property
     def label(self) -> str:
@@ -35,6 +37,15 @@ class Run:
     def trajectory(self) -> Trajectory:
         """What of it is in the cache."""
         return _trajectory(self)
+
+
+def runs_of(selection: Selection, cache: Path) -> list[Run]:
+    """Every seed of every workload of a selection."""
+    return [
+        Run(WORKLOADS[name], seed, cache, selection.device)
+        for name in selection.workloads
+        for seed in range(selection.seeds)
+    ]
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ def _outcomes(job: Job) -> list[Outcome]:
 @cache
 def _trajectory(run: Run) -> Trajectory:
     """Kept for the run's next point: the fingerprint in its name takes three iterations to find."""
-    return Trajectory(run.workload, _task(run.workload), run.seed, run.cache)
+    return Trajectory(run.workload, _task(run.workload), run.seed, run.cache, run.device)
 
 
 @cache

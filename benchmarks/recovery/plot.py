@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods.roster import ORACLE, RECOMPUTE
 from cpsr.benchmarks.recovery.result import RecoveryResult
@@ -114,4 +115,4 @@ def _mean_gaps(curves: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]
 
 def where(machine: dict[str, Any]) -> str:
     """The machine, as a figure's title has it."""
-    return f"{machine['cpu_model']}, {machine['cores']} cores, {machine['date'][:10]}"
+    return f"{machine_text(machine)}, {machine['date'][:10]}"

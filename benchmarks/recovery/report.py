@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import verdict as aim_text
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
 from cpsr.benchmarks.recovery.methods.roster import MOVED, ORACLE, RECOMPUTE, STALE
@@ -28,7 +29,7 @@ STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
 
 
 def show(console: Console, result: RecoveryResult) -> None:
-    """Cells by workload and interval, means over the grid, verdicts."""
+    """Cells by workload and interval, means over the grid, verdicts, and where it was measured."""
     for workload in result.selection.workloads:
         for interval in result.selection.intervals:
             print_table(console, _cells_table(result, workload, interval))
@@ -43,6 +44,7 @@ def show(console: Console, result: RecoveryResult) -> None:
         console.print(line)
     for line in _verdict_lines(result):
         console.print(line)
+    console.print(machine_text(result.machine))
 
 
 def _cells_table(result: RecoveryResult, workload: str, interval: int) -> Table:

@@ -8,13 +8,12 @@ from rich.progress import Progress
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.grid import Point, Selection, points
-from cpsr.benchmarks.recovery.jobs import Job, Run, measure
+from cpsr.benchmarks.recovery.jobs import Job, measure, runs_of
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.plot import draw_cost, draw_gaps
 from cpsr.benchmarks.recovery.report import show
 from cpsr.benchmarks.recovery.result import summarise
-from cpsr.benchmarks.recovery.workload import WORKLOADS
 
 __all__ = ["CACHE", "main", "measure_grid"]
 
@@ -34,7 +33,7 @@ def main(selection: Selection, cache: Path = CACHE, json_path: Path | None = Non
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
     methods = find_methods(selection.methods)
-    with measuring("recovery", json_path, place=cache.parent, timed=False) as call:
+    with measuring("recovery", json_path, place=cache.parent, timed=False, device=selection.device) as call:
         call.machine.update(torch_threads=1, workers=workers)
         outcomes = measure_grid(selection, methods, cache, workers, call.progress)
         result = summarise(selection, call.machine, methods, outcomes)
@@ -50,7 +49,7 @@ def measure_grid(
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
-    runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
+    runs = runs_of(selection, cache)
     with Workers(workers) as pool:
         jobs = [Job(run, _points(run.workload.iterations, selection), tuple(methods)) for run in runs]
         measured = measure(jobs, pool, progress)

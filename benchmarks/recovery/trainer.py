@@ -12,6 +12,7 @@ from torch import nn
 
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.demo.device import CPU, CUDA
 
 __all__ = ["State", "Trainer"]
 
@@ -51,22 +52,23 @@ class State:
 class Trainer:
     """A workload under one seed; everything it does is determined by its state.
 
-    It trains on the GPU where torch finds one, with torch's deterministic algorithms; states and losses are on the CPU.
-    That path has not been run on a GPU so far.
+    States and losses are on the CPU, wherever it trains. On a GPU this process computes with torch's deterministic
+    algorithms from then on.
 
     Args:
         workload: what is trained, and its schedule.
         task: the workload's task, built once for many trainers.
         seed: of the initial weights and the batches.
+        device: `cpu` or `cuda`.
     """
 
-    def __init__(self, workload: Workload, task: Task, seed: int) -> None:
+    def __init__(self, workload: Workload, task: Task, seed: int, device: str = CPU) -> None:
         self._workload = workload
         self._task = task
         self._seed = seed
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            self._device = _device()
+            self._device = _made_exact(torch.device(device))
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         # The rate given here is never used: every step sets its own.
@@ -135,13 +137,14 @@ class Trainer:
         }
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    # What was trained twice must come out the same; cuBLAS reads this before its first call.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    return torch.device("cuda")
+def _made_exact(device: torch.device) -> torch.device:
+    """The device, whose arithmetic gives the same twice from now on."""
+    if device.type == CUDA:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first call
+        torch.use_deterministic_algorithms(True)
+        # The backward of this kernel adds in any order. The others that torch chooses from do not.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    return device
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -14,6 +14,7 @@ from cpsr.benchmarks.harness.files import open_tensors, read_json, write_json, w
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trainer import State, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.demo.device import CPU, describe_device
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.predictor.protocol import HistoryEntry
@@ -30,21 +31,26 @@ KEY_CHARACTERS = 12
 class Trajectory:
     """The fault-free run of one workload and seed.
 
-    Its directory is named after what it depends on: the workload's numbers, torch's version and threads, and the exact
-    weights after the first three iterations. These stand for the model, the data and this machine's arithmetic.
+    Its directory is named after what it depends on: the workload's numbers, torch's version and threads, the GPU where
+    there is one, and the exact weights after the first three iterations. These stand for the model, the data and the
+    arithmetic of this machine.
 
     Args:
         workload: what is trained.
         task: the workload's task.
         seed: of the initial weights and the batches.
         cache: the directory of all trajectories.
+        device: `cpu` or `cuda`, which the run trains on.
     """
 
-    def __init__(self, workload: Workload, task: Task, seed: int, cache: Path) -> None:
+    def __init__(self, workload: Workload, task: Task, seed: int, cache: Path, device: str = CPU) -> None:
         self.workload = workload
         self.seed = seed
         self._task = task
-        identity = _identity(workload, task, seed)
+        self._device = device
+        identity = _identity(self.trainer(), workload, seed)
+        if device != CPU:
+            identity["device"] = describe_device(device)["name"]
         text = json.dumps(identity, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:KEY_CHARACTERS]
         self.directory = cache / f"{workload.name}-seed{seed}-{key}"
@@ -53,7 +59,7 @@ class Trajectory:
 
     def trainer(self) -> Trainer:
         """A new trainer at iteration 0."""
-        return Trainer(self.workload, self._task, self.seed)
+        return Trainer(self.workload, self._task, self.seed, self._device)
 
     def segments(self, until: int) -> range:
         """Ends of the segments that reach `until`, or the end of the training."""
@@ -214,8 +220,7 @@ def _tensors(file: Any, prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): file.get_tensor(key) for key in list(file.keys()) if key.startswith(prefix)}
 
 
-def _identity(workload: Workload, task: Task, seed: int) -> dict[str, object]:
-    trainer = Trainer(workload, task, seed)
+def _identity(trainer: Trainer, workload: Workload, seed: int) -> dict[str, object]:
     initial = trainer.state().digest()
     trainer.train_to(FINGERPRINT_ITERATIONS)
     rates = json.dumps([workload.learning_rate(iteration) for iteration in range(workload.iterations)])

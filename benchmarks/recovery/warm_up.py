@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.grid import HORIZON_SHARE, Point, Selection
-from cpsr.benchmarks.recovery.jobs import Job, Run, measure
+from cpsr.benchmarks.recovery.jobs import Job, measure, runs_of
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, COST_RANGE, where
 from cpsr.benchmarks.recovery.statistics import Mean, mean_interval, samples_of
-from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.tables import print_table
 
 __all__ = ["PLACES", "Place", "draw_warm_up", "main", "summarise_places", "warm_up_points"]
@@ -73,13 +73,13 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """
     methods = tuple(name for name in find_methods(selection.methods) if name not in HARNESS)
-    runs = [Run(WORKLOADS[name], seed, cache) for name in selection.workloads for seed in range(selection.seeds)]
+    runs = runs_of(selection, cache)
     jobs = [
         Job(run, warm_up_points(interval, selection.points), methods)
         for run in runs
         for interval in selection.intervals
     ]
-    with measuring("recovery, warm-up", json_path, place=cache.parent, timed=False) as call:
+    with measuring("recovery, warm-up", json_path, place=cache.parent, timed=False, device=selection.device) as call:
         with Workers(workers) as pool:
             measured = measure(jobs, pool, call.progress)
         outcomes: dict[tuple[str, int], list[Outcome]] = {}
@@ -88,6 +88,7 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
         places = [place for (name, interval), of in outcomes.items() for place in summarise_places(name, interval, of)]
         accuracies = _accuracies(outcomes)
         _show(call.console, places)
+        call.console.print(machine_text(call.machine))
         figures = {
             "selection": asdict(selection),
             "paper_settled_iterations": PAPER_SETTLED,

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal
 
-import torch
-
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
 from cpsr.benchmarks.recovery.task import Task
+from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import ConfigError
 
 __all__ = ["EVERYWHERE", "WORKLOADS", "Workload", "find_workloads"]
@@ -74,26 +73,33 @@ WORKLOADS: dict[str, Workload] = {
         Workload("gpt-0.8M-constant", _gpt("gpt-0.8M"), "constant", 3e-4, 2400),
         Workload("digits-cosine", DigitsTask, "cosine", 5e-4, 2400),
         Workload("digits-constant", DigitsTask, "constant", 2e-4, 2400),
-        # Written for a machine with a GPU, and never run on one so far: expect to look after it. It keeps 1.2 GB of
-        # weights and as much of each moment every 50 iterations, about 90 GB for the whole run.
+        # Never run on a GPU so far: expect to look after it. It keeps 1.2 GB of weights and as much of each moment
+        # every 50 iterations, about 90 GB for the whole run.
         Workload("gpt-350M-cosine", _gpt("gpt-350M"), "cosine", 3e-4, 1200, needs_gpu=True, snapshot_iterations=50),
     )
 }
 EVERYWHERE = tuple(name for name, workload in WORKLOADS.items() if not workload.needs_gpu)
 
 
-def find_workloads(names: str) -> tuple[str, ...]:
+def find_workloads(names: str, device: str = CPU) -> tuple[str, ...]:
     """Names of workloads from a comma-separated list, where `digits` stands for both of its schedules.
 
+    Args:
+        names: of workloads or tasks.
+        device: that they are to train on.
+
     Raises:
-        ConfigError: a name is none of a workload or a task, or this machine has no GPU for it.
+        ConfigError: a name is none of a workload or a task, or it needs a GPU and is to train on the CPU.
     """
     found: list[str] = []
     for name in names.split(","):
         matching = [known for known in WORKLOADS if known == name or known.rpartition("-")[0] == name]
         if not matching:
             raise ConfigError(f"no workload is called '{name}'; there are {', '.join(WORKLOADS)}")
-        if any(WORKLOADS[known].needs_gpu for known in matching) and not torch.cuda.is_available():
-            raise ConfigError(f"the workload '{name}' needs a GPU, and torch finds none on this machine")
+        if device != CUDA and any(WORKLOADS[known].needs_gpu for known in matching):
+            raise ConfigError(
+                f"the workload '{name}' needs a GPU, and the device is the {device}: run it with --device cuda where "
+                "torch finds a GPU"
+            )
         found += [known for known in matching if known not in found]
     return tuple(found)

@@ -21,7 +21,7 @@ FIELDS = ("Pss_Anon:", "Pss_Shmem:")
 def family_bytes() -> int:
     """Memory of this process and its children, each shared page counted once; files in the page cache are not in it.
 
-    From Linux's `smaps_rollup`.
+    From Linux's `smaps_rollup`, in which pinned memory that the CUDA driver maps by itself may be missing.
     """
     own = psutil.Process()
     return sum(_process_bytes(process.pid) for process in [own, *own.children(recursive=True)])

@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from cpsr.benchmarks.harness.device import wait_for
 from cpsr.benchmarks.stall.job import Job
 from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.demo.device import CUDA
 from cpsr.errors import CPSRError
 from cpsr.job import Rewind
 from cpsr.planner.plan import fixed_plan
@@ -136,7 +138,7 @@ class Dcp:
     Args:
         job: whose state is saved.
         directory: holds the checkpoints.
-        reuse_staging: keep the host buffers between saves, instead of the default's new ones for each.
+        reuse_staging: keep the host buffers between saves instead of the default's new ones for each; pinned for a GPU.
     """
 
     checkpoints = "."
@@ -148,9 +150,10 @@ class Dcp:
         self._saves = 0
         self._durable: float | None = None
         self._future: Future[Any] | None = None
+        on_gpu = job.device == CUDA  # else what async_save itself takes
         options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )  # what async_save itself takes, the others need a GPU
+            use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+        )
         self._stager = DefaultStager(options) if reuse_staging else None
 
     def arm(self) -> None:
@@ -161,7 +164,7 @@ class Dcp:
     def save(self) -> None:
         """Stage the state, and leave the writing to DCP's thread."""
         future = async_save(self._job.state, checkpoint_id=self._path, async_stager=self._stager, no_dist=True)
-        assert isinstance(future, Future)  # staging is synchronous on a CPU
+        assert isinstance(future, Future)  # staging is synchronous
         future.add_done_callback(self._note_durable)
         self._future = future
 
@@ -229,17 +232,24 @@ class TorchSave:
 
 
 class Memcpy:
-    """The unit: every tensor of the state copied once, into memory that was touched before, with nothing beside it."""
+    """The unit: every tensor of the state copied once, into memory that was touched before, with nothing beside it.
+
+    The memory is the host's; for a GPU it is pinned.
+    """
 
     def __init__(self, job: Job) -> None:
-        self._pairs = [(torch.zeros_like(tensor), tensor.detach()) for tensor in job.state.values()]
+        self._device, pinned = job.device, job.device == CUDA
+        tensors = [tensor.detach() for tensor in job.state.values()]
+        self._pairs = [(torch.zeros_like(one, device="cpu", pin_memory=pinned), one) for one in tensors]
         self.seconds()  # touches every page
 
     def seconds(self) -> float:
-        """Time of one copy, on torch's default number of threads."""
+        """Time of one copy, on torch's default number of threads or on the device's stream."""
+        wait_for(self._device)
         started = time.perf_counter()
         for target, source in self._pairs:
-            target.copy_(source)
+            target.copy_(source, non_blocking=source.is_cuda)
+        wait_for(self._device)
         return time.perf_counter() - started
 
 

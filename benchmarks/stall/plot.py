@@ -6,6 +6,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult
 
 __all__ = ["draw"]
@@ -22,7 +23,7 @@ def draw(results: list[SizeResult], machine: dict[str, Any]) -> Figure:
     for axes, result in zip(figure.subplots(len(results), 1, squeeze=False)[:, 0], results, strict=True):
         _panel(axes, result)
     figure.suptitle(
-        f"Extra time of the training thread per checkpoint ({machine['cpu_model']}, {machine['cores']} cores, "
+        f"Extra time of the training thread per checkpoint ({machine_text(machine)}, "
         f"{machine['torch_threads']} torch threads, {machine['date'][:10]})",
         fontsize=11,
     )

@@ -7,12 +7,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import interval_text, verdict
 from cpsr.benchmarks.stall.damage import DAMAGES
 from cpsr.benchmarks.stall.job import Size
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult
 from cpsr.benchmarks.stall.roster import INSTALL
 from cpsr.benchmarks.stall.trial import Trial
+from cpsr.demo.device import CUDA
 from cpsr.tables import print_table
 
 __all__ = ["figures", "show"]
@@ -38,6 +40,11 @@ def show(
         f"of {pairs} with 95% bootstrap intervals. *: its files are not forced to the disk; durable is when it calls "
         "them complete. Host memory: peak above training alone, its own processes included, in copies of the state."
     )
+    if machine["device"]["kind"] == CUDA:
+        console.print(
+            "A step ends when the GPU has computed it; copies on other streams go on. Memcpy: from the GPU into pinned "
+            "memory. Pinned memory that the driver maps by itself may be missing in the figures of host memory."
+        )
     print_table(console, _damage(trials))
     console.print(
         "Each file of a checkpoint was damaged in turn, in the middle, and the state restored from the files alone. "
@@ -48,7 +55,7 @@ def show(
             console.print(f"{trial.name} could not be run: {trial.error}", style="yellow", markup=False)
     if left_out:
         console.print(f"Left out, not installed: {', '.join(left_out)}. In a checkout: {INSTALL}", markup=False)
-    console.print(f"{machine['cpu_model']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}")
+    console.print(f"{machine_text(machine)}, torch threads: {machine['torch_threads']}")
     for result in results:
         _aims(console, result)
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cpsr.benchmarks.stall.result import summarise
 from cpsr.benchmarks.stall.rivals import warnings_of_rivals_only
 from cpsr.benchmarks.stall.roster import ROSTER, Entry, installed
 from cpsr.benchmarks.stall.trial import try_method
+from cpsr.demo.device import CPU
 from cpsr.errors import CPSRError
 
 __all__ = ["main"]
@@ -26,6 +28,7 @@ def main(
     workdir: Path | None = None,
     sizes: Sequence[Size] = SIZES,
     roster: Sequence[Entry] = ROSTER,
+    device: str = CPU,
 ) -> None:
     """Measure, print the tables, and write the JSON file with its plot.
 
@@ -35,6 +38,7 @@ def main(
         workdir: on the file system to be measured; by default the one for temporary files.
         sizes: the training jobs; damage is done at the first.
         roster: the methods; those whose packages are not installed are left out, which is reported.
+        device: `cpu` or `cuda`, which the jobs train on.
 
     Raises:
         CPSRError: a save failed or was skipped while it was timed, or CPSR itself could not be run; nothing is
@@ -43,7 +47,8 @@ def main(
     warnings_of_rivals_only()
     left_out = [entry.name for entry in roster if not installed(entry)]
     entries = [entry for entry in roster if installed(entry)]
-    with measuring("stall", json_path, workdir) as call, warnings.catch_warnings():
+    sizes = [replace(size, device=device) for size in sizes]
+    with measuring("stall", json_path, workdir, device=device) as call, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on a single process is meant here
         warnings.filterwarnings("ignore", "The pynvml package is deprecated")  # comes with DLRover
         modules = [entry.modules[0] for entry in entries if entry.modules]

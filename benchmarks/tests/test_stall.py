@@ -18,9 +18,10 @@ from cpsr.benchmarks.stall.result import summarise as summarise_trials
 from cpsr.benchmarks.stall.roster import ROSTER, Entry, installed
 from cpsr.benchmarks.stall.run import main
 from cpsr.benchmarks.stall.trial import Trial, try_method
+from tests.device import DEVICE
 
 MIB = 2**20
-TINY = Size("tiny", width=32, layers=1, batch=8)
+TINY = Size("tiny", width=32, layers=1, batch=8, device=DEVICE)
 BY_NAME = {entry.name: entry for entry in ROSTER}
 RIVALS = [entry for entry in ROSTER if entry.modules]
 METHODS = ("cpsr", "dcp, reused buffers")
@@ -159,10 +160,11 @@ def test_a_tiny_run_leaves_figures_and_a_plot_and_cleans_up(tmp_path: Path, caps
         Entry("missing", BY_NAME["dlrover"].open, ("no_such_package",)),
         Entry("broken", divmod),  # cannot be opened
     ]
-    main(path, pairs=2, workdir=workdir, sizes=[TINY], roster=roster)
+    main(path, pairs=2, workdir=workdir, sizes=[TINY], roster=roster, device=DEVICE)
     report = json.loads(path.read_text())
     assert report["machine"]["torch_threads"] > 0
     assert report["machine"]["cores"] > 0
+    assert report["machine"]["device"]["kind"] == report["jobs"][0]["device"] == DEVICE
     assert {"date", "cpu_model", "versions", "file_system"} <= report["machine"].keys()
     (result,) = report["results"]
     assert [method["name"] for method in result["methods"]] == sorted(METHODS)

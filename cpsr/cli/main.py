@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cpsr.benchmarks.cli import bench
+from cpsr.benchmarks.cli import DeviceOption, bench
+from cpsr.demo.device import Device, find_device
 from cpsr.errors import ConfigError, CPSRError
 
 __all__ = ["app", "main"]
@@ -85,14 +86,16 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the fi
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Where the run is kept.")] = Path("runs/demo"),
     iterations: Annotated[int | None, typer.Option(min=1, help="Length of the run; by default the demo's own.")] = None,
+    device: DeviceOption = Device.AUTO,
 ) -> None:
     """Train a small model, kill a rank in mid-run, and show how it comes back."""
     from cpsr.demo.main import run_demo
 
+    found = find_device(device)
     if iterations is None:
-        run_demo(run_dir)
+        run_demo(run_dir, device=found)
     else:
-        run_demo(run_dir, iterations=iterations)
+        run_demo(run_dir, iterations=iterations, device=found)
 
 
 @app.command(cls=_Torchrun, options_metavar="[torchrun's options] SCRIPT [ARGS]...")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cpsr.demo.corpus import Windows, read_corpus
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.demo.notes import EVALUATED, JOB, OPENED, STEPPED, Notes
+from cpsr.demo.ranks import join_ranks
 from cpsr.recovery import CPSRRecovery
 
 BATCH = 4  # windows per rank and step
@@ -43,7 +44,7 @@ def main(notes: Notes | None = None) -> None:
     loader = DataLoader(
         windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=arguments.seed), drop_last=True
     )
-    chunks = _validation_chunks(held_out)
+    chunks = [chunk.to(engine.device) for chunk in _validation_chunks(held_out)]
     notes.add(JOB)
 
     with CPSRRecovery(engine, arguments.run_dir / "cpsr.yaml") as recovery:
@@ -53,7 +54,7 @@ def main(notes: Notes | None = None) -> None:
             _validate(engine, chunks, recovery.iteration, arguments.run_dir)
         notes.add(EVALUATED)
         for batch in recovery.resume(loader, repeat=True):
-            engine.backward(engine(batch))
+            engine.backward(engine(batch.to(engine.device)))
             engine.step()
             if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
                 notes.add(STEPPED)
@@ -75,9 +76,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _engine(iterations: int, seed: int) -> Any:
-    # Without this, DeepSpeed compiles a shared-memory collective for 70 s, and leaves its memory behind when killed.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    join_ranks()
     torch.manual_seed(seed)
     model = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -117,7 +116,7 @@ def _is_due(iteration: int, failure_iteration: int) -> bool:
 @torch.no_grad()
 def _validate(engine: Any, chunks: list[torch.Tensor], iteration: int, run_dir: Path) -> None:
     """Append the mean loss of every chunk to validation.jsonl; the ranks share the chunks."""
-    losses = torch.zeros(len(chunks))
+    losses = torch.zeros(len(chunks), device=engine.device)  # where NCCL reduces, and gloo can
     for index in range(engine.global_rank, len(chunks), engine.world_size):
         losses[index] = engine.module.losses(chunks[index]).mean()
     torch.distributed.all_reduce(losses)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.checkpoint.progress import read_progress
+from cpsr.demo.device import CPU
+from cpsr.demo.ranks import rank_environment
 from cpsr.errors import CPSRError
 
-__all__ = ["Kill", "environment", "iterations_reached", "train"]
+__all__ = ["Kill", "iterations_reached", "train"]
 
 RANKS = 2
 RESTARTS = 1
@@ -35,17 +37,18 @@ def train(
     failure_iteration: int,
     kill_rank: int | None,
     on_progress: Callable[[int], None],
+    device: str = CPU,
 ) -> Kill | None:
-    """Run the job to its end; kill `kill_rank` once when it has finished `failure_iteration` steps.
+    """Run the job to its end on `cpu` or `cuda`; kill `kill_rank` once it has finished `failure_iteration` steps.
 
     Raises:
         CPSRError: the job ended with an error; the message names its log.
     """
     log_path = run_dir / "job.log"
     with log_path.open("w") as log:
-        job = subprocess.Popen(
-            _command(run_dir, iterations, failure_iteration), stdout=log, stderr=log, env=environment()
-        )
+        environment = {**os.environ, **rank_environment(device)}
+        command = _command(run_dir, iterations, failure_iteration)
+        job = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             killed = _watch(job, run_dir, failure_iteration, kill_rank, on_progress)
         finally:
@@ -92,13 +95,3 @@ def _command(run_dir: Path, iterations: int, failure_iteration: int) -> list[str
     launcher = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={RANKS}", f"--max-restarts={RESTARTS}"]
     job = ["-m", "cpsr.demo.worker", f"--run-dir={run_dir}", f"--iterations={iterations}"]
     return [*launcher, *job, f"--failure-iteration={failure_iteration}"]
-
-
-def environment() -> dict[str, str]:
-    """What the job's processes run under."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",  # two ranks on two cores
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }

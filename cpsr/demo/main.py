@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cpsr.demo.device import CPU
 from cpsr.demo.launch import train
 from cpsr.demo.report import table, write_report
 from cpsr.demo.result import failure_iteration, measure
@@ -26,12 +27,13 @@ FAILURE_FRACTION = 0.55
 INTERVAL_FRACTION = 0.84
 
 
-def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS) -> None:
+def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS, device: str = CPU) -> None:
     """Train, kill, recover, compare, and print and write the report.
 
     Args:
         run_dir: holds the runs `killed` and `fault-free` (replaced), `report.html`, `loss.png` and `result.json`.
         iterations: length of each run, in optimizer steps.
+        device: `cpu`, or `cuda`, where the ranks share a GPU if there are fewer than two.
 
     Raises:
         CPSRError: a job failed; the message names its log.
@@ -46,11 +48,11 @@ def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS) -> None:
     with _progress(console) as progress:
         planned = _planned_failure(iterations)
         shown = _shown(progress, f"run with rank {KILLED_RANK} killed at {planned}", iterations)
-        kill = train(killed, iterations, planned, KILLED_RANK, shown)
+        kill = train(killed, iterations, planned, KILLED_RANK, shown, device)
         assert kill is not None
         shown = _shown(progress, "the same run, left alone", iterations)
-        train(fault_free, iterations, failure_iteration(killed), None, shown)
-    result = measure(fault_free, killed, kill)
+        train(fault_free, iterations, failure_iteration(killed), None, shown, device)
+    result = measure(fault_free, killed, kill, device)
     (run_dir / "result.json").write_text(json.dumps(result.to_json(), indent=2))
     write_report(result, run_dir)
     print_table(console, table(result))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from cpsr.demo.device import describe_device, device_text
 from cpsr.demo.launch import RANKS, Kill
 from cpsr.demo.notes import read_notes
 from cpsr.demo.timeline import Restart, restart
@@ -40,6 +41,7 @@ class DemoResult:
         stalls_seconds: training thread blocked by each checkpoint of the killed run.
         checkpoints: iterations of its committed checkpoints.
         fault_free, recovered: validation losses of the two runs.
+        device: that both trained on; see `describe_device`.
     """
 
     kill: Kill
@@ -54,6 +56,7 @@ class DemoResult:
     checkpoints: list[int]
     fault_free: LossCurve
     recovered: LossCurve
+    device: dict[str, Any]
     date: str
     machine: str
 
@@ -67,6 +70,7 @@ class DemoResult:
         recovery, stalls = self.recovery, sorted(1000 * stall for stall in self.stalls_seconds)
         gone = self.transient.iterations
         return [
+            ("device", device_text(self.device)),
             ("killed", f"rank {self.kill.rank}, SIGKILL from outside"),
             ("failure step f", str(self.failure_iteration)),
             ("last checkpoint c", str(self.checkpoint_iteration)),
@@ -100,6 +104,7 @@ class DemoResult:
         return {
             "date": self.date,
             "machine": self.machine,
+            "device": self.device,
             "kill": dataclasses.asdict(self.kill),
             "recovery": dataclasses.asdict(self.recovery),
             "message": self.message,
@@ -123,8 +128,8 @@ def failure_iteration(killed: Path) -> int:
     return _predicted(killed)[0]
 
 
-def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
-    """Compare the two runs.
+def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResult:
+    """Compare the two runs, which trained on that device.
 
     Raises:
         CPSRError: the killed run did not recover by prediction, so that there is nothing to measure.
@@ -149,6 +154,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill) -> DemoResult:
         checkpoints=[row.iteration for row in committed],
         fault_free=reference,
         recovered=recovered,
+        device=describe_device(device),
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         machine=f"{torch.get_num_threads()} threads visible to torch, {platform.machine()}, torch {torch.__version__}",
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.machine import describe_machine, measured_code
+from cpsr.benchmarks.harness.machine import describe_machine, machine_text, measured_code
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
@@ -42,4 +42,6 @@ def test_without_a_checkout_no_commit_is_claimed(tmp_path: Path, monkeypatch: py
 def test_a_machine_is_described_in_plain_data(tmp_path: Path) -> None:
     machine = describe_machine(tmp_path)
     assert machine["cores"] >= 1
+    assert machine["device"] == {"kind": "cpu"}
+    assert machine_text(machine).endswith(f"{machine['cores']} cores, device: cpu")
     assert machine["code"] is None or len(machine["code"].removesuffix("+")) == 40

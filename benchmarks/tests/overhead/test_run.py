@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.benchmarks.overhead import run
 from cpsr.benchmarks.overhead.blocks import Pair
-from cpsr.benchmarks.overhead.parts import DEFAULT
+from cpsr.benchmarks.overhead.parts import DEFAULT, PARTS, obstacles
 from cpsr.benchmarks.overhead.result import summarise
 from cpsr.benchmarks.overhead.run import main
 from cpsr.demo.model import GPTConfig
@@ -57,6 +58,17 @@ def test_a_pair_without_its_opposite_order_is_refused() -> None:
 def test_parts_that_are_not_known_are_refused(parts: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--parts .* there are wrapper, bubbles, memory"):
         main(parts=parts)
+
+
+def test_a_pipeline_is_left_out_where_its_stages_would_share_a_gpu() -> None:
+    assert list(obstacles(PARTS, "cuda", 1)) == ["bubbles"]
+    assert obstacles(PARTS, "cuda", 2) == obstacles(PARTS, "cpu", 0) == obstacles(["memory"], "cuda", 1) == {}
+
+
+def test_where_nothing_is_left_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "describe_device", lambda device: {"kind": device, "count": 1})
+    with pytest.raises(ConfigError, match=r"2 stages needs as many GPUs, and there are 1.* --device cpu"):
+        main(parts=["bubbles"], device="cuda")
 
 
 @pytest.mark.slow

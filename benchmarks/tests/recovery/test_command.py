@@ -16,6 +16,7 @@ from cpsr.benchmarks.recovery.workload import WORKLOADS, find_workloads
 from cpsr.benchmarks.tests.recovery.tiny import QUIET, one_thread
 from cpsr.cli.main import app
 from cpsr.errors import ConfigError
+from tests.device import DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,7 @@ def call(cache: Path, path: Path, *options: str) -> Any:
 
 def test_failures(cache: Path, tmp_path: Path) -> None:
     report = call(cache, tmp_path / "out.json", "--failures", "3", "--methods", "line")
+    assert report["selection"]["device"] == report["machine"]["device"]["kind"] == DEVICE
     assert [len(run["recoveries"]) for run in report["runs"]] == [3]
 
 
@@ -60,7 +62,7 @@ def test_warm_up(cache: Path, tmp_path: Path) -> None:
     [
         (["--failures", "2", "--warm-up"], "exclude each other"),
         (["--quick", "--full"], "exclude each other"),
-        (["--workloads", "gpt-350M"], "needs a GPU"),
+        (["--workloads", "gpt-350M", "--device", "cpu"], "needs a GPU"),
         (["--workloads", QUIET.name, "--failures", "40"], "leave no checkpoint between them"),
         (["--workloads", QUIET.name, "--intervals", "25"], "keeps its weights every 10 iterations"),
         (["--intervals", "50,many"], "--intervals 50,many"),
@@ -80,11 +82,15 @@ def test_the_large_preset_has_the_papers_shape() -> None:
     assert SIZES["gpt-350M"].layers == SIZES["gpt-350M"].heads + 8 == 24
 
 
-def test_the_large_preset_is_only_taken_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_preset_is_only_taken_for_a_gpu() -> None:
     assert not any(WORKLOADS[name].needs_gpu for name in FULL.workloads)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert find_workloads("gpt-350M") == ("gpt-350M-cosine",)
-    assert selection(workloads="gpt-350M").workloads == ("gpt-350M-cosine",)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_workloads("gpt-350M", "cuda") == ("gpt-350M-cosine",)
+    chosen = selection(workloads="gpt-350M", device="cuda")
+    assert (chosen.workloads, chosen.device) == (("gpt-350M-cosine",), "cuda")
     with pytest.raises(ConfigError, match="needs a GPU"):
         find_workloads("gpt-350M")
+
+
+def test_a_device_does_not_change_the_name_of_a_selection() -> None:
+    assert (selection().name, selection(device="cuda").name) == ("quick", "quick")
+    assert selection(points=1, device="cuda").name == "quick, changed"

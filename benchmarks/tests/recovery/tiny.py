@@ -43,7 +43,8 @@ class TinyTask:
         return nn.functional.mse_loss(model(inputs), targets)
 
     def validation_losses(self, model: nn.Module) -> torch.Tensor:
-        inputs, targets = self._validation
+        device = next(model.parameters()).device
+        inputs, targets = (part.to(device) for part in self._validation)
         losses = nn.functional.mse_loss(model(inputs), targets, reduction="none")
         return losses.view(VALIDATION_CHUNKS, -1).mean(1)
 
