@@ -1,28 +1,36 @@
-"""Processes for the ranks of small jobs, forked from a server that has imported what takes seconds and run nothing."""
+"""Processes for the ranks of small jobs, forked from a server that has imported what takes seconds and run nothing.
+
+On CUDA they are new processes instead: a GPU that the server has asked for cannot be used after a fork.
+"""
 
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
-from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.device import ON_CUDA, compute_exactly
+
 _PROCESSES = multiprocessing.get_context("forkserver")
+_NEW_PROCESSES = multiprocessing.get_context("spawn")
 _PRELOADED = "tests.preloaded"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # beside that of this process, which `tests.device` has set
 
 
-def start_ranks(main: Callable[..., None], options: Any, ranks: int) -> list[ForkServerProcess]:
+def start_ranks(main: Callable[..., None], options: Any, ranks: int) -> Sequence[BaseProcess]:
     """Start a process for each rank, which calls `main(options, rank, ranks)` and in that first `become_rank`."""
-    _PROCESSES.set_forkserver_preload([_PRELOADED])
-    with mock.patch.dict(os.environ, _ENVIRONMENT):  # of the server, and so of all ranks
-        multiprocessing.forkserver.ensure_running()
-    processes = [_PROCESSES.Process(target=main, args=(options, rank, ranks), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    context: Any = _NEW_PROCESSES if ON_CUDA else _PROCESSES
+    processes = [context.Process(target=main, args=(options, rank, ranks), daemon=True) for rank in range(ranks)]
+    with mock.patch.dict(os.environ, _ENVIRONMENT):  # of the server, and so of all ranks; or of each rank
+        if not ON_CUDA:
+            _PROCESSES.set_forkserver_preload([_PRELOADED])
+            multiprocessing.forkserver.ensure_running()
+        for process in processes:
+            process.start()
     return processes
 
 
@@ -38,7 +46,9 @@ def become_rank(log: Path, rank: int, ranks: int, memory: Path | None = None) ->
     with log.open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    # LOCAL_RANK is DeepSpeed's number of the GPU, which all ranks share.
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0" if ON_CUDA else str(rank), WORLD_SIZE=str(ranks))
+    compute_exactly()
     if memory is not None:
         memory.mkdir(parents=True, exist_ok=True)
         os.environ.update(CPSR_NODE=memory.name, CPSR_SHARED_MEMORY=str(memory))

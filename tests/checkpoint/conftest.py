@@ -16,6 +16,7 @@ from cpsr.checkpoint.files import read_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.device import DEVICE
 
 MakeShard = Callable[..., Shard]
 # A checkpoint's directory, and how often reading there is refused.
@@ -23,10 +24,11 @@ RefuseReading = Callable[[Path, int], None]
 _STAT = os.stat
 
 
-def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0) -> Shard:
+def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0, device: str = "cpu") -> Shard:
     """Operators as ZeRO lays them out: contiguous slices of one flat tensor each for weights and moments."""
     generator = torch.Generator().manual_seed(seed)
-    flat = {kind: torch.randn(sum(sizes), generator=generator) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    kinds = ("param", "exp_avg", "exp_avg_sq")
+    flat = {kind: torch.randn(sum(sizes), generator=generator).to(device) for kind in kinds}
     operators, start = {}, 0
     for index, size in enumerate(sizes):
         piece = {kind: values[start : start + size] for kind, values in flat.items()}
@@ -39,7 +41,12 @@ def make_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: i
         "norm.mean": torch.randn(3, 2, generator=generator).to(torch.bfloat16),
         "mask": torch.rand(4, generator=generator) > 0.5,
     }
-    return Shard(operators, others)
+    return Shard(operators, {name: values.to(device) for name, values in others.items()})
+
+
+def live_shard(seed: int = 0, sizes: tuple[int, ...] = (5, 0, 300), iteration: int = 0) -> Shard:
+    """The same as an engine has it, on the device that is trained on."""
+    return make_shard(seed, sizes, iteration, DEVICE)
 
 
 def make_snapshot(iteration: int, seed: int | None = None, sizes: tuple[int, ...] = (5, 0, 300)) -> Snapshot:
@@ -62,9 +69,12 @@ def assert_same_bits(found: Shard, expected: Shard) -> None:
     for key, tensor in left.items():
         assert tensor.dtype == right[key].dtype, key
         assert tensor.shape == right[key].shape, key
-        assert torch.equal(
-            tensor.contiguous().reshape(-1).view(torch.uint8), right[key].contiguous().reshape(-1).view(torch.uint8)
-        ), key
+        assert torch.equal(bits(tensor), bits(right[key])), key
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def save(store: CheckpointStore, iteration: int, contents: Contents = WHOLE) -> None:

@@ -25,7 +25,8 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_sta
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard
-from tests.checkpoint.conftest import assert_same_bits, make_shard
+from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
+from tests.device import DEVICE
 
 SCALARS = {"iteration": 7, "rng": torch.arange(5), "nested": [(1, 2.5), None]}
 
@@ -38,7 +39,7 @@ def run_id() -> Iterator[str]:
 
 
 def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
-    pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, life))
+    pool = SnapshotPool(live_shard(0), memory=SharedMemory(run_id, 0, life))
     assert pool.shared_memory_problem is None
     return pool
 
@@ -46,7 +47,7 @@ def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
 def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> MemoryState:
     """One sealed snapshot, as a process leaves it that dies."""
     pool = pool_of(run_id, life=life)
-    assert pool.begin(make_shard(seed, iteration=iteration), iteration, SCALARS) is not None
+    assert pool.begin(live_shard(seed, iteration=iteration), iteration, SCALARS) is not None
     pool.finish()
     pool.close(remove=False)
     (state,) = memory_states(run_id)
@@ -56,11 +57,11 @@ def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> Memor
 def test_the_memory_of_a_killed_process_is_found_bit_for_bit(run_id: str) -> None:
     program = f"""
         import os, signal, torch
-        from tests.checkpoint.conftest import make_shard
+        from tests.checkpoint.conftest import live_shard
         from cpsr.checkpoint.memory import SharedMemory
         from cpsr.checkpoint.snapshot import SnapshotPool
-        pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 2, 4))
-        pool.begin(make_shard(3, iteration=7), 7, {{"rng": torch.arange(5)}})
+        pool = SnapshotPool(live_shard(0), memory=SharedMemory({run_id!r}, 2, 4))
+        pool.begin(live_shard(3, iteration=7), 7, {{"rng": torch.arange(5)}})
         pool.finish()
         pool.settle()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -84,7 +85,7 @@ def test_a_link_in_the_place_of_a_buffer_is_not_followed(run_id: str, tmp_path: 
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     (SHARED_MEMORY / f"cpsr-{run_id}-rank-00000-0").symlink_to(victim)
-    pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 0))
+    pool = SnapshotPool(live_shard(0), memory=SharedMemory(run_id, 0, 0))
     assert pool.shared_memory_problem is not None
     assert victim.read_bytes() == b"precious"
 
@@ -100,7 +101,7 @@ def test_a_state_that_is_being_overwritten_does_not_count(run_id: str) -> None:
 
 def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> None:
     pool = pool_of(run_id)
-    snapshot = pool.begin(make_shard(3, iteration=7), 7, SCALARS)
+    snapshot = pool.begin(live_shard(3, iteration=7), 7, SCALARS)
     assert snapshot is not None
     assert memory_states(run_id) == []  # copied, perhaps; not sealed
 
@@ -139,7 +140,7 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
     hold(run_id, iteration=7)
     pool = pool_of(run_id, life=1)
     for iteration in (8, 9, 10, 11):
-        snapshot = pool.begin(make_shard(iteration, iteration=iteration), iteration, SCALARS)
+        snapshot = pool.begin(live_shard(iteration, iteration=iteration), iteration, SCALARS)
         assert snapshot is not None
         pool.finish()
         pool.settle()
@@ -154,14 +155,14 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
 
 
 def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> None:
-    template = make_shard(0)
+    template = live_shard(0)
     pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
     kept = pool.acquire(1)
     assert kept is not None
     pool.keep(kept)
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
-    shard = make_shard(5, iteration=20)
+    shard = live_shard(5, iteration=20)
     pool.dump(lambda: Shard(shard.operators, template.others), 20, lambda: SCALARS)
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "departure")
@@ -172,10 +173,10 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
 
 def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
     hold(run_id, iteration=12)
-    template = make_shard(0)
+    template = live_shard(0)
     pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 1))
     assert pool.acquire(8) is not None
-    pool.dump(lambda: Shard(make_shard(5, iteration=13).operators, template.others), 13, lambda: SCALARS)
+    pool.dump(lambda: Shard(live_shard(5, iteration=13).operators, template.others), 13, lambda: SCALARS)
     (stored,) = [state for state in memory_states(run_id) if state.iteration == 12]
     into = pool.acquire(12, {stored.path.name})
     assert into is not None
@@ -222,30 +223,30 @@ def test_nor_is_what_may_be_loaded_in_its_place(run_id: str) -> None:
 
 def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:
     pool = pool_of(run_id)
-    pool.begin(make_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(lambda: make_shard(5, iteration=20), 20, lambda: SCALARS)
+    pool.begin(live_shard(5, iteration=20), 20, SCALARS)
+    pool.dump(lambda: live_shard(5, iteration=20), 20, lambda: SCALARS)
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "snapshot")
 
 
 def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_forward(run_id: str) -> None:
-    norm = torch.nn.BatchNorm1d(3)  # whose running statistics torch changes without counting it
+    norm = torch.nn.BatchNorm1d(3).to(DEVICE)  # whose running statistics torch changes without counting it
     others = dict(norm.named_buffers())
-    shard = Shard(make_shard(3, iteration=20).operators, others)
+    shard = Shard(live_shard(3, iteration=20).operators, others)
     pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
-    norm(torch.randn(8, 3))
+    norm(torch.randn(8, 3, device=DEVICE))
     pool.mark_boundary()
     boundary = {name: buffer.clone() for name, buffer in others.items()}
-    norm(torch.randn(8, 3))
+    norm(torch.randn(8, 3, device=DEVICE))
     pool.dump(lambda: shard, 20, lambda: SCALARS)
-    into = Shard(make_shard(0).operators, {name: torch.zeros_like(buffer) for name, buffer in others.items()})
+    into = Shard(make_shard(0).operators, {name: torch.zeros_like(one, device="cpu") for name, one in others.items()})
     assert load_memory_state(memory_states(run_id)[0], into)["iteration"] == 7
     assert_same_bits(into, Shard(shard.operators, boundary))
 
 
 def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_is_not_guessed(run_id: str) -> None:
-    others = {"mask": torch.zeros(100_000)}
-    shard = Shard(make_shard(3).operators, others)
+    others = {"mask": torch.zeros(100_000, device=DEVICE)}
+    shard = Shard(live_shard(3).operators, others)
     pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
     others["mask"].add_(1)
     with pytest.raises(SaveError, match=r"mask.*for the first time"):
@@ -271,7 +272,7 @@ def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypat
         seal(self, *arguments)
 
     monkeypatch.setattr(MemoryFile, "seal", slow)
-    pool.begin(make_shard(3, iteration=300), 300, SCALARS)
+    pool.begin(live_shard(3, iteration=300), 300, SCALARS)
     pool.finish()
     pool.forget_after(199)
     assert memory_states(run_id) == []
@@ -279,8 +280,8 @@ def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypat
 
 def test_a_dump_leaves_a_running_snapshot_to_the_training_thread(run_id: str) -> None:
     pool = pool_of(run_id)
-    begun = pool.begin(make_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(lambda: make_shard(5, iteration=20), 20, lambda: SCALARS)
+    begun = pool.begin(live_shard(5, iteration=20), 20, SCALARS)
+    pool.dump(lambda: live_shard(5, iteration=20), 20, lambda: SCALARS)
     assert pool.finish() is begun
     assert begun is not None
     pool.keep(begun)
@@ -347,7 +348,7 @@ def test_others_are_left_some_shared_memory(run_id: str) -> None:
 
 
 def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
-    template = make_shard(0)
+    template = live_shard(0)
     pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
     kept = pool.acquire(1)
     assert kept is not None
@@ -356,22 +357,22 @@ def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     with pytest.raises(SaveError, match="in use"):
-        pool.dump(lambda: Shard(make_shard(5, iteration=20).operators, template.others), 20, lambda: SCALARS)
+        pool.dump(lambda: Shard(live_shard(5, iteration=20).operators, template.others), 20, lambda: SCALARS)
 
 
 def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        pool = SnapshotPool(make_shard(0, sizes=(10_000, 10_000)), memory=SharedMemory(run_id, 0, 0))
+        pool = SnapshotPool(live_shard(0, sizes=(10_000, 10_000)), memory=SharedMemory(run_id, 0, 0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert pool.shared_memory_problem is not None
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
-    assert pool.begin(make_shard(1, sizes=(10_000, 10_000)), 1, None) is not None
+    assert pool.begin(live_shard(1, sizes=(10_000, 10_000)), 1, None) is not None
     assert pool.finish() is not None
     with pytest.raises(SaveError, match="no shared memory"):
-        pool.dump(lambda: make_shard(1, sizes=(10_000, 10_000)), 2, lambda: SCALARS)
+        pool.dump(lambda: live_shard(1, sizes=(10_000, 10_000)), 2, lambda: SCALARS)
 
 
 def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
@@ -403,7 +404,7 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         try:
-            assert pool.begin(make_shard(3, iteration=iteration), iteration, scalars) is not None
+            assert pool.begin(live_shard(3, iteration=iteration), iteration, scalars) is not None
             snapshot = pool.finish()
             pool.settle()
         finally:
@@ -425,7 +426,7 @@ def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch:
 
     with monkeypatch.context() as patched:
         patched.setattr("cpsr.checkpoint.pool_buffers.HostBuffer", refusing)
-        pool = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1))
+        pool = SnapshotPool(live_shard(0), memory=SharedMemory(run_id, 0, 1))
     assert pool.shared_memory_problem == "the second of three could not be pinned"
     assert memory_states(run_id) == [state]
     assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 1, "what holds nothing takes no memory"

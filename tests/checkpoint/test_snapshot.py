@@ -1,6 +1,7 @@
 """The triple buffer: isolation, coalescing, exhaustion, pinning."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from cpsr.checkpoint.buffers import HostBuffer, plan_spans
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
-from tests.checkpoint.conftest import assert_same_bits, make_shard
+from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
+from tests.device import DEVICE, cuda_only
 
 
 def test_a_snapshot_is_bitwise_and_isolated_from_later_changes() -> None:
-    shard = make_shard(3, iteration=7)
-    pool = SnapshotPool(make_shard(0))
+    shard = live_shard(3, iteration=7)
+    pool = SnapshotPool(live_shard(0))
     rng = torch.arange(4)
     snapshot = pool.begin(shard, 7, {"rng": rng, "step": 7})
     rng.zero_()
@@ -34,7 +36,7 @@ def test_a_snapshot_is_bitwise_and_isolated_from_later_changes() -> None:
 
 
 def test_buffers_outside_the_optimizer_are_copied_before_begin_returns() -> None:
-    shard, pool = make_shard(3), SnapshotPool(make_shard(0))
+    shard, pool = live_shard(3), SnapshotPool(live_shard(0))
     assert pool.begin(shard, 1, None) is not None
     for tensor in shard.others.values():
         tensor.zero_()
@@ -44,7 +46,7 @@ def test_buffers_outside_the_optimizer_are_copied_before_begin_returns() -> None
 
 
 def test_operators_carry_the_iteration_they_were_taken_at() -> None:
-    shard, pool = make_shard(3, iteration=5), SnapshotPool(make_shard(0))
+    shard, pool = live_shard(3, iteration=5), SnapshotPool(live_shard(0))
     name = next(iter(shard.operators))
     old = shard.operators[name]
     shard.operators[name] = OperatorState(name, old.parameter, old.moments, 2)
@@ -55,22 +57,20 @@ def test_operators_carry_the_iteration_they_were_taken_at() -> None:
 
 
 def test_flat_partitions_are_one_copy_each() -> None:
-    shard = make_shard(1, sizes=(100,) * 50)
+    shard = live_shard(1, sizes=(100,) * 50)
     buffer = HostBuffer(shard, pinned=False)
     assert len(plan_spans(buffer, shard)) == 3  # weights and two moments, not 150
+    ones = partial(torch.ones, device=DEVICE)
     separate = Shard(
-        {
-            name: OperatorState(name, ParamSlice(torch.ones(100), (100,)), {"m": torch.ones(100)}, 0)
-            for name in map(str, range(50))
-        }
+        {name: OperatorState(name, ParamSlice(ones(100), (100,)), {"m": ones(100)}, 0) for name in map(str, range(50))}
     )
     assert len(plan_spans(HostBuffer(separate, pinned=False), separate)) == 100
 
 
 def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
-    pool = SnapshotPool(make_shard(0))
+    pool = SnapshotPool(live_shard(0))
     for seed in (1, 2, 3, 4):
-        pool.begin(make_shard(seed), seed, None)
+        pool.begin(live_shard(seed), seed, None)
         snapshot = pool.finish()
         assert snapshot is not None
         assert_same_bits(snapshot.shard, make_shard(seed))
@@ -78,13 +78,14 @@ def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
 
 
 def test_mixed_types_strides_and_empty_tensors() -> None:
-    flat = torch.randn(64)
+    flat, half, count = torch.randn(64).to(DEVICE), torch.randn(3).half().to(DEVICE), torch.arange(3).to(DEVICE)
     operators = {
         "strided": OperatorState("strided", ParamSlice(flat[::2], (32,)), {"exp_avg": flat[1::2]}, 0),
-        "half": OperatorState("half", ParamSlice(torch.randn(3).half(), (3,)), {"n": torch.arange(3)}, 0),
-        "empty": OperatorState("empty", ParamSlice(torch.empty(0), (9,), 9), {}, 0),
+        "half": OperatorState("half", ParamSlice(half, (3,)), {"n": count}, 0),
+        "empty": OperatorState("empty", ParamSlice(torch.empty(0, device=DEVICE), (9,), 9), {}, 0),
     }
-    shard = Shard(operators, {"transposed": torch.randn(4, 5).t(), "flag": torch.tensor(True)})
+    others = {"transposed": torch.randn(4, 5).to(DEVICE).t(), "flag": torch.tensor(True).to(DEVICE)}
+    shard = Shard(operators, others)
     pool = SnapshotPool(shard)
     pool.begin(shard, 1, None)
     snapshot = pool.finish()
@@ -93,7 +94,7 @@ def test_mixed_types_strides_and_empty_tensors() -> None:
 
 
 def test_no_free_buffer_is_none_and_does_not_block() -> None:
-    shard, pool = make_shard(), SnapshotPool(make_shard(), buffers=2)
+    shard, pool = live_shard(), SnapshotPool(live_shard(), buffers=2)
     taken = []
     for iteration in (1, 2):
         assert pool.begin(shard, iteration, None) is not None
@@ -107,7 +108,7 @@ def test_no_free_buffer_is_none_and_does_not_block() -> None:
 
 
 def test_keep_moves_the_recovery_buffer_and_pin_holds_it() -> None:
-    shard, pool = make_shard(), SnapshotPool(make_shard())
+    shard, pool = live_shard(), SnapshotPool(live_shard())
     first, second, third = (pool.acquire(iteration) for iteration in (1, 2, 3))
     assert first is not None
     assert second is not None
@@ -136,7 +137,7 @@ def test_keep_moves_the_recovery_buffer_and_pin_holds_it() -> None:
 
 
 def test_misuse_is_reported() -> None:
-    shard, pool = make_shard(), SnapshotPool(make_shard())
+    shard, pool = live_shard(), SnapshotPool(live_shard())
     snapshot = pool.begin(shard, 1, None)
     assert snapshot is not None
     with pytest.raises(ValueError, match="finish"):
@@ -154,7 +155,7 @@ def test_misuse_is_reported() -> None:
 
 @pytest.mark.parametrize("change", ["missing", "new", "shape", "dtype"])
 def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(change: str) -> None:
-    pool, shard = SnapshotPool(make_shard(), buffers=1), make_shard()
+    pool, shard = SnapshotPool(live_shard(), buffers=1), live_shard()
     name = list(shard.operators)[2]
     operator = shard.operators.pop(name)
     if change == "new":
@@ -166,13 +167,13 @@ def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(chang
     assert pool.begin(shard, 1, None) is not None
     with pytest.raises(SaveError, match=r"iteration 1 failed.*(param|moment/\w+)/"):
         pool.finish()
-    assert pool.begin(make_shard(), 2, None) is not None
+    assert pool.begin(live_shard(), 2, None) is not None
     pool.finish()
 
 
 def test_other_buffers_unlike_the_template_are_refused_at_once() -> None:
-    pool, shard = SnapshotPool(make_shard(), buffers=1), make_shard()
-    shard.others["mask"] = torch.ones(5)
+    pool, shard = SnapshotPool(live_shard(), buffers=1), live_shard()
+    shard.others["mask"] = torch.ones(5, device=DEVICE)
     with pytest.raises(SaveError, match="other/mask"):
         pool.begin(shard, 1, None)
     del shard.others["mask"]
@@ -182,23 +183,23 @@ def test_other_buffers_unlike_the_template_are_refused_at_once() -> None:
 
 
 def test_required_bytes_is_what_the_buffers_take() -> None:
-    shard = make_shard()
+    shard = live_shard()
     assert 0 <= SnapshotPool.required_bytes(shard) - 3 * shard.state_bytes <= 3 * 64 * len(list(shard.tensors()))
 
 
 def test_parameters_that_require_gradients_can_be_copied() -> None:
-    parameter = torch.nn.Parameter(torch.randn(8))
+    parameter = torch.nn.Parameter(torch.randn(8).to(DEVICE))
     shard = Shard({"w": OperatorState("w", ParamSlice(parameter.view(-1), (8,)), {}, 0)}, {"p": parameter})
     pool = SnapshotPool(shard)
     pool.begin(shard, 1, None)
     snapshot = pool.finish()
     assert snapshot is not None
-    assert torch.equal(snapshot.shard.operators["w"].parameter.values, parameter.detach())
+    assert torch.equal(snapshot.shard.operators["w"].parameter.values, parameter.detach().cpu())
     assert not snapshot.shard.others["p"].requires_grad
 
 
 def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:
-    pool, shard = SnapshotPool(make_shard()), make_shard(5)
+    pool, shard = SnapshotPool(live_shard()), live_shard(5)
     threads = []
     taken = 0
     for iteration in range(200):
@@ -219,7 +220,7 @@ def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:
     assert pool.acquire(3) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@cuda_only("a copy stream and pinned memory need a GPU")
 def test_device_tensors_are_copied_on_their_own_stream_into_pinned_memory() -> None:
     values = torch.randn(1 << 20)
     shard = Shard({"w": OperatorState("w", ParamSlice(values.cuda(), (1 << 20,)), {}, 0)}, {"b": torch.ones(3).cuda()})
@@ -235,7 +236,7 @@ def test_device_tensors_are_copied_on_their_own_stream_into_pinned_memory() -> N
 
 def state(iteration: int) -> Shard:
     """The whole training state there; all else follows from it."""
-    return make_shard(iteration, iteration=iteration)
+    return live_shard(iteration, iteration=iteration)
 
 
 class Snapshots(RuleBasedStateMachine):

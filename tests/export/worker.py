@@ -33,7 +33,7 @@ class Options(worker.Options):
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
-    worker.initialize_ranks(options.result, rank, ranks)
+    worker.initialize_ranks(options.result)
     found = {name: follow(options, name) for name in options.engines}
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
@@ -73,7 +73,7 @@ def load(folder: Path, engine: Any) -> dict[str, Any]:
 
 def step(engine: Any, batch: Any) -> float:
     torch.manual_seed(engine.global_steps)  # of the dropout: random states are no part of an export
-    loss = engine(batch[0], batch[1])
+    loss = engine(*worker.on_device(engine, *batch[:2]))
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
@@ -103,5 +103,5 @@ def module(engine: Any) -> dict[str, str]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()}"

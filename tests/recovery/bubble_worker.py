@@ -64,7 +64,7 @@ class Slow(nn.Module):
 def main(options: Options, rank: int, ranks: int) -> None:
     cpsr.predictor.examples.LATER_ITERATIONS = LATER_ITERATIONS
     cpsr.learning.pace.STARVED_SECONDS = STARVED_SECONDS
-    worker.initialize_ranks(options.result, rank, ranks)
+    worker.initialize_ranks(options.result)
     worker.seed()
     engine = initialize(stages(), configuration(0, "fp32", MICRO_BATCHES))
     data = loader(dataset(), 1, 0)

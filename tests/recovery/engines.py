@@ -11,9 +11,13 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.device import ON_CUDA
+
 ITEMS, BATCH, FEATURES, WIDTH = 48, 4, 6, 16
 EXPERTS = 4
 SEED = 7
+# DeepSpeed's own take gigabytes of GPU memory for each engine.
+SMALL_BUCKETS = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
 class Regression(nn.Module):
@@ -97,7 +101,7 @@ def configuration(zero: int, precision: str, micro_batches: int) -> dict[str, An
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": micro_batches,
-        "zero_optimization": {"stage": zero},
+        "zero_optimization": {"stage": zero, **(SMALL_BUCKETS if ON_CUDA else {})},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

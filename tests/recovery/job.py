@@ -5,9 +5,9 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Job:
         return Ended([process.exitcode for process in processes], results, output)
 
 
-def _wait(processes: list[ForkServerProcess], seconds: float, survivor_seconds: float) -> None:
+def _wait(processes: Sequence[BaseProcess], seconds: float, survivor_seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
         if any(process.exitcode for process in processes):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
+from tests.device import DEVICE
 
 ITEMS, BATCH, FEATURES, WIDTH = 40, 4, 5, 8
 
@@ -104,13 +105,13 @@ class Scaled(Loop):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
-        self.kept = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+        self.kept = torch.amp.GradScaler(DEVICE, init_scale=2.0**12, growth_interval=3)
 
     def parts(self, given: str) -> dict[str, Any]:
         return {"grad_scaler": self.kept} if given == "adapter" else {}
 
     def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             return super().forward(called, x, y)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -130,7 +131,7 @@ class ScaledWhole(Scaled):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
-        self.kept = OwnScaler("cpu", init_scale=2.0**18, growth_interval=3)
+        self.kept = OwnScaler(DEVICE, init_scale=2.0**18, growth_interval=3)
 
     def step(self) -> None:
         self.kept.step(self.optimizer)
@@ -146,7 +147,7 @@ class ScaledOff(Scaled):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
-        self.kept = torch.amp.GradScaler("cpu", enabled=False)
+        self.kept = torch.amp.GradScaler(DEVICE, enabled=False)
 
     def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return Loop.forward(self, called, x, y)
@@ -197,7 +198,7 @@ class OnPlateau(Loop):
     def after_epoch(self) -> None:
         with torch.no_grad():
             self.module.eval()
-            self.kept.step(self.module(torch.ones(4, FEATURES), torch.ones(4, 1)))
+            self.kept.step(self.module(torch.ones(4, FEATURES, device=DEVICE), torch.ones(4, 1, device=DEVICE)))
             self.module.train()
 
 
@@ -280,10 +281,10 @@ class Drawing(Loop):
     """Random numbers drawn after steps and passes, as an evaluation that samples does."""
 
     def after_step(self) -> None:
-        torch.rand(3)
+        torch.rand(3, device=DEVICE)
 
     def after_epoch(self) -> None:
-        torch.rand(3)
+        torch.rand(3, device=DEVICE)
 
 
 LOOPS = {
@@ -309,7 +310,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         meeting = f"file://{options.result.with_suffix('.ranks')}"
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(7)
-    module = Net()
+    module = Net().to(DEVICE)
     called = nn.parallel.DistributedDataParallel(module) if ranks > 1 else module
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2)
     loop = None if options.late else LOOPS[options.keeps](module, optimizer)
@@ -361,7 +362,7 @@ def train(
             dealt += 1
             last = dealt % options.accumulate == 0
             with nullcontext() if last else waiting(called):
-                loss = loop.forward(called, x, y)
+                loss = loop.forward(called, x.to(DEVICE), y.to(DEVICE))
                 loop.backward(loss / options.accumulate)
             losses.write(json.dumps([recovery.iteration, dealt % options.accumulate, float(loss).hex()]) + "\n")
             losses.flush()
@@ -396,5 +397,5 @@ def fail(options: Options, dealt: int, rank: int) -> None:
 def digest(tensors: Any) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

@@ -43,7 +43,6 @@ class Torchrun(subprocess.Popen[bytes]):
             **os.environ,
             "PYTHONPATH": os.pathsep.join(sys.path),
             "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with log.open("wb") as file:

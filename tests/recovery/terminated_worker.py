@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.demo.ranks import join_ranks
+from tests.device import DEVICE, ON_CUDA, compute_exactly
 
 ITEMS, BATCH, FEATURES, WIDTH = 64, 4, 6, 16
 AFTER = 6  # iterations are complete when the moment comes, but where it is the first step
@@ -120,7 +122,7 @@ class Job:
         self.moment = Moment(options, self.rank)
         self.iteration = 0
         torch.manual_seed(7)
-        self.model = Model(lambda name: self.moment.at(name, self.iteration))
+        self.model = Model(lambda name: self.moment.at(name, self.iteration)).to(DEVICE)
         self.loader = self.batches(Items(1, self.moment.wait if options.moment == "next" else done))
         self.evaluated = self.batches(Items(2, done))
 
@@ -133,7 +135,7 @@ class Job:
         self.model.eval()
         with torch.no_grad():
             for x, y in self.evaluated:
-                self.model(x, y)
+                self.model(x.to(DEVICE), y.to(DEVICE))
                 self.moment.at("evaluation", self.iteration)
         self.model.train()
 
@@ -166,7 +168,7 @@ class Job:
             return self.in_deepspeed(optimizer)
 
         def step(batch: Any) -> torch.Tensor:
-            loss: torch.Tensor = self.model(*batch)
+            loss: torch.Tensor = self.model(*(part.to(DEVICE) for part in batch))
             torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -177,6 +179,8 @@ class Job:
     def in_deepspeed(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         import deepspeed
 
+        if ON_CUDA:  # two ranks on one GPU; on the CPU DeepSpeed joins them by itself
+            join_ranks()
         config = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": 1},
@@ -186,7 +190,7 @@ class Job:
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
 
         def step(batch: Any) -> torch.Tensor:
-            loss: torch.Tensor = engine(*batch)
+            loss: torch.Tensor = engine(*(part.to(engine.device) for part in batch))
             engine.backward(loss)
             engine.step()
             return loss
@@ -213,6 +217,7 @@ class Job:
 
 
 def main(options: Options) -> None:
+    compute_exactly()
     Job(options).train()
 
 

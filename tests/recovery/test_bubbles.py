@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from cpsr.journal import BubbleRow, JournalReader
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import Ended, Job
+
+pytestmark = cpu_only(NO_STAGES)
 
 STAGES = 2
 ITERATIONS = 56  # enough for the network to be trained

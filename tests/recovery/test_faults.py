@@ -26,6 +26,7 @@ from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchEr
 from cpsr.journal import JournalReader
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.vitp import VITPPredictor
+from tests.device import DEVICE
 
 INTERVAL = 3
 
@@ -40,7 +41,7 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
+        return nn.functional.mse_loss(self.layers(x.to(DEVICE)), y.to(DEVICE))
 
 
 class Loop:
@@ -48,7 +49,7 @@ class Loop:
 
     def __init__(self, width: int = 8, seed: int = 0, module: nn.Module | None = None) -> None:
         torch.manual_seed(seed)
-        self.model = Model(width) if module is None else module
+        self.model = (Model(width) if module is None else module).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.adapter = TorchAdapter(self.model, self.optimizer)
 
@@ -354,7 +355,7 @@ def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -
         loop = Loop(module=nn.Linear(4, 1))
 
         def loss_fn(batch: Any) -> torch.Tensor:
-            return nn.functional.mse_loss(loop.model(batch[0]), batch[1])
+            return nn.functional.mse_loss(loop.model(batch[0].to(DEVICE)), batch[1].to(DEVICE))
 
         try:
             with CPSRRecovery(loop.adapter, config(tmp_path), loss_fn=loss_fn, mode=mode) as recovery:
@@ -513,7 +514,7 @@ class Drawing(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x), y)
+        return nn.functional.mse_loss(self.layers(x.to(DEVICE)), y.to(DEVICE))
 
 
 def test_a_checkpoint_between_two_steps_on_one_batch_is_of_the_end_of_the_first(tmp_path: Path) -> None:
@@ -565,10 +566,10 @@ def test_a_skipped_last_checkpoint_is_taken_again_at_the_end(tmp_path: Path, mon
 
 def test_a_buffer_that_changes_its_shape_skips_checkpoints_and_says_so(tmp_path: Path) -> None:
     loop = Loop()
-    loop.model.register_buffer("cache", torch.zeros(2), persistent=False)
+    loop.model.register_buffer("cache", torch.zeros(2, device=DEVICE), persistent=False)
     with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
         train(recovery, loop, 4)
-        loop.model.register_buffer("cache", torch.zeros(5), persistent=False)
+        loop.model.register_buffer("cache", torch.zeros(5, device=DEVICE), persistent=False)
         train(recovery, loop, 8)
     with JournalReader(tmp_path / "journal.db") as journal:
         rows = {row.iteration: row for row in journal.checkpoints()}

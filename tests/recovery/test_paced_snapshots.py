@@ -3,8 +3,11 @@
 import json
 from typing import Any
 
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import OF_THE_START, Ended, Job
+
+pytestmark = cpu_only(NO_STAGES)
 
 CHECKPOINT, FAILURE, STAGES = 20, 23, 2
 PIPELINE: dict[str, Any] = {"zero": 0, "micro_batches": 2, "ranks": STAGES, "stages": STAGES}

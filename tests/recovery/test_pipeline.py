@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 
 from cpsr.journal import JournalReader
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.conftest import Killed, Uninterrupted
 from tests.recovery.job import ITERATIONS, OF_THE_START, Job
 from tests.recovery.test_memory import IN_MEMORY, sources
+
+pytestmark = cpu_only(NO_STAGES)
 
 CHECKPOINT, FAILURE, MICRO_BATCHES = 20, 23, 2
 PIPELINE: dict[str, Any] = {"zero": 0, "micro_batches": MICRO_BATCHES}

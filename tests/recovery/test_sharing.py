@@ -9,6 +9,7 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.journal import JournalReader
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 23
@@ -54,6 +55,7 @@ def test_each_rank_learns_from_its_share(job: Job) -> None:
     comes_back(job)
 
 
+@cpu_only(NO_STAGES)
 @pytest.mark.slow
 def test_in_a_pipeline_the_ranks_of_each_stage_share(job: Job) -> None:
     """Two stages of two ranks, which learn while they wait for the other stage, or not at all."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.device import cpu_only
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import ITERATIONS, OF_THE_START, RANKS, Job
 
@@ -46,6 +47,7 @@ def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -
         assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
 
 
+@cpu_only("DeepSpeed's kernel for GPUs is supported")
 @pytest.mark.slow  # DeepSpeed compiles its kernel for processors first
 @pytest.mark.parametrize("kind", ["AdamW", "Adam"])
 def test_a_kernel_of_the_json_is_refused_with_the_line_that_works(job: Job, kind: str) -> None:

@@ -32,8 +32,10 @@ from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.demo.ranks import join_ranks
 from cpsr.planner.plan import Plan
 from cpsr.state.codec import encode
+from tests.device import ON_CUDA
 from tests.recovery.engines import (
     BATCH,
     SEED,
@@ -116,7 +118,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
     if options.late is not None and options.late[0] == rank:
         complete_late(options.late[1])
-    initialize_ranks(options.result, rank, ranks)
+    initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)
     if options.load_universal:
@@ -170,13 +172,9 @@ def complete_late(steps: int) -> None:
     setattr(StateCopier, "__init__", with_events)  # noqa: B010 - mypy refuses to assign to a method
 
 
-def initialize_ranks(result: Path, rank: int, ranks: int) -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+def initialize_ranks(result: Path) -> None:
     # Through a file: a port that was free a moment ago may be taken by now.
-    meeting = f"file://{result.with_suffix('.ranks')}"
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
-    )
+    join_ranks(f"file://{result.with_suffix('.ranks')}")
     # DeepSpeed asks for fast fp16 instructions; torch computes fp16 correctly without them, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
@@ -220,11 +218,11 @@ def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, An
     if not options.probes:
         return {}
     if options.probes == "of a batch":
-        return {"loss_fn": lambda batch: engine(*batch[:2])}
+        return {"loss_fn": lambda batch: engine(*on_device(engine, *batch[:2]))}
     if options.probes == "of another":
-        return {"loss_fn": lambda batch: 1.01 * engine(*batch[:2])}
+        return {"loss_fn": lambda batch: 1.01 * engine(*on_device(engine, *batch[:2]))}
     if options.probes == "raising":
-        return {"loss_fn": lambda batch: engine(*batch[: 2 - engine.global_rank])}
+        return {"loss_fn": lambda batch: engine(*on_device(engine, *batch[: 2 - engine.global_rank]))}
     inputs, targets, _ = batches.dataset[:BATCH]
     probe = inputs, -targets if options.probes == "reversed" else targets
     if options.probes == "without loss_fn":
@@ -233,12 +231,18 @@ def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, An
     return {"probe_batches": [probe], "loss_fn": lambda batch: engine.eval_batch(iter([batch] * repeated))}
 
 
+def on_device(engine: Any, *batch: torch.Tensor) -> list[torch.Tensor]:
+    """A pipeline moves its batches itself; other engines leave it to the loop."""
+    return [part.to(engine.device) for part in batch]
+
+
 def train(recovery: CPSRRecovery, engine: Any, batches: Any, options: Options, faults: "Faults") -> list[list[int]]:
     """The usual loop; returns the iteration after, and the indices of, every batch."""
     dealt, loaded = [], False
     for inputs, targets, indices in recovery.resume(batches, repeat=True):
         faults.at_batch(recovery.iteration, engine.micro_steps % options.micro_batches)
-        loss = engine(inputs, 100 * targets if options.poison and recovery.restored.predicted else targets)
+        poisoned = 100 * targets if options.poison and recovery.restored.predicted else targets
+        loss = engine(*on_device(engine, inputs, poisoned))
         engine.backward(loss)
         engine.step()
         keep_pace(recovery)
@@ -292,7 +296,7 @@ def move_weights(recovery: CPSRRecovery) -> None:
 def state_digest(recovery: CPSRRecovery) -> str:
     digest = hashlib.sha256()
     for _, tensor in sorted(recovery.life.job.adapter.shard().tensors()):
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -300,12 +304,18 @@ def final_state(recovery: CPSRRecovery, engine: Any) -> dict[str, Any]:
     return {
         "iteration": recovery.iteration,
         "state": state_digest(recovery),
-        "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        "rng": rng_digest(),
         "other_rng": [random.random(), numpy.random.random()],
         "counters": encode(recovery.life.job.adapter.scalars())[0],
         "gradient_norm": str(engine.get_global_grad_norm()),
         "learning_rate": engine.get_lr(),
     }
+
+
+def rng_digest() -> str:
+    """Of torch's random states: the host's, and that of the GPU which is trained on."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if ON_CUDA else [])]
+    return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()
 
 
 class Faults:

@@ -9,6 +9,7 @@ import pytest
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.journal import EventRow, JournalReader, RehearsalRow
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import OF_THE_START, RANKS, Ended, Job
 
 INTERVAL, REHEARSED = 16, 12
@@ -250,6 +251,7 @@ def test_training_never_goes_on_from_a_state_that_is_not_the_exact_one(tmp_path:
         assert "Restart the job" in output
 
 
+@cpu_only(NO_STAGES)
 def test_a_pipeline_says_why_nothing_is_rehearsed(tmp_path: Path) -> None:
     job = Job(tmp_path)
     options: dict[str, Any] = {"zero": 0, "micro_batches": 2, "stages": 2}

@@ -33,7 +33,7 @@ class Options:
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
-    worker.initialize_ranks(options.result, rank, ranks)
+    worker.initialize_ranks(options.result)
     found = {name: train(options, name, rank, **run) for name, run in options.runs.items()}
     options.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ import torch
 from cpsr.state import losses
 from cpsr.state.losses import RECENT_LOSSES, LossRecorder, Step
 from cpsr.state.small_state import SmallState
+from tests.device import DEVICE
 from tests.stand_in_device import StandInDevice, stand_in_device
 
 
@@ -15,14 +16,20 @@ def step(iteration: int) -> Step:
     return Step(iteration, 1e-3, 0.1, True)
 
 
+def loss(value: float) -> torch.Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
 def test_micro_batches_are_averaged_and_flushed_together() -> None:
     recorder = LossRecorder(flush_iterations=2)
-    recorder.add(torch.tensor(1.0))
-    recorder.add(torch.tensor(3.0))
+    recorder.add(loss(1.0))
+    recorder.add(loss(3.0))
     assert recorder.end_iteration(step(1)) == []
     assert recorder.latest() == 2.0
-    recorder.add(torch.tensor(5.0))
-    assert [(done.iteration, done.loss) for done in recorder.end_iteration(step(2))] == [(1, 2.0), (2, 5.0)]
+    recorder.add(loss(5.0))
+    arrived = recorder.end_iteration(step(2))
+    arrived += recorder.flush(wait=True)  # from a GPU they arrive later
+    assert [(done.iteration, done.loss) for done in arrived] == [(1, 2.0), (2, 5.0)]
     assert list(recorder.recent) == [2.0, 5.0]
     assert recorder.latest() == 5.0, "known also right after a flush"
 
@@ -30,7 +37,7 @@ def test_micro_batches_are_averaged_and_flushed_together() -> None:
 def test_an_iteration_without_a_loss_has_none() -> None:
     recorder = LossRecorder(flush_iterations=10)
     recorder.end_iteration(step(1))
-    recorder.add(torch.tensor(4.0))
+    recorder.add(loss(4.0))
     recorder.end_iteration(step(2))
     assert [(done.iteration, done.loss) for done in recorder.flush(wait=True)] == [(1, None), (2, 4.0)]
     assert list(recorder.recent) == [4.0]
@@ -40,10 +47,11 @@ def test_an_iteration_without_a_loss_has_none() -> None:
 def test_recent_losses_are_bounded_and_restart_with_the_checkpoints() -> None:
     recorder = LossRecorder(flush_iterations=1)
     for iteration in range(2 * RECENT_LOSSES):
-        recorder.add(torch.tensor(float(iteration)))
+        recorder.add(loss(float(iteration)))
         recorder.end_iteration(step(iteration))
+    recorder.flush(wait=True)
     assert len(recorder.recent) == RECENT_LOSSES
-    recorder.add(torch.tensor(9.0))
+    recorder.add(loss(9.0))
     recorder.restart([1.0, 2.0])
     assert list(recorder.recent) == [1.0, 2.0]
     assert recorder.latest() is None
