@@ -1,6 +1,7 @@
-"""The rule that every engine adapter must satisfy, and the tiny models that try it.
+"""The rule that every engine adapter must satisfy.
 
-Snapshot at a step -> another engine with other weights -> inject -> go on: bitwise what never stopped would give.
+Snapshot at a step -> another engine with other weights -> inject -> continue: bitwise what never stopped would give.
+The rule is stated with `assert`: without them (`python -O`) nothing is checked, and `cpsr qualify` refuses to run.
 """
 
 import json
@@ -11,156 +12,35 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import nn
-from torch.nn import functional
 
 from cpsr.engines import EngineAdapter
 from cpsr.engines.moe.operators import Expert
 from cpsr.experts.catching_up import CatchingUp, Missed
+from cpsr.qualify.recorder import Recorder
 from cpsr.state.codec import decode, encode
+from cpsr.state.scalars import capture_rng, restore_rng
+from cpsr.state.small_state import SmallState
 
-VOCABULARY, WIDTH, HIDDEN = 11, 7, 13  # odd, so that partitions straddle tensors and end in padding
-BATCH, LENGTH = 2, 3
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "OVERFLOW",
+    "OVERFLOWING_STEPS",
+    "Job",
+    "assert_bitwise",
+    "check_early_state",
+    "check_longer_steps",
+    "check_resume",
+    "final_state",
+    "inject",
+    "run",
+    "seed",
+    "take_snapshot",
+]
+
 BEFORE, AFTER = 3, 4  # steps before the snapshot and after it
 OVERFLOWING_STEPS = (1, BEFORE + 1)  # one before the snapshot, one after it (fp16 only)
 OVERFLOW = 1e30
-
-
-class TinyLM(nn.Module):
-    """Tied embedding, dropout, a frozen layer, and a buffer that changes in training and matters for the loss."""
-
-    drift: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.dropout = nn.Dropout(0.2)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("drift", torch.zeros(WIDTH))
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        hidden = hidden + self.frozen(hidden) + self.drift.to(hidden.dtype)
-        hidden = hidden + self.down(self.dropout(torch.relu(self.up(hidden))))
-        if self.training:
-            with torch.no_grad():
-                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
-        loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
-        return loss * loss_factor
-
-
-class TinyMixture(nn.Module):
-    """Experts beside a shared one, of which each token takes the best; `counts` says how many took which."""
-
-    counts: torch.Tensor
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, experts, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(experts))
-        self.shared = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, places = self.gate(hidden).softmax(-1).max(-1)
-        self.counts = torch.bincount(places.flatten(), minlength=len(self.experts))
-        every = torch.stack([expert(hidden) for expert in self.experts], -2)
-        taken = every.gather(-2, places[..., None, None].expand(*places.shape, 1, WIDTH)).squeeze(-2)
-        output: torch.Tensor = hidden + self.shared(hidden) + weights.unsqueeze(-1) * taken
-        return output
-
-
-class TinyMixtures(nn.Module):
-    """Two layers of experts, not equally many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.first, self.second = TinyMixture(4), TinyMixture(3)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.second(self.first(self.embed(tokens))))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class TinyConvNet(nn.Module):
-    """Convolutions in channels_last memory with batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(5, VOCABULARY, 3)
-        )
-
-    def forward(self, images: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layers(images).mean((2, 3))
-        return {"loss": functional.cross_entropy(logits.float(), targets)}
-
-
-def lay_out(module: nn.Module, memory_format: torch.memory_format) -> None:
-    for parameter in module.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=memory_format)
-
-
-def token_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def image_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    images = torch.randn(4, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
-    return images, torch.randint(VOCABULARY, (4,), generator=generator)
-
-
-class Recorder:
-    """Keeps what an adapter reports; `at_step_end` lets a case act where CPSR does."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.losses: list[torch.Tensor] = []
-        self.waits: list[str] = []
-        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.at_step_end: Callable[[int], None] = lambda iteration: None
-        self.at_change: Callable[[], None] = lambda: None
-
-    def state_changes(self) -> None:
-        assert self.events[-1][0] == "before_update"
-        self.at_change()
-
-    def before_update(self) -> None:
-        self.events.append(("before_update",))
-
-    def after_step(self, iteration: int, applied: bool) -> None:
-        self.events.append(("after_step", iteration, applied))
-        self.at_step_end(iteration)
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs = args, kwargs
-
-    def on_loss(self, loss: torch.Tensor) -> None:
-        assert not loss.requires_grad
-        self.losses.append(loss.clone())
-
-    def before_external_load(self) -> None:
-        self.events.append(("before_external_load",))
-
-    def after_external_load(self, iteration: int) -> None:
-        self.events.append(("after_external_load", iteration))
-
-    def wait_begins(self, place: str) -> None:
-        self.waits.append(place)
-
-    def wait_ends(self) -> None:
-        self.waits.append("")
-
-    def steps(self) -> list[tuple[int, bool]]:
-        return [(event[1], event[2]) for event in self.events if event[0] == "after_step"]
 
 
 class Boundaries:
@@ -192,29 +72,24 @@ class Job(Protocol):
     module: nn.Module
 
     @property
-    def adapter(self) -> EngineAdapter: ...
+    def adapter(self) -> EngineAdapter:
+        """The engine's."""
 
-    def train_step(self, step: int) -> None: ...
-
-
-def random_states() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "python": random.getstate()}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    numpy.random.set_state(states["numpy"])
-    random.setstate(states["python"])
+    def train_step(self, step: int) -> None:
+        """Train one iteration on the batches of this step."""
 
 
 def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
-    """What a checkpoint holds, through the same encoding."""
+    """What a checkpoint contains, through the same encoding."""
     tensors = {key: value.clone() for key, value in adapter.shard().tensors()}
-    data, extra = encode({"scalars": adapter.scalars(), "random": random_states()})
+    small = SmallState({"scalars": adapter.scalars(on_device=True), "random": capture_rng()})
+    small.wait()
+    data, extra = encode(small.tree())
     return {"tensors": tensors, "json": json.dumps(data), "extra": extra}
 
 
 def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
+    """Give an engine the state of a snapshot, in the order of a restart."""
     views = dict(adapter.shard().tensors())
     assert views.keys() == snapshot["tensors"].keys()
     for key, view in views.items():
@@ -222,10 +97,11 @@ def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
     state = decode(json.loads(snapshot["json"]), snapshot["extra"])
     adapter.load_scalars(state["scalars"])
     adapter.push_down()
-    set_random_states(state["random"])
+    restore_rng(state["random"])
 
 
 def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
+    """Copies of weights, optimizer state, buffers, losses and counters, by name."""
     state: dict[str, Any] = {f"shard/{key}": value.clone() for key, value in job.adapter.shard().tensors()}
     state |= {f"module/{name}": p.detach().clone() for name, p in job.module.named_parameters()}
     state |= {f"loss/{index}": loss for index, loss in enumerate(recorder.losses)}
@@ -233,6 +109,7 @@ def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
 
 
 def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare what `final_state` returned: tensors by their bytes."""
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -245,22 +122,25 @@ def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as a vector of uint8."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def seed(value: int) -> None:
+    """Seed all global generators."""
     torch.manual_seed(value)
     numpy.random.seed(value)
     random.seed(value)
 
 
 def run(job: Job, first: int, steps: int) -> None:
+    """Train steps, counted from `first`."""
     for step in range(first, first + steps):
         job.train_step(step)
 
 
 def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
-    """Hold one engine to the rule; the resumed engine also evaluates after each step, the other one never.
+    """Check one engine against the rule; the resumed engine also evaluates after each step, the other one never.
 
     Args:
         build: makes engine and loop with weights drawn from torch's current random state.
@@ -311,7 +191,7 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
         with job.adapter.evaluation():
             evaluations.append(job.adapter.evaluate(*recorder.inputs).item())
             # What a module might draw while it is evaluated: training must not see it.
-            torch.rand(3), random.random(), numpy.random.rand()
+            torch.rand(3), torch.rand(3, device=recorder.losses[-1].device), random.random(), numpy.random.rand()  # noqa: S311 - global, as a module's
 
     recorder.at_step_end = evaluate
     run(job, BEFORE, AFTER)

@@ -1,7 +1,8 @@
-"""The conformance cases of `TorchAdapter`."""
+"""The conformance cases of `TorchAdapter`, on a device that is a parameter."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,8 @@ from torch import nn
 
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.torch import MixtureOfExperts
-from tests.engines.conformance import (
-    OVERFLOW,
-    OVERFLOWING_STEPS,
+from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
+from cpsr.qualify.models import (
     TinyConvNet,
     TinyLM,
     TinyMixture,
@@ -21,9 +21,22 @@ from tests.engines.conformance import (
     token_batch,
 )
 
+__all__ = ["CASES", "TorchJob", "build", "build_ddp", "one_thread", "optimizer_of", "small_job"]
+
+Device = torch.device | str
+
 
 class TorchJob:
-    """The loop that `TorchAdapter` documents."""
+    """The loop that `TorchAdapter` documents; batches go to the device of the module.
+
+    Args:
+        module: whose parameters are trained.
+        optimizer: of them.
+        scheduler: steps after the optimizer, if there is one.
+        grad_scaler: scales losses, which overflow at given steps, if there is one.
+        micro_batches: of an iteration.
+        called: wrapper of the module, as for DDP; by default the module.
+    """
 
     def __init__(
         self,
@@ -33,17 +46,22 @@ class TorchJob:
         grad_scaler: Any = None,
         micro_batches: int = 1,
         called: nn.Module | None = None,
-        batch: Callable[[int, int, int], tuple[torch.Tensor, ...]] = token_batch,
         experts: MixtureOfExperts | None = None,
     ) -> None:
         self.module, self.optimizer, self.scheduler, self.scaler = module, optimizer, scheduler, grad_scaler
-        self.called, self.micro_batches, self.batch = called or module, micro_batches, batch
+        self.called, self.micro_batches = called or module, micro_batches
+        self.batch: Callable[[int, int, int], tuple[torch.Tensor, ...]] = token_batch
+        self.autocast: torch.dtype | None = None
         self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches, experts)
 
     def train_step(self, step: int) -> None:
+        """Train one iteration."""
+        device = next(self.module.parameters()).device
         self.optimizer.zero_grad()
         for micro in range(self.micro_batches):
-            output = self.called(*self.batch(step, micro, self.adapter.rank))
+            batch = [one.to(device) for one in self.batch(step, micro, self.adapter.rank)]
+            with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
+                output = self.called(*batch)
             loss = output["loss"] if isinstance(output, dict) else output
             if self.scaler is not None:
                 factor = OVERFLOW * OVERFLOW if step in OVERFLOWING_STEPS else 1.0
@@ -60,17 +78,33 @@ class TorchJob:
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of that name over the module's parameters; AdamW has two groups, one without weight decay.
+
+    Args:
+        name: `sgd`, `amsgrad`, `adamw`; on CUDA also `adamw-fused`, `adamw-capturable` and `fused`, DeepSpeed's.
+        module: on its device already.
+    """
     if name == "sgd":
         return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     if name == "amsgrad":
         return torch.optim.AdamW(module.parameters(), lr=0.01, amsgrad=True)
     decayed = [p for p in module.parameters() if p.dim() > 1]
     rest = [p for p in module.parameters() if p.dim() == 1]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
-    return torch.optim.AdamW(groups, lr=0.01)
+    return adamw_of(name, [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}])
+
+
+def adamw_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An implementation of AdamW; `name` as for `optimizer_of`."""
+    if name == "fused":
+        from deepspeed.ops.adam import FusedAdam
+
+        optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=0.01)
+        return optimizer
+    return torch.optim.AdamW(groups, lr=0.01, fused=name == "adamw-fused" or None, capturable="capturable" in name)
 
 
 def scheduler_of(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler of that name, or None for `none`."""
     schedulers = torch.optim.lr_scheduler
     if name == "cosine":
         return schedulers.CosineAnnealingLR(optimizer, T_max=20)
@@ -82,53 +116,87 @@ def scheduler_of(name: str, optimizer: torch.optim.Optimizer) -> Any:
     return None
 
 
-def build(model: str, optimizer: str, scheduler: str, micro_batches: int = 1, scaler: bool = False) -> TorchJob:
+def build(
+    model: str,
+    optimizer: str,
+    scheduler: str,
+    micro_batches: int = 1,
+    scaler: bool = False,
+    device: Device = "cpu",
+) -> TorchJob:
+    """A job of one process: `model` is `conv`, or the precision of `TinyLM`'s weights, `fp32` or `bf16`."""
     module: nn.Module
     if model == "conv":
-        module = TinyConvNet()
+        module = TinyConvNet().to(device)
         lay_out(module, torch.channels_last)
     else:
-        module = TinyLM().to(torch.bfloat16 if model == "bf16" else torch.float32)
+        module = TinyLM().to(device, torch.bfloat16 if model == "bf16" else torch.float32)
     tuned = optimizer_of(optimizer, module)
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if scaler else None
-    batch = image_batch if model == "conv" else token_batch
-    return TorchJob(module, tuned, scheduler_of(scheduler, tuned), grad_scaler, micro_batches, batch=batch)
+    job = TorchJob(module, tuned, scheduler_of(scheduler, tuned), scaler_on(device) if scaler else None, micro_batches)
+    if model == "conv":
+        job.batch = image_batch
+    return job
+
+
+def scaler_on(device: Device) -> torch.amp.GradScaler:
+    """A scaler that grows soon."""
+    return torch.amp.GradScaler(torch.device(device).type, init_scale=256.0, growth_interval=2)
 
 
 def counts_of(layer: nn.Module) -> torch.Tensor:
+    """Tokens by expert, in the last forward."""
     assert isinstance(layer, TinyMixture)
     return layer.counts
 
 
-def build_mixture() -> TorchJob:
-    module = TinyMixtures()
+def build_mixture(device: Device = "cpu") -> TorchJob:
+    """A mixture of experts in one process."""
+    module = TinyMixtures().to(device)
     optimizer = optimizer_of("adamw", module)
     return TorchJob(module, optimizer, scheduler_of("cosine", optimizer), experts=MixtureOfExperts(counts_of))
 
 
-CASES: dict[str, Callable[[], TorchJob]] = {
-    "fp32-sgd": lambda: build("fp32", "sgd", "none"),
-    "fp32-adamw-cosine": lambda: build("fp32", "adamw", "cosine"),
-    "fp32-amsgrad-sequential": lambda: build("fp32", "amsgrad", "sequential"),
-    "bf16-sgd-cosine": lambda: build("bf16", "sgd", "cosine"),
-    "bf16-adamw": lambda: build("bf16", "adamw", "none", micro_batches=2),
-    "channels_last-sgd-onecycle": lambda: build("conv", "sgd", "onecycle"),
-    "channels_last-adamw": lambda: build("conv", "adamw", "cosine"),
-    "grad_scaler": lambda: build("fp32", "adamw", "none", scaler=True),
-    "grad_scaler-cosine": lambda: build("fp32", "adamw", "cosine", scaler=True),
+CASES: dict[str, Callable[..., TorchJob]] = {
+    "fp32-sgd": partial(build, "fp32", "sgd", "none"),
+    "fp32-adamw-cosine": partial(build, "fp32", "adamw", "cosine"),
+    "fp32-amsgrad-sequential": partial(build, "fp32", "amsgrad", "sequential"),
+    "bf16-sgd-cosine": partial(build, "bf16", "sgd", "cosine"),
+    "bf16-adamw": partial(build, "bf16", "adamw", "none", micro_batches=2),
+    "channels_last-sgd-onecycle": partial(build, "conv", "sgd", "onecycle"),
+    "channels_last-adamw": partial(build, "conv", "adamw", "cosine"),
+    "grad_scaler": partial(build, "fp32", "adamw", "none", scaler=True),
+    "grad_scaler-cosine": partial(build, "fp32", "adamw", "cosine", scaler=True),
     "experts": build_mixture,
 }
 
 
-def build_ddp() -> TorchJob:
-    module = TinyLM()
-    ddp = nn.parallel.DistributedDataParallel(module)
-    optimizer = optimizer_of("adamw", module)
-    return TorchJob(module, optimizer, scheduler_of("cosine", optimizer), micro_batches=2, called=ddp)
+def build_ddp(device: Device = "cpu") -> TorchJob:
+    """A rank of a DDP job."""
+    return small_job("fp32", "adamw", device, ranks=2, micro_batches=2)
+
+
+def small_job(precision: str, optimizer: str, device: Device, ranks: int, micro_batches: int = 1) -> TorchJob:
+    """A job of `TinyLM` with a falling rate, under DDP where it has several ranks.
+
+    Args:
+        precision: `fp32`; `bf16`, of the weights; or `fp16`, by autocast with a gradient scaler.
+        optimizer: as for `optimizer_of`.
+        device: of this rank.
+        ranks: of the job.
+        micro_batches: of an iteration.
+    """
+    module = TinyLM().to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    called = nn.parallel.DistributedDataParallel(module) if ranks > 1 else module
+    tuned = optimizer_of(optimizer, module)
+    scaler = scaler_on(device) if precision == "fp16" else None
+    job = TorchJob(module, tuned, scheduler_of("cosine", tuned), scaler, micro_batches, called)
+    job.autocast = torch.float16 if precision == "fp16" else None
+    return job
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
+    """Compute on one thread, so that sums are in one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -3,38 +3,24 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
-from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOE_TIMER
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
-from torch.nn import functional
 
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
 from cpsr.engines.hooks import Hooks
 from cpsr.errors import UnsupportedEngineError
 from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_slots
-from tests.engines.conformance import (
+from cpsr.qualify.conformance import (
     AFTER,
-    BATCH,
     BEFORE,
-    HIDDEN,
-    OVERFLOW,
-    OVERFLOWING_STEPS,
-    VOCABULARY,
-    WIDTH,
-    Recorder,
-    TinyLM,
     assert_bitwise,
     check_early_state,
     check_resume,
@@ -43,119 +29,12 @@ from tests.engines.conformance import (
     run,
     seed,
     take_snapshot,
-    token_batch,
 )
-from tests.engines.torch_cases import build_ddp
-
-GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
-
-
-def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    if stage == 3:
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = GATHERED_ON_DEMAND
-    if precision.startswith("bf16"):
-        config["bf16"] = {"enabled": True}
-    if precision == "bf16-fp32grad":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if precision == "fp16":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
-    return config | extra
-
-
-def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adamw", schedule: str = "cosine") -> Any:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    tuned: torch.optim.Optimizer
-    if optimizer == "sgd":
-        tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    elif optimizer == "rmsprop":
-        tuned = torch.optim.RMSprop(parameters)
-    else:
-        decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
-        if any(isinstance(layer, MoE) for layer in module.modules()):
-            named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
-            groups = split_params_into_different_moe_groups_for_optimizer(named)
-        tuned = FusedAdam(groups, lr=0.01) if optimizer == "fused" else torch.optim.AdamW(groups, lr=0.01)
-    scheduler = None
-    if schedule == "cosine":
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
-    if schedule == "warmup":
-        config = config | {
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 0.02},
-            }
-        }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, lr_scheduler=scheduler, config=config)
-    return engine
-
-
-class DeepSpeedJob:
-    """The usual loop, with an overflow at given steps when the precision is fp16."""
-
-    def __init__(self, engine: Any, direct_backward: bool = False) -> None:
-        self.engine, self.module, self.direct_backward = engine, engine.module, direct_backward
-        self.adapter = adapt(engine)
-        self.after_micro_batch: Callable[[], None] = lambda: None
-
-    def train_step(self, step: int) -> None:
-        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
-        for micro in range(self.engine.gradient_accumulation_steps()):
-            tokens, targets = token_batch(step, micro, self.adapter.rank)
-            loss = self.engine(tokens, targets=targets, loss_factor=OVERFLOW if overflow else 1.0)
-            if self.direct_backward:
-                loss.backward()
-            else:
-                self.engine.backward(loss)
-            self.engine.step()
-            self.after_micro_batch()
-
-
-class PipelineJob:
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.module = engine, engine.module
-        self.adapter = adapt(engine)
-
-    def train_step(self, step: int) -> None:
-        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for micro in range(self.engine.gradient_accumulation_steps()):
-                yield token_batch(step, micro, 0)
-
-        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
-        PipelineLoss.factor = OVERFLOW if overflow else 1.0
-        self.engine.train_batch(batches())
-
-
-class PipelineLoss:
-    factor = 1.0
-
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        return loss * self.factor
-
-
-def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
-    return functional.linear(hidden, embedding.weight)
-
-
-def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any:
-    layers = [
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
-        LayerSpec(nn.Linear, WIDTH, HIDDEN),
-        LayerSpec(nn.Dropout, 0.2),
-        LayerSpec(nn.Tanh),
-        LayerSpec(nn.Linear, HIDDEN, WIDTH),
-        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
-    ]
-    module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
-    return initialize(module, configuration(stage, precision), optimizer)
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
+from cpsr.qualify.models import TinyLM, token_batch
+from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.torch_cases import build_ddp
+from cpsr.state.scalars import capture_rng, restore_rng
 
 
 def resume(stage: int, precision: str, skip: int = 0, zero: Any = None, **options: Any) -> dict[str, Any]:
@@ -245,7 +124,7 @@ def only_the_loss_that_the_forward_gave_is_rehearsed() -> None:
         loss += extra
         return loss
 
-    tokens, targets = token_batch(0, 0, 0)
+    tokens, targets = (one.to(engine.device) for one in token_batch(0, 0, 0))
     for _ in range(3):  # the same again: where the first one lay may be free only later
         loss = engine(tokens, targets=targets)
         engine.backward(loss)
@@ -362,7 +241,7 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     run(job, 0, 2)
     torch.distributed.broadcast(job.module.drift, 0)  # DeepSpeed itself saves only rank 0's buffers
     job.engine.save_checkpoint(paths[0])
-    state = torch.get_rng_state()
+    state = capture_rng()
     run(job, 2, 2)
     expected = {key: value.clone() for key, value in job.adapter.shard().tensors()}
     seed(2)
@@ -373,7 +252,7 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     assert path is not None
     assert Path(path).exists()
     assert recorder.events == [("before_external_load",), ("after_external_load", 2)]
-    torch.set_rng_state(state)
+    restore_rng(state)
     run(job, 2, 2)
     assert_bitwise(dict(job.adapter.shard().tensors()), expected)
     torch.distributed.barrier()

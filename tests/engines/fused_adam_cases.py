@@ -18,33 +18,21 @@ from torch.nn import functional
 
 from cpsr.engines import optimizer_state
 from cpsr.errors import UnsupportedEngineError
-from tests.engines.conformance import (
-    AFTER,
-    BEFORE,
-    VOCABULARY,
-    WIDTH,
-    TinyLM,
-    check_early_state,
-    check_longer_steps,
-    check_resume,
-    run,
-    seed,
-)
+from cpsr.qualify.conformance import AFTER, BEFORE, check_early_state, check_longer_steps, check_resume, run, seed
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.mixture import TinyMoE
+from cpsr.qualify.models import VOCABULARY, WIDTH, TinyLM
+from cpsr.qualify.torch_cases import TorchJob
 from tests.engines.deepspeed_cases import (
     Case,
-    DeepSpeedJob,
     a_rehearsal_leaves_the_modules_own_numbers,
-    configuration,
     early_state,
-    initialize,
     own_checkpoints,
     pipeline,
     resume,
     roll_back_from_after_step,
     skipped_steps,
 )
-from tests.engines.mixture_cases import TinyMoE
-from tests.engines.torch_cases import TorchJob
 
 L2, DECOUPLED = 0, 1  # the kernel's two modes of weight decay
 

@@ -8,9 +8,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from deepspeed.moe.layer import MoE
-from torch import nn
-from torch.nn import functional
 
 from cpsr.engines import adapt
 from cpsr.engines.moe.deepspeed import expert_names, token_counts
@@ -21,80 +18,15 @@ from cpsr.engines.moe.operators import operators_of
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import parameter_names
 from cpsr.errors import UnsupportedEngineError
-from tests.engines.conformance import (
-    AFTER,
-    BATCH,
-    HIDDEN,
-    LENGTH,
-    VOCABULARY,
-    WIDTH,
-    Recorder,
-    check_longer_steps,
-    check_resume,
-    run,
-    seed,
-)
-from tests.engines.deepspeed_cases import (
-    DeepSpeedJob,
-    configuration,
-    early_state,
-    evaluation_leaves_no_trace,
-    initialize,
-    own_checkpoints,
-    skipped_steps,
-)
+from cpsr.qualify.conformance import AFTER, check_longer_steps, check_resume, run, seed
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.mixture import EXPERTS, TinyMoE
+from cpsr.qualify.models import BATCH, LENGTH
+from cpsr.qualify.recorder import Recorder
+from tests.engines.deepspeed_cases import early_state, evaluation_leaves_no_trace, own_checkpoints, skipped_steps
 
-EXPERTS = 4
 LAYERS = ("first", "second")
 PREFIX = "deepspeed_moe.experts.deepspeed_experts"
-
-
-class Expert(nn.Module):
-    """Also holds a frozen parameter and a buffer that training changes, of which each expert has its own."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.register_buffer("seen", torch.zeros(WIDTH))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.seen.mul_(0.9).add_(hidden.float().flatten(0, -2).mean(0).to(self.seen.dtype), alpha=0.1)
-        output: torch.Tensor = self.down(torch.relu(self.up(hidden * self.scale + self.seen.to(hidden.dtype))))
-        return output
-
-
-class TinyMoE(nn.Module):
-    """Two layers of experts: one picks tokens at random where experts are full, one samples the second expert."""
-
-    drift: torch.Tensor
-
-    def __init__(self, expert_parallel: int, **options: Any) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        sizes: dict[str, Any] = {"num_experts": EXPERTS, "ep_size": expert_parallel, "min_capacity": 0}
-        self.first = MoE(WIDTH, Expert(), k=1, noisy_gate_policy="Jitter", **(sizes | options))
-        self.second = MoE(WIDTH, Expert(), k=2, **(sizes | options))
-        self.dropout = nn.Dropout(0.2)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("drift", torch.zeros(WIDTH))
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
-        hidden, balance = self.embed(tokens) + self.drift.to(self.embed.weight.dtype), 0.0
-        for layer in (self.first, self.second):
-            routed, layer_balance, _ = layer(hidden)
-            hidden, balance = hidden + self.dropout(routed), balance + layer_balance
-        if self.training:
-            with torch.no_grad():
-                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
-        loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
-        return (loss + 0.01 * balance) * loss_factor
 
 
 def resume(expert_parallel: int, stage: int, precision: str = "fp32", skip: int = 0, **options: Any) -> None:

@@ -16,10 +16,13 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.saving import ExpertSaving
 from cpsr.experts.units import unit_name
+from cpsr.qualify.conformance import run, seed
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.mixture import EXPERTS, TinyMoE
+from cpsr.qualify.models import BATCH, LENGTH
+from cpsr.qualify.recorder import Recorder
 from cpsr.ranks.group import Group
-from tests.engines.conformance import BATCH, LENGTH, Recorder, run, seed
-from tests.engines.deepspeed_cases import DeepSpeedJob, configuration, initialize
-from tests.engines.mixture_cases import EXPERTS, LAYERS, PREFIX, TinyMoE
+from tests.engines.mixture_cases import LAYERS, PREFIX
 
 ALL = {unit_name(Expert(layer, index)) for layer in range(len(LAYERS)) for index in range(EXPERTS)}
 
@@ -186,7 +189,7 @@ def probabilities_are_the_gates_own() -> None:
     tokens = torch.cat([one.reshape(-1, one.shape[-1]) for one in inputs])
     sums = (tokens @ weight.T).softmax(1).sum(0).double()
     torch.distributed.all_reduce(sums)
-    assert numpy.allclose(shown[1], sums.numpy(), rtol=1e-5)
+    assert numpy.allclose(shown[1], sums.cpu().numpy(), rtol=1e-5)
     assert float(numpy.sum(shown[1])) == pytest.approx(2 * len(tokens))  # over two ranks
     counts.remove()
 

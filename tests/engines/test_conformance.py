@@ -8,14 +8,16 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.conformance import check_early_state, check_longer_steps, check_resume
+from cpsr.qualify.conformance import check_early_state, check_longer_steps, check_resume
+from cpsr.qualify.torch_cases import CASES, one_thread
+from tests.device import DEVICE
 from tests.engines.groups import GROUPS
-from tests.engines.torch_cases import CASES, one_thread
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -26,26 +28,26 @@ RANKS = 2
 @pytest.mark.parametrize("name", CASES)
 def test_torch_resumes_bitwise(name: str) -> None:
     with one_thread():
-        result = check_resume(CASES[name])
+        result = check_resume(partial(CASES[name], device=DEVICE))
     assert len(result["evaluations"]) == 4
 
 
 @pytest.mark.parametrize("name", ["fp32-adamw-cosine", "fp32-sgd", "channels_last-sgd-onecycle"])
 def test_torch_skip_ahead_equals_training(name: str) -> None:
     with one_thread():
-        check_resume(CASES[name], skip=3)
+        check_resume(partial(CASES[name], device=DEVICE), skip=3)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_torch_state_created_early_changes_nothing(name: str) -> None:
     with one_thread():
-        check_early_state(CASES[name])
+        check_early_state(partial(CASES[name], device=DEVICE))
 
 
 @pytest.mark.parametrize("name", ["fp32-adamw-cosine", "fp32-sgd", "channels_last-adamw", "grad_scaler", "experts"])
 def test_torch_goes_on_with_what_is_written_around_its_step(name: str) -> None:
     with one_thread():
-        check_longer_steps(CASES[name])
+        check_longer_steps(partial(CASES[name], device=DEVICE))
 
 
 def run_job(group: str, folder: Path) -> list[dict[str, Any]]:

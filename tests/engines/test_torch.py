@@ -10,19 +10,11 @@ from torch import nn
 
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
+from cpsr.qualify.conformance import BEFORE, run, seed
+from cpsr.qualify.models import TinyConvNet, TinyLM, image_batch, lay_out, token_batch
+from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.torch_cases import TorchJob, build, optimizer_of
 from cpsr.state.small_state import SmallState
-from tests.engines.conformance import (
-    BEFORE,
-    Recorder,
-    TinyConvNet,
-    TinyLM,
-    image_batch,
-    lay_out,
-    run,
-    seed,
-    token_batch,
-)
-from tests.engines.torch_cases import TorchJob, build, optimizer_of
 from tests.stand_in_device import stand_in_device
 
 

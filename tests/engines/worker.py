@@ -8,10 +8,12 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 
+from tests.device import ON_CUDA
 from tests.engines.groups import GROUPS
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # a peer that failed is noticed well before pytest gives up
@@ -23,14 +25,15 @@ def main(group: str, folder: Path, rank: int, ranks: int) -> None:
     # DeepSpeed asks for fast fp16 instructions; torch computes fp16 correctly without them, only slower.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
-    deepspeed.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        timeout=COLLECTIVE_TIMEOUT,
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=ranks,
-    )
+    meeting: dict[str, Any] = {
+        "timeout": COLLECTIVE_TIMEOUT,
+        "init_method": f"file://{folder / 'meeting'}",
+        "rank": rank,
+        "world_size": ranks,
+    }
+    if ON_CUDA:  # by torch, and not by DeepSpeed, which binds the group to the GPU: gloo cannot split one that is bound
+        torch.distributed.init_process_group("gloo", **meeting)
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, **meeting)
     results: dict[str, dict[str, object]] = {}
     for name, case in GROUPS[group].items():
         start, error = time.perf_counter(), ""

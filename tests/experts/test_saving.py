@@ -17,9 +17,9 @@ from cpsr.engines.moe.layers import ExpertParallel
 from cpsr.engines.moe.torch import MixtureOfExperts
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
+from cpsr.qualify.recorder import Recorder
 from cpsr.ranks.group import Group
 from cpsr.state.codec import decode, encode
-from tests.engines.conformance import Recorder
 from tests.two_ranks import run
 
 WIDTH = 2

@@ -1,0 +1,171 @@
+"""The DeepSpeed jobs of the conformance cases: their configuration, engines and loops. Imports DeepSpeed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.nn import functional
+
+from cpsr.engines import adapt
+from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
+from cpsr.qualify.models import BATCH, HIDDEN, VOCABULARY, WIDTH, token_batch
+from cpsr.qualify.torch_cases import adamw_of
+
+__all__ = ["DeepSpeedJob", "PipelineJob", "configuration", "initialize", "pipeline_engine"]
+
+GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
+
+
+def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration.
+
+    Args:
+        stage: of ZeRO, 0 to 3.
+        precision: `fp32`, `bf16`, `fp16`, or `bf16-fp32grad`.
+        micro_batches: of an iteration.
+        extra: further sections.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = GATHERED_ON_DEMAND
+    if precision.startswith("bf16"):
+        config["bf16"] = {"enabled": True}
+    if precision == "bf16-fp32grad":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    return config | extra
+
+
+def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adamw", schedule: str = "cosine") -> Any:
+    """An engine over the module's trained parameters.
+
+    Args:
+        module: DeepSpeed moves it to its device.
+        config: as of `configuration`.
+        optimizer: `sgd`, `rmsprop`, or an implementation of AdamW as of `torch_cases.adamw_of`.
+        schedule: `cosine`, `warmup` (DeepSpeed's own), or `none`.
+    """
+    if optimizer == "adamw-fused":
+        module = module.to(deepspeed.accelerator.get_accelerator().current_device_name())  # it asks for the device
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    tuned: torch.optim.Optimizer
+    if optimizer == "sgd":
+        tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    elif optimizer == "rmsprop":
+        tuned = torch.optim.RMSprop(parameters)
+    else:
+        decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        if any(isinstance(layer, MoE) for layer in module.modules()):
+            named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
+            groups = split_params_into_different_moe_groups_for_optimizer(named)
+        tuned = adamw_of(optimizer, groups)
+    scheduler = None
+    if schedule == "cosine":
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
+    if schedule == "warmup":
+        config = config | {
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 0.02},
+            }
+        }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, lr_scheduler=scheduler, config=config)
+    return engine
+
+
+class DeepSpeedJob:
+    """The usual loop, with an overflow at given steps when the precision is fp16.
+
+    Args:
+        engine: of `initialize`.
+        direct_backward: call `loss.backward()` in place of the engine's.
+    """
+
+    def __init__(self, engine: Any, direct_backward: bool = False) -> None:
+        self.engine, self.module, self.direct_backward = engine, engine.module, direct_backward
+        self.adapter = adapt(engine)
+        self.after_micro_batch: Callable[[], None] = lambda: None
+
+    def train_step(self, step: int) -> None:
+        """Train one iteration."""
+        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
+        for micro in range(self.engine.gradient_accumulation_steps()):
+            tokens, targets = (one.to(self.engine.device) for one in token_batch(step, micro, self.adapter.rank))
+            loss = self.engine(tokens, targets=targets, loss_factor=OVERFLOW if overflow else 1.0)
+            if self.direct_backward:
+                loss.backward()
+            else:
+                self.engine.backward(loss)
+            self.engine.step()
+            self.after_micro_batch()
+
+
+class PipelineJob:
+    """The loop of a pipeline, in two stages.
+
+    Args:
+        engine: of `pipeline_engine`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.module = engine, engine.module
+        self.adapter = adapt(engine)
+
+    def train_step(self, step: int) -> None:
+        """Train one iteration."""
+
+        def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for micro in range(self.engine.gradient_accumulation_steps()):
+                yield token_batch(step, micro, 0)
+
+        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
+        PipelineLoss.factor = OVERFLOW if overflow else 1.0
+        self.engine.train_batch(batches())
+
+
+class PipelineLoss:
+    """Cross-entropy, times a factor that is the same for all losses."""
+
+    factor = 1.0
+
+    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return loss * self.factor
+
+
+def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits by the tied embedding."""
+    return functional.linear(hidden, embedding.weight)
+
+
+def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any:
+    """A pipeline of two stages, whose first and last layer are tied.
+
+    Args:
+        stage: of ZeRO, 0 or 1.
+        precision: as of `configuration`.
+        optimizer: as of `initialize`.
+    """
+    layers = [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, HIDDEN),
+        LayerSpec(nn.Dropout, 0.2),
+        LayerSpec(nn.Tanh),
+        LayerSpec(nn.Linear, HIDDEN, WIDTH),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
+    ]
+    module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
+    return initialize(module, configuration(stage, precision), optimizer)
