@@ -16,6 +16,7 @@ from cpsr.engines.deepspeed_masters import (
     MasterSlice,
     advance_loss_scale,
     discard_gradients,
+    frozen_shape,
     master_slices,
     masters,
     owned_frozen,
@@ -138,7 +139,10 @@ class DeepSpeedAdapter:
             self._name(piece): tensor_identity(piece.master, piece.global_shape, piece.offset, piece.numel)
             for piece in master_slices(engine.optimizer)
         }
-        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        shapes = {name: frozen_shape(engine.optimizer, parameter) for parameter, name in self._outside()}
+        tensors |= {
+            name: tensor_identity(value, shapes.get(name, tuple(value.shape))) for name, value in self._others().items()
+        }
         return {
             "engine": type(engine).__name__,
             "zero_stage": int(engine.zero_optimization_stage()),

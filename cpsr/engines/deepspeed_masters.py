@@ -20,6 +20,7 @@ __all__ = [
     "MasterSlice",
     "advance_loss_scale",
     "discard_gradients",
+    "frozen_shape",
     "master_slices",
     "masters",
     "owned_frozen",
@@ -152,6 +153,13 @@ def owned_frozen(optimizer: Any, parameter: Any) -> torch.Tensor:
         return whole
     partition: torch.Tensor = parameter.ds_tensor.detach().view(-1)
     return partition[: _owned_range(optimizer, parameter, partition.numel())[1]]
+
+
+def frozen_shape(optimizer: Any, parameter: Any) -> tuple[int, ...]:
+    """Shape by which ranks compare such a parameter: under ZeRO-3 that of a partition with its padding, as all have."""
+    if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
+        return tuple(parameter.shape)
+    return (int(parameter.ds_tensor.numel()),)
 
 
 @torch.no_grad()

@@ -48,6 +48,8 @@ def straddling(stage: int) -> None:
     shards: list[Any] = [None, None]
     described = resume(stage, "fp32")["description"]["tensors"]
     torch.distributed.all_gather_object(shards, described)
+    for name in shards[0].keys() & shards[1].keys():  # a run directory refuses ranks that differ in a shape
+        assert shards[0][name]["shape"] == shards[1][name]["shape"], name
     names = {name for shard in shards for name in shard if shard[name]["dtype"] != "int64"}
     split = 0
     for name in names - {"frozen.weight", "frozen.bias", "drift"}:
