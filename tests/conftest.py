@@ -22,6 +22,7 @@ STARTS_RANKS = {
     "tests.rank_processes",
     "tests.launch.jobs",
     "tests.peers.ranks",
+    "tests.qualify.jobs",
     "tests.ranks.dumping_ranks",
     "tests.recovery.job",
     "tests.recovery.terminated",

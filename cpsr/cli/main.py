@@ -1,6 +1,7 @@
-"""The `cpsr` command: demo, run, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
+"""The `cpsr` command: demo, run, qualify, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
 
-Exit status: 0 is success, 1 is damage that `verify` found, 2 is a command that could not be carried out.
+Exit status: 0 is success, 1 is damage that `verify` found or a check of `qualify` that failed, 2 is a command that
+could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
 """
 
@@ -104,6 +105,25 @@ def run(context: typer.Context) -> None:
     from cpsr.launch.command import run_job
 
     raise typer.Exit(run_job(context.args))
+
+
+@app.command()
+def qualify(
+    device: DeviceOption = Device.AUTO,
+    ranks: Annotated[int | None, typer.Option(min=1, help="By default 2, or one per GPU if there are more.")] = None,
+    only: Annotated[str, typer.Option(help="Only checks whose name contains this, as 'zero1 bf16' or ': dump'.")] = "",
+    json_path: JsonPath = None,
+    workdir: Annotated[Path, typer.Option(help="Holds the ranks' runs, records and log.")] = Path("runs/qualify"),
+) -> None:
+    """Check that recovery works on this machine, by engine, ZeRO stage, precision and optimizer.
+
+    Under a launcher it is one of its ranks: cpsr run --nproc-per-node=8 -m cpsr qualify
+    """
+    if not __debug__:
+        raise ConfigError("cpsr qualify states its checks with assertions: run Python without -O and PYTHONOPTIMIZE")
+    from cpsr.qualify.command import run_qualify
+
+    raise typer.Exit(run_qualify(device, ranks, only, json_path, workdir))
 
 
 @app.command()

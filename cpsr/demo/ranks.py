@@ -14,12 +14,12 @@ def rank_environment(device: str) -> dict[str, str]:
 
 
 def backend_of(ranks: int, gpus: int) -> str:
-    """`nccl` where each rank has a GPU of its own; `gloo` where ranks share one, or on the CPU (no GPUs)."""
+    """The backend of a machine's ranks: `nccl` where each has a GPU of its own, else `gloo` (also without GPUs)."""
     return "nccl" if gpus >= ranks else "gloo"
 
 
 def join_ranks(init_method: str = "env://") -> None:
-    """Join the other ranks of the job, of one machine, over NCCL or gloo; called in each rank.
+    """Join the other ranks of the job over NCCL or gloo; called in each rank.
 
     Where ranks share GPUs, `LOCAL_RANK`, which is DeepSpeed's number of the GPU, is set to that of the shared one.
 
@@ -34,7 +34,7 @@ def join_ranks(init_method: str = "env://") -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = deepspeed.accelerator.get_accelerator().device_name() == CUDA
     gpus = torch.cuda.device_count() if on_gpu else 0
-    backend = backend_of(ranks, gpus)
+    backend = backend_of(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), gpus)
     if on_gpu and backend == "gloo":
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
         # By torch, and not by DeepSpeed, which binds the group to the GPU: gloo cannot split a group that is bound.

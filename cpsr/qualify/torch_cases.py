@@ -1,6 +1,6 @@
 """The conformance cases of `TorchAdapter`, on a device that is a parameter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,16 +55,20 @@ class TorchJob:
         self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches, experts)
 
     def train_step(self, step: int) -> None:
-        """Train one iteration."""
-        device = next(self.module.parameters()).device
+        """Train one iteration on the batches of this step; with a scaler, some overflow."""
+        batches = [self.batch(step, micro, self.adapter.rank) for micro in range(self.micro_batches)]
+        overflows = self.scaler is not None and step in OVERFLOWING_STEPS
+        self.train_on(batches, OVERFLOW * OVERFLOW if overflows else 1.0)
+
+    def train_on(self, batches: Sequence[Sequence[torch.Tensor]], factor: float = 1.0) -> torch.Tensor:
+        """Train one iteration, with scaled losses times a factor; returns the last micro-batch's loss."""
+        device, loss = next(self.module.parameters()).device, torch.zeros(())
         self.optimizer.zero_grad()
-        for micro in range(self.micro_batches):
-            batch = [one.to(device) for one in self.batch(step, micro, self.adapter.rank)]
+        for batch in batches:
             with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
-                output = self.called(*batch)
+                output = self.called(*(one.to(device) for one in batch))
             loss = output["loss"] if isinstance(output, dict) else output
             if self.scaler is not None:
-                factor = OVERFLOW * OVERFLOW if step in OVERFLOWING_STEPS else 1.0
                 self.scaler.scale(loss * factor).backward()
             else:
                 (loss / self.micro_batches).backward()
@@ -75,6 +79,7 @@ class TorchJob:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        return loss.detach()
 
 
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
@@ -175,8 +180,10 @@ def build_ddp(device: Device = "cpu") -> TorchJob:
     return small_job("fp32", "adamw", device, ranks=2, micro_batches=2)
 
 
-def small_job(precision: str, optimizer: str, device: Device, ranks: int, micro_batches: int = 1) -> TorchJob:
-    """A job of `TinyLM` with a falling rate, under DDP where it has several ranks.
+def small_job(
+    precision: str, optimizer: str, device: Device, ranks: int, micro_batches: int = 1, schedule: str = "cosine"
+) -> TorchJob:
+    """A job of `TinyLM`, under DDP where it has several ranks.
 
     Args:
         precision: `fp32`; `bf16`, of the weights; or `fp16`, by autocast with a gradient scaler.
@@ -184,12 +191,13 @@ def small_job(precision: str, optimizer: str, device: Device, ranks: int, micro_
         device: of this rank.
         ranks: of the job.
         micro_batches: of an iteration.
+        schedule: as of `scheduler_of`.
     """
     module = TinyLM().to(device, torch.bfloat16 if precision == "bf16" else torch.float32)
     called = nn.parallel.DistributedDataParallel(module) if ranks > 1 else module
     tuned = optimizer_of(optimizer, module)
     scaler = scaler_on(device) if precision == "fp16" else None
-    job = TorchJob(module, tuned, scheduler_of("cosine", tuned), scaler, micro_batches, called)
+    job = TorchJob(module, tuned, scheduler_of(schedule, tuned), scaler, micro_batches, called)
     job.autocast = torch.float16 if precision == "fp16" else None
     return job
 

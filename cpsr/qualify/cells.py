@@ -1,0 +1,64 @@
+"""The cells of the table: which engine, ZeRO stage, precision and optimizer a check runs with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Cell", "cells_of"]
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+OPTIMIZERS = ("adamw", "sgd")
+CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", "fused")
+ZERO_STAGES = range(4)
+STAGES = 2  # of a pipeline
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table.
+
+    Attributes:
+        engine: `torch` (each rank by itself), `ddp`, `deepspeed`, `mixture` (DeepSpeed with experts) or `pipeline`.
+        zero: stage of ZeRO; None outside DeepSpeed.
+        precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler.
+        optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, or `fused`: DeepSpeed's FusedAdam.
+    """
+
+    engine: str
+    zero: int | None
+    precision: str
+    optimizer: str
+
+    @property
+    def name(self) -> str:
+        """The parts in one line, as in `deepspeed zero1 bf16 adamw`."""
+        zero = "" if self.zero is None else f"zero{self.zero} "
+        return f"{self.engine} {zero}{self.precision} {self.optimizer}"
+
+    @property
+    def alone(self) -> bool:
+        """Whether ranks train without each other."""
+        return self.engine == "torch"
+
+
+def cells_of(device: str, ranks: int, stages_can_send: bool) -> list[Cell]:
+    """Every cell that this job can run; pipelines are the last, since they change DeepSpeed's groups.
+
+    Args:
+        device: `cpu` or `cuda`.
+        ranks: of the job.
+        stages_can_send: whether the backend sends tensors of the device from rank to rank: gloo does not for CUDA.
+    """
+    return list(_cells(OPTIMIZERS + (CUDA_OPTIMIZERS if device == "cuda" else ()), ranks, stages_can_send))
+
+
+def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> Iterator[Cell]:
+    for engine in ("torch", "ddp") if ranks > 1 else ("torch",):
+        yield from (Cell(engine, None, precision, name) for precision in PRECISIONS for name in optimizers)
+    for stage in ZERO_STAGES:
+        yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
+    yield Cell("mixture", 0, "fp32", "adamw")
+    yield Cell("mixture", 1, "bf16", "adamw")
+    yield Cell("mixture", 2, "fp16", "adamw")
+    if ranks % STAGES == 0 and stages_can_send:
+        yield Cell("pipeline", 0, "fp32", "adamw")
+        yield Cell("pipeline", 1, "bf16", "adamw")

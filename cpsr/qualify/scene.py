@@ -1,0 +1,58 @@
+"""Where a check runs: the device, the ranks and the folder, and the kill by which a check ends its own process."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Scene"]
+
+WAIT_SECONDS = 60.0  # for what another rank or thread does at once
+POLL_SECONDS = 0.005
+KILLED = "killed.json"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a check runs.
+
+    Attributes:
+        device: of this rank.
+        rank: of this process.
+        ranks: their number.
+        local_ranks: those on this machine.
+        folder: of this check alone, the same on all ranks.
+    """
+
+    device: torch.device
+    rank: int
+    ranks: int
+    local_ranks: int
+    folder: Path
+
+    @property
+    def killed(self) -> bool:
+        """Whether a rank has killed itself in this check: then this is the life after."""
+        return (self.folder / KILLED).exists()
+
+    def kill_myself(self, iteration: int) -> None:
+        """Record the kill in the folder, and end by SIGKILL."""
+        (self.folder / KILLED).write_text(json.dumps({"rank": self.rank, "iteration": iteration}), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait for a state of the job.
+
+        Raises:
+            AssertionError: it is not reached in time; `what` names it.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not reached():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} within {WAIT_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)

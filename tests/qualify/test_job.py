@@ -1,0 +1,57 @@
+"""Checks that fail or hang end neither the others nor the report; `broken_worker` has one of each."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cpsr.qualify.command import finish
+from cpsr.qualify.job import follow
+from cpsr.qualify.result import CheckResult
+from tests.device import DEVICE
+from tests.qualify import jobs
+
+assert jobs  # marks this file: it starts ranks
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, CheckResult], Path]:
+    """Exit status, what was printed, the results by check, and the work folder."""
+    folder = tmp_path_factory.mktemp("broken")
+    log = folder / "ranks.log"
+    console = Console(file=io.StringIO(), width=200)
+    follow(console, folder, log, DEVICE, 2, "", worker="tests.qualify.broken_worker")
+    status = finish(console, folder, DEVICE, str(log), None)
+    data = json.loads((folder / "qualify.json").read_text())
+    assert isinstance(console.file, io.StringIO)
+    return status, console.file.getvalue(), {one["check"]: CheckResult(**one) for one in data["checks"]}, folder
+
+
+Broken = tuple[int, str, dict[str, CheckResult], Path]
+
+
+def test_the_others_are_carried_out(broken: Broken) -> None:
+    status, _, checks, folder = broken
+    assert {name: one.status for name, one in checks.items()} == {
+        "first": "passed",
+        "on one rank": "failed",
+        "for ever": "failed",
+        "last": "passed",
+        "never": "not applicable",
+    }, (folder / "ranks.log").read_text()
+    assert status == 1
+    assert not json.loads((folder / "qualify.json").read_text())["passed"]
+
+
+def test_each_failure_says_why_and_what_to_send(broken: Broken) -> None:
+    _, printed, checks, folder = broken
+    assert "weights differ by 0.25" in checks["on one rank"].reason
+    assert "hung for 4 s" in checks["for ever"].reason
+    lines = [line for line in printed.splitlines() if line.startswith("FAILED")]
+    assert len(lines) == 2
+    for line in lines:
+        assert str(folder / "qualify.json") in line
+        assert str(folder / "ranks.log") in line
+    assert "hangs" in (folder / "ranks.log").read_text(), "the log has the stack of what hung"

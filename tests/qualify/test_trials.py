@@ -1,0 +1,57 @@
+"""Which checks run, in which order, and why the others do not apply."""
+
+import pytest
+
+from cpsr.qualify.cells import cells_of
+from cpsr.qualify.trials import CHECKS, trials_of
+
+
+def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
+    trials, empty = trials_of("cpu", "", 2, True, True)
+    cells = cells_of("cpu", 2, True)
+    assert len(trials) + len(empty) == len(cells) * len(CHECKS)
+    assert all(one.reason for one in empty)
+    assert len({trial.name for trial in trials}) == len(trials)
+    assert {trial.cell for trial in trials if trial.check.name == "restart"} == set(cells)
+    assert {trial.check.name for trial in trials} == {check.name for check in CHECKS}
+
+
+def test_kills_follow_and_pipelines_are_the_last() -> None:
+    trials, _ = trials_of("cpu", "", 2, True, True)
+    names = [(trial.cell.engine == "pipeline", trial.check.kills) for trial in trials]
+    assert names == sorted(names)
+
+
+@pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
+def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
+    assert {cell.optimizer for cell in cells_of(device, 2, True)} == {"adamw", "sgd"} | more
+
+
+def test_gloo_sends_no_cuda_tensors_from_stage_to_stage() -> None:
+    assert all(cell.engine != "pipeline" for cell in cells_of("cuda", 2, False))
+
+
+def test_a_single_rank_has_what_needs_no_other() -> None:
+    trials, empty = trials_of("cpu", "", 1, True, True)
+    assert {trial.check.name for trial in trials if trial.cell.name == "torch fp32 adamw"} == {
+        "restart",
+        "speed",
+        "memory",
+        "disk",
+        "prediction",
+    }
+    assert not any(trial.check.name in ("dump", "side group") for trial in trials)
+    assert all(trial.cell.engine != "ddp" for trial in trials)
+    assert empty
+
+
+def test_without_a_launcher_nothing_is_killed() -> None:
+    trials, empty = trials_of("cpu", "", 2, True, False)
+    assert not any(trial.check.kills for trial in trials)
+    assert any("cpsr run" in one.reason for one in empty)
+
+
+def test_only_selects_by_name() -> None:
+    trials, empty = trials_of("cpu", "zero1 bf16 adamw: d", 2, True, True)
+    assert [trial.name for trial in trials] == ["deepspeed zero1 bf16 adamw: disk", "deepspeed zero1 bf16 adamw: dump"]
+    assert {one.trial.cell.name for one in empty} == {"deepspeed zero1 bf16 adamw"}
