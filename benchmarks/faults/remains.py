@@ -43,7 +43,7 @@ class Remains:
     def possible_failures(self) -> frozenset[int | None]:
         """Where the job can have failed: as its counters say, or where a rank has left a later state."""
         counted = self.failure_iteration
-        return frozenset({counted, *(at for _, at in self.held if counted is not None and at > counted)})
+        return frozenset({counted, *(at for _, at in self.stored if counted is not None and at > counted)})
 
 
 def states_in(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[MemoryState]:
