@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = ["CUDA_SUCCESS", "Hangs", "StandInDevice", "StandInEvent", "StandInStream", "stand_in_device"]
 
@@ -73,7 +73,7 @@ class StandInEvent:
         self._of = of
         self._recorded = 0
         self._reached = 0
-        self._at = 0.0
+        self.at = 0.0
         self.name = of.name_event(self)
         self.stream: StandInStream | None = None
 
@@ -88,7 +88,7 @@ class StandInEvent:
 
     def _reach(self, number: int) -> Callable[[], bool]:
         def reach() -> bool:
-            self._reached, self._at = max(self._reached, number), time.perf_counter()
+            self._reached, self.at = max(self._reached, number), time.perf_counter()
             return True
 
         return reach
@@ -110,7 +110,7 @@ class StandInEvent:
     def elapsed_time(self, end: "StandInEvent") -> float:
         if not (self.query_quietly() and end.query_quietly()):
             raise RuntimeError("device not ready")
-        return 1e3 * (end._at - self._at)
+        return 1e3 * (end.at - self.at)
 
 
 class Runtime:
@@ -389,7 +389,7 @@ class DeviceTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
+        flat, _ = tree_flatten((args, kwargs or {}))
         one = next(value for value in flat if isinstance(value, DeviceTensor))
         host = tree_map(_memory, args), tree_map(_memory, kwargs or {})
         if name in ("copy_", "_foreach_copy_"):

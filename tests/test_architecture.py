@@ -128,6 +128,10 @@ FOREIGN = {
     "_optimizer_step_pre_hooks": "torch",
     "_optimizer_step_post_hooks": "torch",
     "_saved_result": "what autograd keeps for a backward",
+    "scaler._scale": "where torch keeps a loss scale on its device",
+    "scaler._growth_tracker": "torch",
+    "torch.Tensor._make_wrapper_subclass": "torch has no other way to make a tensor of another device",
+    "torch._C": "torch",
 }
 
 

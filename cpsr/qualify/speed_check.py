@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from cpsr.recovery import CPSRRecovery
 
 __all__ = ["check_speed"]
 
-WIDTH, LAYERS, ITEMS = 768, 4, 16  # 2.4 million parameters
-INTERVAL = 6  # iterations, of which one begins a checkpoint
-TURNS = 4  # the first is not counted
+WIDTH, LAYERS, ITEMS = 768, 4, 64  # 2.4 million parameters
+INTERVAL = 20  # iterations, of which one begins a checkpoint
+TURNS = 7  # the first is not counted
 
 
 class _Wide(nn.Module):
@@ -51,29 +52,47 @@ def check_speed(cell: Cell, scene: Scene) -> Mapping[str, Any]:
         "mode": "exact",
         "checkpoint": {"interval_iterations": INTERVAL, "final": False},
     }
-    ratios, copies = [], []
     with CPSRRecovery(recoverable, config) as recovery:
         batches = recovery.resume([0], repeat=True)
         shard = [tensor for _, tensor in recovery.life.job.adapter.shard().tensors()]
         hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in shard]
-        for turn in range(TURNS):
-            with_cpsr = _timed(scene, lambda: [watched() for _ in range(INTERVAL) if next(batches) == 0])
-            recovery.life.saver.drain(60.0)  # the next turn's checkpoint is not skipped
-            without = _timed(scene, lambda: [plain() for _ in range(INTERVAL)])
-            copies.append(_timed(scene, lambda: [host.copy_(one) for host, one in zip(hosts, shard, strict=True)]))
-            if turn:
-                ratios.append(with_cpsr / without)
-    with JournalReader(scene.folder / "run" / "journal.db") as journal:
-        rows = [row for row in journal.checkpoints() if row.status == "committed" and row.stall_seconds is not None]
-    assert len(rows) >= TURNS // 2, f"only {len(rows)} checkpoints were committed"
-    stalls = [row.stall_seconds for row in rows[1:] if row.stall_seconds is not None]
-    copy_seconds = statistics.median(copies[1:])
+
+        def with_cpsr() -> float:
+            seconds = _timed(scene, lambda: [watched() for _ in range(INTERVAL) if next(batches) == 0])
+            recovery.life.saver.drain(60.0)  # the steps without CPSR share no core with its writes
+            return seconds
+
+        def without() -> float:
+            return _timed(scene, lambda: [plain() for _ in range(INTERVAL)])
+
+        def copy() -> float:
+            return _timed(scene, lambda: [host.copy_(one) for host, one in zip(hosts, shard, strict=True)])
+
+        turns = [_turn(with_cpsr, without, copy, turn) for turn in range(TURNS)][1:]
+    copy_seconds = statistics.median(copied for _, copied in turns)
     return {
         "copied_bytes": sum(one.nbytes for one in shard),
         "copy_seconds": copy_seconds,
-        "stall_ratio": _spread([stall / copy_seconds for stall in stalls]),
-        "step_ratio": _spread(ratios),
+        "stall_ratio": _spread([stall / copy_seconds for stall in _stalls(scene.folder / "run")]),
+        "step_ratio": _spread([ratio for ratio, _ in turns]),
     }
+
+
+def _turn(
+    with_cpsr: Callable[[], float], without: Callable[[], float], copy: Callable[[], float], turn: int
+) -> tuple[float, float]:
+    """Ratio of the steps' times, and seconds of the copy; which of the steps are first changes by turns."""
+    measured = {act: act() for act in ((with_cpsr, without) if turn % 2 else (without, with_cpsr))}
+    return measured[with_cpsr] / measured[without], copy()
+
+
+def _stalls(run_dir: Path) -> list[float]:
+    """Seconds of each committed checkpoint but the first, from the journal."""
+    with JournalReader(run_dir / "journal.db") as journal:
+        rows = [row for row in journal.checkpoints() if row.status == "committed"]
+    stalls = [row.stall_seconds for row in rows if row.stall_seconds is not None]
+    assert len(stalls) >= TURNS // 2, f"only {len(stalls)} checkpoints were committed"
+    return stalls[1:]
 
 
 def _trained(cell: Cell, scene: Scene, inputs: torch.Tensor) -> tuple[Any, Callable[[], None]]:

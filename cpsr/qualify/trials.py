@@ -69,11 +69,11 @@ class NotApplicable:
 CHECKS = (
     Check("restart", check_restart),
     Check("side group", check_side_group, ("ddp fp32 adamw",), ranks=2),
-    Check("speed", check_speed, ("ddp fp32 adamw", "deepspeed zero1 bf16 adamw", ALONE, *RETURNING_ON_CUDA)),
+    Check("speed", check_speed, ("ddp fp32 adamw", "deepspeed zero1 fp32 adamw", ALONE, *RETURNING_ON_CUDA)),
     Check("memory", check_return_from_memory, (*RETURNING, *RETURNING_ON_CUDA, ALONE), kills=True),
     Check("disk", check_return_from_disk, (*RETURNING, ALONE), kills=True),
     Check("dump", check_dump, DUMPED, kills=True, ranks=2),
-    Check("prediction", check_prediction, (*PREDICTED, ALONE), kills=True),
+    Check("predict", check_prediction, (*PREDICTED, ALONE), kills=True),
 )
 
 

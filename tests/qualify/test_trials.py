@@ -38,7 +38,7 @@ def test_a_single_rank_has_what_needs_no_other() -> None:
         "speed",
         "memory",
         "disk",
-        "prediction",
+        "predict",
     }
     assert not any(trial.check.name in ("dump", "side group") for trial in trials)
     assert all(trial.cell.engine != "ddp" for trial in trials)
