@@ -15,8 +15,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 from deepspeed.runtime.zero import partition_parameters
-from tests.engines.conformance import TinyLM, seed, token_batch
-from tests.engines.deepspeed_cases import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.conformance import seed
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.models import TinyLM, token_batch
 
 seed(1)
 config = configuration(3, "bf16")
