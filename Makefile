@@ -32,7 +32,7 @@ check: $(STAMP)
 # time end sooner; those of a file share lives, and stay together. Last the judge of the fault campaign, which they run.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not ranks" --numprocesses 2 --dist worksteal
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "ranks and not slow" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "ranks and not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" benchmarks/tests/faults
 
 test-slow: $(STAMP)

@@ -28,6 +28,8 @@ STARTS_RANKS = {
     "tests.recovery.terminated",
     "tests.two_ranks",
 }
+# Few tests, each long: they begin first, or one of the two workers waits at the end for what the other has left.
+LONG = {"test_campaign.py", "test_rehearsal.py", "test_readme.py"}
 # Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
 RANKS_TIMEOUT_SECONDS = 900
 
@@ -42,7 +44,8 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks, and give it time."""
+    """Mark what starts ranks, and give it time; what takes long begins first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         module = getattr(item, "module", None)
         if module is None or not starts_ranks(module):

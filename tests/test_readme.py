@@ -41,6 +41,6 @@ def test_the_program_comes_back_from_a_kill(tmp_path: Path) -> None:
     assert back is not None
     assert failed[1] == back[1]
     assert 300 <= int(back[2]) <= int(back[1])  # from a checkpoint, from memory or near the failure
-    # 60 passes of 28 batches on each of two ranks, to the end and no further.
-    assert "iteration 1600:" in launched.output
-    assert "checkpoint 1680 committed" in launched.output
+    # 30 passes of 28 batches on each of two ranks, to the end and no further.
+    assert "iteration 800:" in launched.output
+    assert "checkpoint 840 committed" in launched.output
