@@ -15,10 +15,10 @@ from torch import nn
 
 from cpsr.engines import EngineAdapter
 from cpsr.engines.moe.operators import Expert
+from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
 from cpsr.state.codec import decode, encode
-from cpsr.state.scalars import capture_rng, restore_rng
 from cpsr.state.small_state import SmallState
 
 __all__ = [
@@ -82,7 +82,7 @@ class Job(Protocol):
 def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
     """What a checkpoint contains, through the same encoding."""
     tensors = {key: value.clone() for key, value in adapter.shard().tensors()}
-    small = SmallState({"scalars": adapter.scalars(on_device=True), "random": capture_rng()})
+    small = SmallState({"scalars": adapter.scalars(on_device=True), "random": capture_random_states(adapter)})
     small.wait()
     data, extra = encode(small.tree())
     return {"tensors": tensors, "json": json.dumps(data), "extra": extra}
@@ -97,7 +97,8 @@ def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
     state = decode(json.loads(snapshot["json"]), snapshot["extra"])
     adapter.load_scalars(state["scalars"])
     adapter.push_down()
-    restore_rng(state["random"])
+    note = restore_random_states(adapter, state["random"])
+    assert note is None, note
 
 
 def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
