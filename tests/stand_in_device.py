@@ -336,7 +336,10 @@ class StandInDevice:
         def empty(*size: Any, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
             size = tree_map(_memory, size)
             if device is not None and torch.device(device).type == "cuda":
-                return self.tensor(made(*size, **options), self.device(device).index)
+                index = self.device(device).index
+                if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+                    self.launch("fill_empty_deterministic_", index, lambda: None)
+                return self.tensor(made(*size, **options), index)
             tensor = made(*size, device=device, **options)
             if pin_memory:
                 self.note("pin", None, tensor.nbytes)

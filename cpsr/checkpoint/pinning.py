@@ -72,10 +72,10 @@ def _runtime() -> Any:
 def _clear_error(device: torch.device) -> None:
     """Launch a kernel: CUDA keeps the error of a refused call, and torch raises it after the next launch.
 
-    Torch has no call that only clears it. A second error is one of the device itself, and is raised.
+    Torch has no call that only clears it. A second error is one of the device itself, and is raised. Where torch is to
+    compute deterministically, the allocation launches a kernel as well.
     """
-    scratch = torch.empty(1, device=device)
     try:
-        scratch.fill_(0)
+        torch.empty(1, device=device).fill_(0)
     except RuntimeError:
-        scratch.fill_(0)
+        torch.empty(1, device=device).fill_(0)
