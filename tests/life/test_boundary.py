@@ -68,7 +68,7 @@ def train(recovery: CPSRRecovery, loop: Loop, queue: Queue, until: int) -> Itera
 
 def crash_at_5(run_dir: Path, queue: Queue, completed: int, **checkpoint: Any) -> None:
     """A life whose device has completed only so many steps by then."""
-    loop, settings = Loop(), config(run_dir, checkpoint={"interval_iterations": 100, **checkpoint})
+    loop, settings = Loop(device="cpu"), config(run_dir, checkpoint={"interval_iterations": 100, **checkpoint})
 
     def life() -> None:
         for iteration in train(recovery, loop, queue, 12):
@@ -92,7 +92,7 @@ def test_no_hook_publishes_a_step_that_is_still_queued(
             seen.append((_name, published(tmp_path).iteration, queue.completed))
 
         monkeypatch.setattr(Life, name, watched)
-    loop = Loop()
+    loop = Loop(device="cpu")
     with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"interval_iterations": 100})) as recovery:
         for iteration in train(recovery, loop, queue, 12):
             if iteration % 4 == 0:
@@ -136,7 +136,7 @@ def test_a_crash_without_a_dump_leaves_what_the_device_had_completed(tmp_path: P
 
 
 def test_a_load_by_the_user_voids_what_is_queued(tmp_path: Path, queue: Queue) -> None:
-    loop = Loop()
+    loop = Loop(device="cpu")
     with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"interval_iterations": 100})) as recovery:
         for iteration in train(recovery, loop, queue, 6):
             if iteration == 6:

@@ -41,15 +41,16 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x.to(DEVICE)), y.to(DEVICE))
+        device = next(self.parameters()).device
+        return nn.functional.mse_loss(self.layers(x.to(device)), y.to(device))
 
 
 class Loop:
     """A user's script: model, optimizer and what CPSR is given."""
 
-    def __init__(self, width: int = 8, seed: int = 0, module: nn.Module | None = None) -> None:
+    def __init__(self, width: int = 8, seed: int = 0, module: nn.Module | None = None, device: str = DEVICE) -> None:
         torch.manual_seed(seed)
-        self.model = (Model(width) if module is None else module).to(DEVICE)
+        self.model = (Model(width) if module is None else module).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.adapter = TorchAdapter(self.model, self.optimizer)
 
@@ -514,7 +515,8 @@ class Drawing(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.layers(x.to(DEVICE)), y.to(DEVICE))
+        device = next(self.parameters()).device
+        return nn.functional.mse_loss(self.layers(x.to(device)), y.to(device))
 
 
 def test_a_checkpoint_between_two_steps_on_one_batch_is_of_the_end_of_the_first(tmp_path: Path) -> None:
