@@ -18,6 +18,7 @@ from cpsr.qualify.torch_cases import adamw_of
 
 __all__ = ["DeepSpeedJob", "PipelineJob", "configuration", "initialize", "pipeline_engine"]
 
+BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory for each engine
 GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
 
 
@@ -34,7 +35,11 @@ def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: A
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
+        },
         "zero_allow_untested_optimizer": True,
     }
     if stage == 3:
