@@ -337,7 +337,9 @@ class StandInDevice:
             size = tree_map(_memory, size)
             if device is not None and torch.device(device).type == "cuda":
                 index = self.device(device).index
-                if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+                # mypy does not see this property of a module.
+                filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
+                if torch.are_deterministic_algorithms_enabled() and filled:
                     self.launch("fill_empty_deterministic_", index, lambda: None)
                 return self.tensor(made(*size, **options), index)
             tensor = made(*size, device=device, **options)

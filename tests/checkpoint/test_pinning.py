@@ -53,9 +53,9 @@ def test_a_refusal_leaves_no_error_for_the_next_kernel(device: StandInDevice) ->
 
 def test_a_refusal_leaves_no_error_where_an_allocation_launches_a_kernel(device: StandInDevice) -> None:
     device.runtime.refuse = OUT_OF_MEMORY
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009 - mypy does not see it
     torch.use_deterministic_algorithms(True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # noqa: B010 - mypy does not see it
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # noqa: B010
     try:
         with pytest.raises(SaveError, match="could not be pinned"):
             Pinning(torch.zeros(4096, dtype=torch.uint8), CUDA)
