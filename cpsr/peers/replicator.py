@@ -20,7 +20,7 @@ from cpsr.peers.small import SmallStates, fingerprint, small_bytes
 from cpsr.peers.transport import Channel, sealed
 from cpsr.peers.twins import Twins
 from cpsr.ranks.group import Group, this_node
-from cpsr.ranks.side_group import SideGroup, group_name
+from cpsr.ranks.side_group import pair_groups
 from cpsr.state.shard import Shard
 
 __all__ = ["Replicator", "replica_path"]
@@ -86,7 +86,8 @@ class Replicator:
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self.nodes)) == 1
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
-        self._groups = self._connected(config.timeout_seconds)
+        # One for each rank that this one sends to or receives from.
+        self._groups = pair_groups(self._rank, self._pairs(), config.timeout_seconds)
         holders, owners = self.placement.holders[group.rank], self.placement.owners_kept_by(group.rank)
         own = members[group.rank]
         self._takes_small: set[int] = set()
@@ -169,18 +170,6 @@ class Replicator:
             self._small.close(remove=remove)
         if remove:
             self._remove_all_but(())
-
-    def _connected(self, timeout_seconds: float) -> dict[int, SideGroup]:
-        """A group of two for each rank that this one sends to or receives from.
-
-        Of two, and not one of all: gloo answers a timeout by closing every connection of its group.
-        """
-        name = group_name()  # on every rank, also on one that is in no pair
-        pairs = {(min(pair), max(pair)) for pair in self._pairs() if self._rank in pair}
-        groups = {}
-        for low, high in sorted(pairs):  # in the same order on all ranks, so that none waits for one that waits
-            groups[low + high - self._rank] = SideGroup(f"{name}-{low}-{high}", (low, high), timeout_seconds)
-        return groups
 
     def _pairs(self) -> Iterable[tuple[int, int]]:
         return ((owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders)

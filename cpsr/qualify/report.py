@@ -25,7 +25,7 @@ What `cpsr qualify` found, and on which machine. It trains small models with eve
 optimizer that the machine has, and checks per combination:
 
 - **restart**: a snapshot, injected into another engine, continues bit for bit like what never stopped;
-- **side group**: CPSR's collectives run beside those of the training;
+- **side group**: CPSR's collectives, and messages to neighbours, travel beside the collectives of the training;
 - **speed**: the stall of a snapshot over a copy of the same bytes, pinned on CUDA, and 20 steps with one checkpoint
   over 20 without CPSR. The stall may be shorter than the copy: the rest of it runs beside the next forward. Where the
   ranks keep every core busy, the writes take part of their time;

@@ -1,6 +1,7 @@
-"""The ranks' side group beside the training's backend: both at work at once, and neither disturbs the other."""
+"""The ranks' side groups beside the training's backend: all at work at once, and none disturbs the others."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,28 +10,51 @@ import torch.distributed as dist
 from cpsr.qualify.cells import Cell
 from cpsr.qualify.scene import Scene
 from cpsr.ranks.group import Group
+from cpsr.ranks.side_group import SideGroup, pair_groups
 
 __all__ = ["check_side_group"]
 
 ROUNDS = 20
 ELEMENTS = 1 << 18
+TIMEOUT_SECONDS = 60.0  # of a neighbour, for what takes milliseconds
 
 
 def check_side_group(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """Gather and vote on the side while the training group reduces; returns the backend of the training group."""
+    """Gather, vote, and send to the neighbours while the training group reduces; returns the training's backend."""
     group = Group()
     votes = group.votes()
     everyone = list(range(scene.ranks))
+    # As replicas travel. Of more than two ranks none is in all of the pairs.
+    pairs = pair_groups(scene.rank, [(rank, (rank + 1) % scene.ranks) for rank in everyone], TIMEOUT_SECONDS)
     for number in range(1, ROUNDS + 1):
         values = torch.full((ELEMENTS,), float(scene.rank + number), device=scene.device)
         work = dist.all_reduce(values, async_op=True)
         gathered = group.gather([scene.rank, number])
         agreed = votes.exchange(False, number)
+        received = _exchange(pairs, scene.rank + number)
         work.wait()
         assert gathered == [[rank, number] for rank in everyone], gathered
         assert agreed == (False, number - 1, 0), agreed
+        for peer, sent in received.items():
+            assert torch.equal(sent, _message(peer + number)), f"rank {peer} sent something else"
         assert group.sum(scene.rank) == sum(everyone)
         assert torch.equal(values, torch.full_like(values, float(sum(everyone) + number * scene.ranks)))
     votes.finish()
     group.close()
-    return {"backend": dist.get_backend()}
+    for pair in pairs.values():
+        pair.close()
+    return {"backend": dist.get_backend(), "neighbours": len(pairs)}
+
+
+def _exchange(pairs: Mapping[int, SideGroup], number: int) -> dict[int, torch.Tensor]:
+    """Send this rank's number to each neighbour; returns what they send, by rank."""
+    message, received = _message(number), {peer: torch.empty(ELEMENTS) for peer in pairs}
+    work = [pair.send(message, peer) for peer, pair in pairs.items()]
+    work += [pair.receive(received[peer], peer) for peer, pair in pairs.items()]
+    for one in work:
+        one.wait(timedelta(seconds=TIMEOUT_SECONDS))
+    return received
+
+
+def _message(number: int) -> torch.Tensor:
+    return torch.full((ELEMENTS,), float(number))

@@ -2,7 +2,7 @@
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-__all__ = ["SideGroup", "group_name"]
+__all__ = ["SideGroup", "group_name", "pair_groups"]
 
 _numbers = itertools.count()
 
@@ -83,3 +83,24 @@ class SideGroup:
     def receive(self, values: torch.Tensor, rank: int) -> dist.Work:
         """Begin to receive into a CPU tensor what a member sends, of the same shape and dtype."""
         return self._open.recv([values], self._ranks.index(rank), 0)
+
+
+def pair_groups(rank: int, pairs: Iterable[tuple[int, int]], timeout_seconds: float) -> dict[int, SideGroup]:
+    """A group of two with each rank that this one is in a pair with, by that rank.
+
+    Of two, and not one of all: gloo answers a timeout by closing every connection of its group.
+
+    Args:
+        rank: this one.
+        pairs: the same on every rank, also on one that is in none of them; in any order, each also more than once.
+        timeout_seconds: see `SideGroup`.
+
+    Raises:
+        RuntimeError: a rank did not come in time.
+    """
+    name = group_name()
+    own = {(min(pair), max(pair)) for pair in pairs if rank in pair}
+    groups = {}
+    for low, high in sorted(own):  # in the same order on all ranks, so that none waits for one that waits
+        groups[low + high - rank] = SideGroup(f"{name}-{low}-{high}", (low, high), timeout_seconds)
+    return groups
