@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Cell", "cells_of"]
+__all__ = ["FUSED", "Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
-CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", "fused")
+FUSED = "fused"  # DeepSpeed's own
+CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", FUSED)
 ZERO_STAGES = range(4)
 STAGES = 2  # of a pipeline
 

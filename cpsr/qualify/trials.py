@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpsr.qualify.cells import Cell, cells_of
+from cpsr.qualify.cells import FUSED, Cell, cells_of
 from cpsr.qualify.kill_checks import check_dump, check_prediction, check_return_from_disk, check_return_from_memory
 from cpsr.qualify.restart_check import check_restart
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group
 from cpsr.qualify.speed_check import check_speed
 
-__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of"]
+__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of", "without_fused"]
 
 DEADLINE_SECONDS = 300.0  # for what takes seconds; a first use of an operator may compile it
 REPRESENTATIVE = "run with representative cells only"
@@ -102,6 +102,15 @@ def trials_of(
             else:
                 trials.append(trial)
     return _ordered(trials), empty
+
+
+def without_fused(
+    trials: Sequence[Trial], empty: Sequence[NotApplicable], problem: str
+) -> tuple[list[Trial], list[NotApplicable]]:
+    """Checks with DeepSpeed's FusedAdam do not apply where there is a problem with it; none is empty."""
+    lost = [trial for trial in trials if problem and trial.cell.optimizer == FUSED]
+    left = [trial for trial in trials if trial not in lost]
+    return left, [*empty, *(NotApplicable(trial, f"no FusedAdam here: {problem}") for trial in lost)]
 
 
 def _reason(trial: Trial, ranks: int, restarted: bool) -> str:

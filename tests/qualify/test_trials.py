@@ -3,7 +3,7 @@
 import pytest
 
 from cpsr.qualify.cells import cells_of
-from cpsr.qualify.trials import CHECKS, trials_of
+from cpsr.qualify.trials import CHECKS, trials_of, without_fused
 
 
 def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
@@ -49,6 +49,16 @@ def test_without_a_launcher_nothing_is_killed() -> None:
     trials, empty = trials_of("cpu", "", 2, True, False)
     assert not any(trial.check.kills for trial in trials)
     assert any("cpsr run" in one.reason for one in empty)
+
+
+def test_without_fused_adam_its_checks_have_the_reason() -> None:
+    trials, empty = trials_of("cuda", "", 2, True, True)
+    left, more = without_fused(trials, empty, "MissingCUDAException: no nvcc")
+    lost = more[len(empty) :]
+    assert {one.trial for one in lost} == {trial for trial in trials if trial.cell.optimizer == "fused"}
+    assert {one.reason for one in lost} == {"no FusedAdam here: MissingCUDAException: no nvcc"}
+    assert left == [trial for trial in trials if trial.cell.optimizer != "fused"]
+    assert without_fused(trials, empty, "") == (trials, empty)
 
 
 def test_only_selects_by_name() -> None:
