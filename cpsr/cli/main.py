@@ -117,7 +117,8 @@ def qualify(
 ) -> None:
     """Check that recovery works on this machine, by engine, ZeRO stage, precision and optimizer.
 
-    Under a launcher it is one of its ranks: cpsr run --nproc-per-node=8 -m cpsr qualify
+    Under a launcher it is one of its ranks. Each check that ends or hangs a rank costs a restart, so allow many:
+    cpsr run --nproc-per-node=8 --max-restarts=1000 -m cpsr qualify
     """
     if not __debug__:
         raise ConfigError("cpsr qualify states its checks with assertions: run Python without -O and PYTHONOPTIMIZE")

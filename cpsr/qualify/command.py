@@ -21,11 +21,12 @@ from cpsr.qualify.report import print_result
 from cpsr.qualify.result import Qualification, qualification_of
 from cpsr.ranks.link import REFUSED_STATUS, report
 
-__all__ = ["finish", "run_qualify"]
+__all__ = ["finish", "run_qualify", "write_so_far"]
 
 PACKAGES = ("cpsr", "torch", "deepspeed")
 RANKS = 2  # on the CPU, and where there are fewer GPUs: they share one
 FAILED = 1
+JSON_NAME = "qualify.json"  # in the work folder
 LAUNCHERS_LOG = "the output of your launcher"
 
 
@@ -62,14 +63,14 @@ def _as_rank(device: str, only: str, json_path: Path | None, folder: Path) -> No
 
     folder.mkdir(parents=True, exist_ok=True)
     rank = Rank(folder, device)
-    rank.run(partial(trials_of, device, only))
+    rank.run(partial(trials_of, device, only), partial(write_so_far, folder, device, LAUNCHERS_LOG))
     status = finish(Console(), folder, device, LAUNCHERS_LOG, json_path) if rank.rank == 0 else 0
     launcher = report()
     if rank.agree_on(status) == 0:
         leave(0)
     if launcher is None:
         leave(FAILED)
-    launcher.refuse(f"Checks failed; see {folder / 'qualify.json'}")  # or `cpsr run` would restart the ranks
+    launcher.refuse(f"Checks failed; see {folder / JSON_NAME}")  # or `cpsr run` would restart the ranks
     leave(REFUSED_STATUS)
 
 
@@ -79,19 +80,31 @@ def finish(console: Console, folder: Path, device: str, log: str, json_path: Pat
     Raises:
         ConfigError: the ranks have recorded no check.
     """
-    result = qualification_of(read_records(folder), _machine(device), _versions(), log)
+    result = write_so_far(folder, device, log)
     if not result.checks:
         raise ConfigError(f"no check ran: none has a name that --only asks for, or the ranks did not start; see {log}")
-    paths = [folder / "qualify.json", *([] if json_path is None else [json_path])]
-    for path in paths:
-        _write(path, result)
-    print_result(console, result, paths[-1])
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(_text(result), encoding="utf-8")
+    print_result(console, result, folder / JSON_NAME if json_path is None else json_path)
     return 0 if result.passed else FAILED
 
 
-def _write(path: Path, result: Qualification) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+def write_so_far(folder: Path, device: str, log: str) -> Qualification:
+    """Put the records together as they are now, and write the JSON in the work folder if they name a check.
+
+    A launcher that gives up leaves no rank to do it at the end. What has not ended by then counts as failed.
+    """
+    result = qualification_of(read_records(folder), _machine(device), _versions(), log)
+    if result.checks:
+        written = folder / f"{JSON_NAME}.new"
+        written.write_text(_text(result), encoding="utf-8")
+        written.replace(folder / JSON_NAME)  # the rank may be killed meanwhile: the file is always whole
+    return result
+
+
+def _text(result: Qualification) -> str:
+    return json.dumps(result.to_json(), indent=1) + "\n"
 
 
 def _ranks(device: str) -> int:

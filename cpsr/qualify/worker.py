@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 from cpsr.demo.device import CPU, CUDA
 from cpsr.demo.ranks import join_ranks
+from cpsr.qualify.cells import FUSED
+from cpsr.qualify.fused_adam import fused_adam_problem
 from cpsr.qualify.records import Records, read_records
 from cpsr.qualify.remains import clear, folder_name, release_memory
 from cpsr.qualify.scene import Scene
-from cpsr.qualify.trials import NotApplicable, Trial, trials_of
+from cpsr.qualify.trials import NotApplicable, Trial, trials_of, without_fused
 from cpsr.ranks.group import Group
 
 __all__ = ["Rank", "leave", "main"]
@@ -81,20 +83,27 @@ class Rank:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             self._device = torch.device(CUDA, torch.cuda.current_device())
         self._folder, self._group = folder, Group()
+        self._write: Callable[[], object] = lambda: None
 
-    def run(self, plan: Callable[[int, bool, bool], Plan]) -> None:
+    def run(self, plan: Callable[[int, bool, bool], Plan], write: Callable[[], object] = lambda: None) -> None:
         """Carry out what is left of the checks.
 
         Args:
             plan: gives them, and what does not apply, by the number of ranks, whether stages of a pipeline can send to
                 each other, and whether a launcher restarts the job.
+            write: writes the records of all ranks for people; called on rank 0 where a check begins, and before this
+                process ends itself.
         """
+        self._write = write if self.rank == 0 else lambda: None
         if self.rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             clear(self._folder)
         self._group.barrier()
         can_send = self._device.type == CPU or dist.get_backend() != "gloo"
         trials, empty = plan(self._ranks, can_send, os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0")
         records = Records(self._folder, self.rank)
+        if any(trial.cell.optimizer == FUSED for trial in trials):
+            problem = self._group.broadcast(fused_adam_problem(self._folder, records) if self.rank == 0 else None)
+            trials, empty = without_fused(trials, empty, problem)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             release_memory(self._folder, spared=self._in_progress())
         first = self._group.broadcast(self._first(trials, empty, records) if self.rank == 0 else None)
@@ -147,12 +156,15 @@ class Rank:
         if self.rank == 0:
             print(f"[qualify] {trial.name}", file=sys.stderr, flush=True)  # noqa: T201 - the log is read by people
         records.began(trial.name)
+        self._write()
         faulthandler.dump_traceback_later(trial.check.deadline_seconds, exit=True)
         started, error, figures = time.perf_counter(), "", {}
         try:
             figures = dict(trial.check.run(trial.cell, scene))
-        except Exception:  # noqa: BLE001 - the traceback is the result
-            if trial.check.kills and scene.killed and _first_life(self._folder, trial):
+        except Exception as failure:  # noqa: BLE001 - the traceback is the result
+            # Where a rank has killed itself, the others raise what they get; what a check asserts is a finding.
+            left = trial.check.kills and scene.killed and not isinstance(failure, AssertionError)
+            if left and _first_life(self._folder, trial):
                 leave(1)
             error = traceback.format_exc()
             sys.stderr.write(error)
@@ -164,6 +176,7 @@ class Rank:
             faulthandler.cancel_dump_traceback_later()
         records.ended(trial.name, error[-TAIL_CHARACTERS:], time.perf_counter() - started, figures)
         if not trial.cell.alone and not self._met():
+            self._write()
             leave(1)  # the launcher restarts all ranks
         gc.collect()
 

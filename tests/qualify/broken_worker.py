@@ -1,8 +1,9 @@
-"""A rank of `cpsr qualify` whose checks pass, fail on one rank, and hang, in this order, and pass at the end."""
+"""A rank of `cpsr qualify` whose checks pass, fail beside a killed rank, fail on one rank, and hang, in this order."""
 
 import argparse
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch.distributed as dist
 
 from cpsr.qualify import worker
 from cpsr.qualify.cells import Cell
-from cpsr.qualify.scene import Scene
+from cpsr.qualify.command import write_so_far
+from cpsr.qualify.scene import KILLED, Scene
 from cpsr.qualify.trials import Check, NotApplicable, Trial
 
-DEADLINE_SECONDS = 4.0
+DEADLINE_SECONDS = 1.0
 CELL = Cell("ddp", None, "fp32", "sgd")
 
 
@@ -34,16 +36,30 @@ def hangs(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     return {}
 
 
+def goes_on_beside_a_killed_rank(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+    """As the ranks that are left see it; nobody ends here, which would take another life of the job."""
+    if not scene.killed:
+        dist.barrier()
+        (scene.folder / KILLED).write_text("{}", encoding="utf-8")
+        raise AssertionError("the training continued")
+    return {}
+
+
 CHECKS = [
     Check("first", passes),
+    Check("after a kill", goes_on_beside_a_killed_rank, kills=True),
     Check("on one rank", fails_on_one_rank),
     Check("for ever", hangs, deadline_seconds=DEADLINE_SECONDS),
     Check("last", passes),
 ]
 
 
-def plan(ranks: int, stages_can_send: bool, restarted: bool) -> worker.Plan:
+def plan(folder: Path, ranks: int, stages_can_send: bool, restarted: bool) -> worker.Plan:
+    """Keeps the result that the life before has left, as a user finds it if the launcher gives up."""
     assert restarted
+    result = folder / "qualify.json"
+    if result.exists() and dist.get_rank() == 0:
+        result.rename(folder / f"left-{len(list(folder.glob('left-*')))}")
     never = NotApplicable(Trial(Check("never", passes), CELL), "needs 3 ranks")
     return [Trial(check, CELL) for check in CHECKS], [never]
 
@@ -54,6 +70,7 @@ if __name__ == "__main__":
     parser.add_argument("--device")
     parser.add_argument("--only")
     arguments = parser.parse_args()
-    worker.MEETING_SECONDS = 2.0
-    worker.Rank(arguments.folder, arguments.device).run(plan)
+    worker.MEETING_SECONDS = 0.5
+    rank = worker.Rank(arguments.folder, arguments.device)
+    rank.run(partial(plan, arguments.folder), partial(write_so_far, arguments.folder, arguments.device, "log"))
     worker.leave(0)

@@ -36,6 +36,7 @@ def test_the_others_are_carried_out(broken: Broken) -> None:
     status, _, checks, folder = broken
     assert {name: one.status for name, one in checks.items()} == {
         "first": "passed",
+        "after a kill": "failed",
         "on one rank": "failed",
         "for ever": "failed",
         "last": "passed",
@@ -48,10 +49,22 @@ def test_the_others_are_carried_out(broken: Broken) -> None:
 def test_each_failure_says_why_and_what_to_send(broken: Broken) -> None:
     _, printed, checks, folder = broken
     assert "weights differ by 0.25" in checks["on one rank"].reason
-    assert "hung for 4 s" in checks["for ever"].reason
+    assert "hung for 1 s" in checks["for ever"].reason
+    assert "the training continued" in checks["after a kill"].reason, "the next life finds nothing"
     lines = [line for line in printed.splitlines() if line.startswith("FAILED")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in lines:
         assert str(folder / "qualify.json") in line
         assert str(folder / "ranks.log") in line
     assert "hangs" in (folder / "ranks.log").read_text(), "the log has the stack of what hung"
+
+
+def test_each_life_leaves_its_result(broken: Broken) -> None:
+    folder = broken[-1]
+    left = [json.loads((folder / f"left-{life}").read_text()) for life in range(2)]
+    found = [{one["check"]: (one["status"], one["reason"]) for one in data["checks"]} for data in left]
+    assert not any(data["passed"] for data in left)
+    assert found[0]["first"] == ("passed", "")
+    assert "weights differ by 0.25" in found[0]["on one rank"][1]
+    assert found[1]["for ever"] == ("failed", "the job ended in this check")
+    assert found[1]["last"] == ("failed", "the job ended before this check")
