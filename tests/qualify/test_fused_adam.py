@@ -9,8 +9,10 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from cpsr.qualify import fused_adam
 from cpsr.qualify.fused_adam import fused_adam_problem
 from cpsr.qualify.records import Records
+from tests.device import cpu_only
 
 
+@cpu_only("an operator that is compiled already needs no build tools")
 def test_without_build_tools_the_reason_is_given_and_found_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
