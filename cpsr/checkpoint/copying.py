@@ -99,10 +99,11 @@ class StateCopier:
         Raises:
             SaveError: the device hangs in that step, and the deadline has passed.
         """
-        if self.events is None:
+        events = self.events
+        if events is None:
             yield
             return
-        deadline.wait_for(self.events.newest.query, "the step")
+        deadline.wait_for(lambda: events.reached(events.newest), "the step")
         with torch.cuda.stream(self._dumps):
             yield
 

@@ -33,6 +33,17 @@ class StepEvents:
         self.newest.record(torch.cuda.current_stream(self._device))
         return self.newest
 
+    def reached(self, event: torch.cuda.Event) -> bool:
+        """Whether the device has come to this event; does not wait.
+
+        A new thread's current device is the first one, and asking there could open a context on it.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        with torch.cuda.device(self._device):
+            return bool(event.query())  # type: ignore[no-untyped-call] # torch's stub has no types
+
     def hold(self, event: torch.cuda.Event) -> None:
         """Record this event for no other boundary before `release`, unless all events are held."""
         self._free.remove(event)

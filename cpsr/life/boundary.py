@@ -57,6 +57,7 @@ class Boundary(Part):
         watching = config.ranks.heartbeat_timeout_seconds is not None
         self._neighbour = Neighbour(job.group, self.liveness.lost) if watching else None
         self.liveness.start()
+        self._publication.start()
 
     def begin_change(self) -> None:
         """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
@@ -69,6 +70,10 @@ class Boundary(Part):
     def sign(self) -> None:
         """A forward, a loss or an update: training makes progress, and the device may have completed steps."""
         self.liveness.sign()
+        self._publication.poll()
+
+    def request(self) -> None:
+        """The loop asks for a batch, for which it may wait long."""
         self._publication.poll()
 
     def publish(self, iteration: int) -> None:

@@ -157,7 +157,7 @@ class Life:
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
         self._leaving = Leaving(job, self.boundary, self.saver, loop.state, self._tail, self._capture, self._ending)
         run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps]
-        loop.state.on_request = self._tail.on_request
+        loop.state.on_request = self._on_request
         loop.state.on_batch.append(self._first_batches.on_batch)
         self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver]
         self._clock = StepClock(job.adapter)
@@ -186,6 +186,11 @@ class Life:
     def state_changes(self) -> None:
         """From here to the end of the step the state belongs to no iteration."""
         self.boundary.begin_change()
+
+    def _on_request(self) -> None:
+        """The loop requests a batch."""
+        self.boundary.request()
+        self._tail.on_request()
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""

@@ -11,6 +11,7 @@ import torch
 
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
+from cpsr.life import publication as publications
 from cpsr.life.publication import Publication
 from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
 
@@ -174,3 +175,78 @@ def test_a_second_thread_does_not_wait_for_the_first(training: Training, monkeyp
     answer.set()
     first.join()
     assert training.published.iteration == 1
+
+
+def test_the_training_thread_waits_for_no_answer_of_the_device(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it ends a step, nor when it goes back: what was asked for then is not published."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def query(event: StandInEvent) -> bool:
+        asked.set()
+        return answer.wait(60)
+
+    training.launch()
+    monkeypatch.setattr(StandInEvent, "query", query)
+    first = threading.Thread(target=training.publication.poll)
+    first.start()
+    assert asked.wait(60)
+    training.launch()
+    training.publication.reset(0, 0)
+    monkeypatch.undo()
+    answer.set()
+    first.join()
+    assert training.published.slots == {0: 0}
+
+
+def test_a_step_is_published_while_the_training_thread_does_nothing(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publications, "BESIDE_SECONDS", 0.01)
+    training.publication.start()
+    training.launch()
+    training.complete(1)
+    deadline = time.monotonic() + 60
+    while training.published.iteration < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert training.published.slots == {0: 0, 1: 3}
+    training.publication.close(0.0)
+
+
+def test_a_driver_that_does_not_answer_does_not_keep_a_life_from_ending(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def query(event: StandInEvent) -> bool:
+        asked.set()
+        return answer.wait(60)
+
+    monkeypatch.setattr(publications, "BESIDE_SECONDS", 0.01)
+    monkeypatch.setattr(publications, "CLOSE_SECONDS", 0.1)
+    training.launch()
+    monkeypatch.setattr(StandInEvent, "query", query)
+    training.publication.start()
+    assert asked.wait(60)
+    training.publication.close(0.1)
+    answer.set()
+    assert training.published.slots == {0: 0}
+
+
+def test_a_new_thread_asks_on_the_device_with_the_state(device: StandInDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its current device is the first one, on which the runtime could open a context."""
+    seen: list[int] = []
+    original = StandInEvent.query
+
+    def query(event: StandInEvent) -> bool:
+        seen.append(torch.cuda.current_device())
+        return original(event)
+
+    device.count = 2
+    events = StepEvents(torch.device("cuda", 1))
+    monkeypatch.setattr(StandInEvent, "query", query)
+    thread = threading.Thread(target=events.reached, args=(events.newest,))
+    thread.start()
+    thread.join()
+    assert seen == [1]
