@@ -61,6 +61,7 @@ class TorchLoop:
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress."""
         self._update_begun = False  # between before_update and the end of the step
+        self._changes = False  # between state_changes and the end of the step
         self._applied = False
         self._awaits_scheduler = False
 
@@ -89,6 +90,10 @@ class TorchLoop:
         if not self._update_begun:
             self._update_begun = True
             self._watching().before_update()
+
+    def _change_state(self) -> None:
+        if not self._changes:
+            self._changes = True
             self._watching().state_changes()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -100,6 +105,7 @@ class TorchLoop:
         if self._scaler is None:
             self._require_complete()
         self._begin_update()
+        self._change_state()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._applied = True
@@ -107,12 +113,15 @@ class TorchLoop:
             self._end_update()
 
     def _around_scaler_step(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # The scaler first waits for the gradients, to see whether they overflow: the state does not change yet.
         if optimizer is self._optimizer:
             self._require_complete()
             self._begin_update()
         return original(optimizer, *args, **kwargs)
 
     def _around_scaler_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._update_begun:
+            self._change_state()  # the scale, also of a step that was skipped
         result = original(*args, **kwargs)
         if self._update_begun:
             self._end_update()

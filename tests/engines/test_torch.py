@@ -106,6 +106,39 @@ def test_forgotten_scaler_update_is_refused() -> None:
         job.called(*token_batch(1, 0, 0))
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_the_state_changes_only_once_the_scaler_knows_the_gradients(
+    overflows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it waits for them there, behind what other ranks owe: until then a dump must be possible."""
+    job, recorder = build("fp32", "adamw", "none", scaler=True), Recorder()
+    assert job.scaler is not None
+    order: list[str] = []
+    for owner, name in (
+        (recorder, "before_update"),
+        (recorder, "state_changes"),
+        (recorder, "after_step"),
+        (job.scaler, "_maybe_opt_step"),
+        (job.scaler, "update"),
+    ):
+        original = getattr(owner, name)
+
+        def noted(*given: Any, _name: str = name, _original: Any = original) -> Any:
+            order.append(_name)
+            return _original(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    job.adapter.attach(recorder)
+    loss = job.called(*token_batch(0, 0, 0))
+    job.scaler.scale(loss * (1e38 if overflows else 1.0)).backward()
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    assert recorder.steps() == [(1, not overflows)]
+    asked = ["before_update", "_maybe_opt_step"]
+    changed = ["state_changes", "update"]
+    assert order == [*asked, *changed, "after_step"]
+
+
 def test_detach_restores_everything() -> None:
     job = build("fp32", "adamw", "cosine", scaler=True)
     parts = (job.module, job.optimizer, job.scheduler, job.scaler)
