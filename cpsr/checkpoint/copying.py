@@ -91,6 +91,20 @@ class StateCopier:
         return Arrival(self.device) if self.device is not None and self._stream is None else None
 
     @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Inside, work follows the last step and precedes the next one. On the training thread.
+
+        A loop may train on a stream of its own, and ask for its batches outside of it.
+        """
+        stream = None if self.events is None else self.events.stream
+        if stream is None or stream == (current := torch.cuda.current_stream(self.device)):
+            yield
+            return
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+
+    @contextmanager
     def at_boundary(self, deadline: Deadline) -> Iterator[None]:
         """Wait until the device has finished the step; inside, work goes to a stream on which nothing hangs.
 

@@ -133,7 +133,7 @@ class SnapshotPool:
             shard: the engine's views, with the template's keys, shapes and dtypes.
             iteration: iteration that the state belongs to.
             scalars: plain data (see `SmallState`). It may change once this has returned, and so may `shard.others`; a
-                GPU copies both in the order of its current stream.
+                GPU copies both in the order of the stream on which the last step lies.
             contents: what is copied of each operator, and where on the disk it is written.
 
         Returns:
@@ -146,20 +146,21 @@ class SnapshotPool:
         started = time.perf_counter()
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
-        small = SmallState(scalars)
-        taken = self._take(iteration)
-        if taken is None:
-            return None
-        buffer, snapshot = taken
-        try:
-            snapshot.contents = contents
-            if contents.moments:
-                buffer.copy_others(shard)
-            copy = self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard"))
-            self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
-        except BaseException:
-            self._free(snapshot)
-            raise
+        with self.copier.after_step():
+            small = SmallState(scalars)
+            taken = self._take(iteration)
+            if taken is None:
+                return None
+            buffer, snapshot = taken
+            try:
+                snapshot.contents = contents
+                if contents.moments:
+                    buffer.copy_others(shard)
+                copy = self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard"))
+                self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
+            except BaseException:
+                self._free(snapshot)
+                raise
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 

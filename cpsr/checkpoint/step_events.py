@@ -18,19 +18,22 @@ class StepEvents:
 
     Attributes:
         newest: of the last boundary.
+        stream: on which that lies; None before the first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free = deque(torch.cuda.Event() for _ in range(EVENTS))  # type: ignore[no-untyped-call] # torch's stub
         self.newest = self._free[0]
+        self.stream: torch.cuda.Stream | None = None
 
     def record(self) -> torch.cuda.Event:
         """The event of a boundary at this point of the current stream; where all are held, the newest moves here."""
         if self._free:
             self.newest = self._free[0]
             self._free.rotate(-1)
-        self.newest.record(torch.cuda.current_stream(self._device))
+        self.stream = torch.cuda.current_stream(self._device)
+        self.newest.record(self.stream)
         return self.newest
 
     def reached(self, event: torch.cuda.Event) -> bool:

@@ -137,6 +137,30 @@ def test_the_boundary_is_that_of_the_devices_own_stream(device: StandInDevice, r
     assert all(stream is None or stream.endswith(":1") for _, stream, _ in device.trace)
 
 
+def test_a_loop_may_train_on_a_stream_of_its_own(device: StandInDevice, run_id: str) -> None:
+    """And ask for the next batch outside of it."""
+    shard = shard_on(device)
+    count = device.tensor(torch.tensor(6.0))
+    pool = pool_of(device, run_id, shard)
+    device.at_once = False
+    own = torch.cuda.Stream(0)
+    with torch.cuda.stream(own):
+        for (_, tensor), (_, values) in zip(shard.tensors(), make_shard(5).tensors(), strict=True):
+            tensor.copy_(device.tensor(values))
+        count.add_(1)
+        pool.mark_boundary()
+    begun = pool.begin(shard, 7, {"step": DeviceNumber(count)})
+    with torch.cuda.stream(own):
+        for tensor in [count, *shard.others.values()]:
+            tensor.zero_()
+    assert device.calls(*WAITS) == []
+    assert pool.finish() is begun
+    assert begun is not None
+    assert_same_bits(begun.shard, make_shard(5))
+    assert begun.scalars == {"step": 7.0}
+    pool.close()
+
+
 def test_state_on_two_devices_is_refused_by_name(device: StandInDevice) -> None:
     shard, other = shard_on(device), shard_on(device, index=1)
     last = list(shard.operators)[-1]
