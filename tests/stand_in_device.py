@@ -182,6 +182,9 @@ class StandInDevice:
         """The stream that the trace calls so."""
         return next(stream for stream in self._streams if stream.name == name)
 
+    def new_stream(self, index: int = 0) -> StandInStream:
+        return StandInStream(index, of=self)
+
     def hang(self, stream: StandInStream | None = None) -> None:
         """Nothing behind this point of the stream (by default the first device's) ever runs."""
         self.enqueue(stream or self._defaults[0], lambda: False)
@@ -459,6 +462,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     direction = "d2d" if not ends else "d2h" if ends[0] is target else "h2d"
     with torch.no_grad():
         one.of.launch(f"copy_{direction}", one.ordinal, lambda: into.detach().copy_(values.detach()))
+    if isinstance(target, DeviceTensor):
+        torch.autograd.graph.increment_version(target)
     if ends and not (non_blocking and one.of.is_pinned(ends[0])):
         one.of.current_stream(one.ordinal).synchronize()
     return target

@@ -1,20 +1,59 @@
 """Copies of buffers at the last step boundary: a forward changes buffers, and an emergency dump needs whole steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from cpsr.errors import SaveError
+from cpsr.state.shard import Shard
 
-__all__ = ["BoundaryBuffers"]
+__all__ = ["BoundaryBuffers", "EarlierStep"]
 
 # Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
 # (attention masks, frozen weights) are copied when their version has changed.
 SMALL_BYTES = 1 << 16
 
 
+@dataclass(frozen=True)
+class EarlierStep:
+    """The last step that a device has completed, while the host has launched later ones.
+
+    Attributes:
+        iteration: of the step.
+        boundary: number of its boundary, counted by `BoundaryBuffers`.
+        scalars: the small state before the next update, with `DeviceNumber`s.
+        overtaken: whether the device has begun the next update, so that the state on it is this one no more.
+    """
+
+    iteration: int
+    boundary: int
+    scalars: Any
+    overtaken: Callable[[], bool]
+
+    def views(self, newest: Shard) -> Shard:
+        """The engine's views as those of this step.
+
+        Raises:
+            SaveError: weights or moments are on the host, and so they are of a later step.
+        """
+        for key, tensor in Shard(newest.operators).tensors():
+            if not tensor.is_cuda:
+                raise SaveError(f"{key} is on the host, and of a later step than the device has completed")
+        operators = {name: replace(one, iteration=self.iteration) for name, one in newest.operators.items()}
+        return Shard(operators, newest.others)
+
+    def require(self) -> None:
+        """Raise SaveError where the state is this one no more."""
+        if self.overtaken():
+            raise SaveError(f"the device went on from iteration {self.iteration} while its state was being copied")
+
+
 class BoundaryBuffers:
     """Copies of the buffers outside the optimizer, as they were at the last step boundary.
+
+    Those on a device are copied in its order: while it has not come to a boundary, it has the copies of the one before.
 
     Args:
         others: the engine's own tensors by name, which are changed in place.
@@ -27,9 +66,12 @@ class BoundaryBuffers:
         self._large = {name: tensor for name, tensor in others.items() if name not in self._small}
         self._versions = {name: _version(tensor) for name, tensor in self._large.items()}
         self._copies: dict[str, torch.Tensor] = {}
+        self._boundary = 0
+        self._copied: dict[str, tuple[int, int]] = {}  # boundaries at which a large one was first and last copied
 
     def keep(self) -> None:
         """Copy at a step boundary: one call for all small buffers, and one version check for each large one."""
+        self._boundary += 1
         with torch.no_grad():
             if self._small:
                 sources, copies = zip(*self._small.values(), strict=True)
@@ -39,28 +81,36 @@ class BoundaryBuffers:
                 if version == self._versions[name]:
                     continue
                 self._versions[name] = version
+                self._copied[name] = self._copied.get(name, (self._boundary, 0))[0], self._boundary
                 if name in self._copies:
                     self._copies[name].copy_(tensor, non_blocking=True)
                 else:
                     self._copies[name] = tensor.detach().clone()
 
-    def at_boundary(self, others: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The values that these tensors had at the last boundary.
+    def at_boundary(
+        self, others: Mapping[str, torch.Tensor], earlier: EarlierStep | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The values that these tensors had at the last boundary, or at an earlier one of a device that is behind.
 
         Raises:
-            SaveError: a tensor was replaced, or a large one has changed for the first time and has no copy.
+            SaveError: a tensor was replaced; a large one has changed for the first time and has no copy; or one on the
+                host has the value of a later step.
         """
-        return {name: self._value(name, tensor) for name, tensor in others.items()}
+        return {name: self._value(name, tensor, earlier) for name, tensor in others.items()}
 
-    def _value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _value(self, name: str, tensor: torch.Tensor, earlier: EarlierStep | None) -> torch.Tensor:
         known = self._others.get(name)
         if known is None or known.data_ptr() != tensor.data_ptr():  # a frozen parameter is a new view every time
             raise SaveError(f"the buffer '{name}' was replaced since the start of this life")
+        boundary = self._boundary if earlier is None else earlier.boundary
+        first, last = self._copied.get(name, (0, 0))
+        if boundary < (self._boundary if name in self._small else last) and not tensor.is_cuda:
+            raise SaveError(f"the buffer '{name}' is on the host, and of a later step than the device has completed")
         if name in self._small:
             return self._small[name][1]
-        if _version(tensor) == self._versions[name]:
+        if boundary >= last and _version(tensor) == self._versions[name]:
             return tensor
-        if name not in self._copies:
+        if name not in self._copies or boundary < first:
             raise SaveError(f"the buffer '{name}' has changed in the step that was interrupted, for the first time")
         return self._copies[name]
 

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
-from cpsr.checkpoint.step_events import StepEvents
+from cpsr.checkpoint.step_events import EVENTS, StepEvents
+from cpsr.errors import SaveError
 from cpsr.state.arrival import Arrival, Deadline
 from cpsr.state.shard import Shard
 
@@ -19,6 +21,8 @@ __all__ = ["Copying", "StateCopier"]
 
 # Size of one copy during waits: less than a millisecond, so that it ends within short waits.
 PIECE_BYTES = 4 << 20
+# Of the time of a dump, for steps that the host has launched: behind a collective of a dead rank they never end.
+NEWEST_SHARE = 0.5
 
 Copying = Future[float] | PacedCopy | DeviceCopy
 
@@ -40,6 +44,7 @@ class StateCopier:
         device: CUDA device with a part of the state, None where all of it is on the host.
         pace: plans copies in waits; None where copies do not use waits.
         events: of the step boundaries on that device; None on the host.
+        updates: events at which updates begin there, one more than the steps that may wait; None on the host.
 
     Raises:
         UnsupportedEngineError: the state is on several devices.
@@ -53,9 +58,10 @@ class StateCopier:
         self._stream: torch.cuda.Stream | None = None
         self._dumps: torch.cuda.Stream | None = None  # no dump waits behind a snapshot that waits for a hung step
         self.events: StepEvents | None = None
+        self.updates: StepEvents | None = None
         if self.device is not None:
             self._dumps = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call] # torch's stub has no types
-            self.events = StepEvents(self.device)
+            self.events, self.updates = StepEvents(self.device), StepEvents(self.device, EVENTS + 1)
             if device_of(Shard(template.operators)) is not None:
                 self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -105,21 +111,36 @@ class StateCopier:
             yield
 
     @contextmanager
-    def at_boundary(self, deadline: Deadline) -> Iterator[None]:
+    def at_boundary(
+        self, deadline: Deadline, earlier: Callable[[], EarlierStep | None]
+    ) -> Iterator[EarlierStep | None]:
         """Wait until the device has finished the step; inside, work goes to a stream on which nothing hangs.
 
         From any thread.
 
+        Args:
+            deadline: for the device.
+            earlier: the last step that the device has completed, if its state can be copied.
+
+        Yields:
+            None, or the step before those in which the device hangs.
+
         Raises:
-            SaveError: the device hangs in that step, and the deadline has passed.
+            SaveError: the device hangs, there is no such step, and the deadline has passed.
         """
         events = self.events
         if events is None:
-            yield
+            yield None
             return
-        deadline.wait_for(lambda: events.reached(events.newest), "the step")
+        step = None
+        try:
+            deadline.part(NEWEST_SHARE).wait_for(lambda: events.reached(events.newest), "the step")
+        except SaveError:
+            step = earlier()
+            if step is None:
+                deadline.wait_for(lambda: events.reached(events.newest), "the step")
         with torch.cuda.stream(self._dumps):
-            yield
+            yield step
 
     def copy_now(self, buffer: HostBuffer, shard: Shard, put: _Put) -> Copying:
         """Copy a whole state; inside `at_boundary`, from any thread.

@@ -5,20 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.boundary import BoundaryBuffers
+from cpsr.checkpoint.boundary import BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.paced import CopyAccount, Split, Waits
+from cpsr.checkpoint.paced import CopyAccount, Waits
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
 from cpsr.errors import SaveError
@@ -36,30 +36,6 @@ BOUNDARY_SECONDS = 10.0
 RUNNING_SHARE = 0.5
 # For a copy under way at the end of a life; after a dump that failed, the launcher's 30 s are half over.
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(eq=False)
-class Snapshot:
-    """One rank's state at one iteration, in host memory.
-
-    Attributes:
-        iteration: iteration at which it was taken.
-        shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
-        scalars: plain data, a copy of its own; None until `SnapshotPool.finish` returned.
-        stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
-            that a GPU had still to compute.
-        copy_seconds: how long the asynchronous copy itself took.
-        contents: what it holds of each operator, and where on the disk that is written.
-        split: when its bytes were copied, where the pool copies in waits.
-    """
-
-    iteration: int
-    shard: Shard
-    scalars: Any = None
-    stall_seconds: float = 0.0
-    copy_seconds: float = 0.0
-    contents: Contents = field(default=WHOLE)
-    split: Split | None = None
 
 
 class SnapshotPool:
@@ -210,7 +186,13 @@ class SnapshotPool:
         self._boundary_buffers.keep()
         return self.copier.mark_boundary()
 
-    def dump(self, shard: Callable[[], Shard], iteration: int, scalars: Callable[[], Any]) -> None:
+    def dump(
+        self,
+        shard: Callable[[], Shard],
+        iteration: int,
+        scalars: Callable[[], Any],
+        earlier: Callable[[], EarlierStep | None] = lambda: None,
+    ) -> int:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
         The training thread is stopped, or is kept from the next update. If no buffer is free, the recovery buffer is
@@ -221,6 +203,10 @@ class SnapshotPool:
             shard: the engine's views at a step boundary; called once the device has finished that step.
             iteration: of the last complete step.
             scalars: plain data to go with it, see `SmallState`; called likewise.
+            earlier: the last step that the device has completed; used where it hangs in a later one.
+
+        Returns:
+            The iteration of the state.
 
         Raises:
             SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known; or the device
@@ -232,10 +218,14 @@ class SnapshotPool:
         self._seal_running(iteration, deadline)
         self.settle()
         if iteration in list(self._sealed.values()):
-            return
+            return iteration
         try:
-            with self.copier.at_boundary(deadline):
-                snapshot = self._copied(shard(), iteration, SmallState(scalars()), deadline)
+            with self.copier.at_boundary(deadline, earlier) as step:
+                if step is not None and step.iteration in list(self._sealed.values()):
+                    return step.iteration
+                views = shard()
+                small = SmallState(scalars() if step is None else step.scalars)
+                snapshot = self._copied(views, iteration, small, deadline, step)
         except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
             raise SaveError(f"{error}; {self._kept()}") from error
         try:
@@ -244,6 +234,7 @@ class SnapshotPool:
             sealed.result()
         finally:
             self._free(snapshot)
+        return snapshot.iteration
 
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars."""
@@ -258,9 +249,13 @@ class SnapshotPool:
             return
         self.seal(snapshot)  # The training thread finishes and submits it, if it can.
 
-    def _copied(self, shard: Shard, iteration: int, small: SmallState, deadline: Deadline) -> Snapshot:
+    def _copied(
+        self, shard: Shard, iteration: int, small: SmallState, deadline: Deadline, step: EarlierStep | None
+    ) -> Snapshot:
         """A complete snapshot of a whole state, copied by this thread or for it."""
-        others = self._boundary_buffers.at_boundary(shard.others)  # before it takes a buffer
+        if step is not None:
+            shard, iteration = step.views(shard), step.iteration
+        others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
         taken = self._take(iteration) or self._take_recovery(iteration)
         if taken is None:
             raise SaveError("every host buffer is in use")
@@ -276,6 +271,9 @@ class SnapshotPool:
         except BaseException:
             self._late.append((snapshot, running))  # the device may still write there
             raise
+        if step is not None and step.overtaken():
+            self._free(snapshot)
+            step.require()
         return snapshot
 
     def _kept(self) -> str:

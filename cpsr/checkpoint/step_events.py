@@ -15,20 +15,24 @@ class StepEvents:
 
     Args:
         device: the GPU with the state.
+        count: of events.
 
     Attributes:
         newest: of the last boundary.
+        recorded: number of boundaries so far.
         stream: on which that lies; None before the first.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int = EVENTS) -> None:
         self._device = device
-        self._free = deque(torch.cuda.Event() for _ in range(EVENTS))  # type: ignore[no-untyped-call] # torch's stub
+        self.recorded = 0
+        self._free = deque(torch.cuda.Event() for _ in range(count))  # type: ignore[no-untyped-call] # torch's stub
         self.newest = self._free[0]
         self.stream: torch.cuda.Stream | None = None
 
     def record(self) -> torch.cuda.Event:
         """The event of a boundary at this point of the current stream; where all are held, the newest moves here."""
+        self.recorded += 1
         if self._free:
             self.newest = self._free[0]
             self._free.rotate(-1)

@@ -37,7 +37,9 @@ class Boundary(Part):
         self._job, self._pool, self._state = job, pool, state
         self.may_dump = True
         config, rank = job.config, job.group.rank
-        self._publication = Publication(ProgressCounter(progress_path(config.run_dir, rank)), pool.copier.events)
+        counter, copier = ProgressCounter(progress_path(config.run_dir, rank)), pool.copier
+        # Alone, no step waits for another rank.
+        self._publication = Publication(counter, copier.events, copier.updates if job.group.size > 1 else None)
         self.emergency_dump = EmergencyDump(
             self._dump,
             job.journal.event,
@@ -62,6 +64,15 @@ class Boundary(Part):
     def begin_change(self) -> None:
         """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
         self.emergency_dump.begin_update()
+
+    def before_update(self) -> None:
+        """The next update is about to be launched, while the device may not have completed this step."""
+        self._publication.before_update(self._state.left)
+
+    def begin_update(self) -> None:
+        """The optimizer begins: see `begin_change`."""
+        self.begin_change()
+        self._publication.begin_update()
 
     def end_change(self, iteration: int) -> None:
         """The state is again that after `iteration`."""
@@ -132,12 +143,13 @@ class Boundary(Part):
         note_exit(self._job.run.path, self._job.journal.life, left)
         self.emergency_dump.leave(reason)
 
-    def _dump(self, iteration: int) -> None:
-        """Dump the state before this rank leaves a broken group."""
+    def _dump(self, iteration: int) -> int:
+        """Dump the state before this rank leaves a broken group; returns its iteration."""
         if not self.may_dump:
             raise SaveError("a predicted state is being watched, and could not be discarded later")
-        self._pool.dump(self._job.adapter.shard, iteration, self._state.left)
+        dumped = self._pool.dump(self._job.adapter.shard, iteration, self._state.left, self._publication.earlier)
         self._publication.poll()  # the dump waited for the device, which has completed the step
+        return dumped
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -182,10 +182,11 @@ class Life:
         self._tail.finish()
         self._clock.before_update()
         self.saver.before_update()
+        self.boundary.before_update()
 
     def state_changes(self) -> None:
         """From here to the end of the step the state belongs to no iteration."""
-        self.boundary.begin_change()
+        self.boundary.begin_update()
 
     def _on_request(self) -> None:
         """The loop requests a batch."""

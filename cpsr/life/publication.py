@@ -4,12 +4,17 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.step_events import StepEvents
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state.small_state import host_copy
 
 __all__ = ["Publication"]
 
@@ -21,11 +26,14 @@ BESIDE_SECONDS = 1.0  # between two looks beside the training thread
 CLOSE_SECONDS = 5.0  # the thread ends at once, unless the driver does not answer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Step:
     event: torch.cuda.Event
     iteration: int
     batches: int
+    boundary: int
+    begins: torch.cuda.Event | None  # before its update; None: not known
+    small: Any = None  # the small state before the next update
 
 
 class Publication:
@@ -37,12 +45,16 @@ class Publication:
     Args:
         counter: what a restart reads.
         events: of the step boundaries on the device; None on the host.
+        updates: for the begin of updates there; None: no earlier step is ever dumped.
     """
 
-    def __init__(self, counter: ProgressCounter, events: StepEvents | None) -> None:
+    def __init__(self, counter: ProgressCounter, events: StepEvents | None, updates: StepEvents | None = None) -> None:
         self._counter = counter
         self._events = events
+        self._updates = updates
         self._pending: deque[_Step] = deque()  # oldest first
+        self._complete: _Step | None = None  # the newest that is published
+        self._begun: torch.cuda.Event | None = None  # of the update under way
         self._polling = threading.Lock()  # around the device's answers, for which no other thread waits
         self._changing = threading.Lock()  # around the steps and the counter, for a few lines
         self._closing = threading.Event()
@@ -77,12 +89,57 @@ class Publication:
             self._counter.publish(iteration, batches)
             return
         with self._changing:
+            begins, self._begun = self._begun, None
             if self._pending and self._pending[-1].event is event:  # all are held: it took over the last one's
-                self._pending.pop()
+                begins = self._pending.pop().begins  # what follows the step before begins there
             else:
                 self._events.hold(event)
-            self._pending.append(_Step(event, iteration, batches))
+                if begins is not None and self._updates is not None:
+                    self._updates.hold(begins)
+            self._pending.append(_Step(event, iteration, batches, self._events.recorded, begins))
         self.poll()
+
+    def before_update(self, small: Callable[[], Any]) -> None:
+        """Keep the small state of the last step, which the device may not have completed."""
+        if self._updates is None:
+            return
+        try:
+            kept = host_copy(small())
+        except UnsupportedEngineError as error:
+            self._updates = None
+            logger.info("an emergency dump waits for the newest step, and takes no earlier one: %s", error)
+            return
+        with self._changing:
+            newest = self._pending[-1] if self._pending else self._complete
+            if newest is not None:
+                newest.small = kept
+
+    def begin_update(self) -> None:
+        """The host launches an update: mark its begin on the device."""
+        if self._updates is not None and self._begun is None:
+            self._begun = self._updates.record()
+
+    def earlier(self) -> EarlierStep | None:
+        """The last step that the device has completed, if later ones wait there; on any thread.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self.poll()
+        with self._changing:
+            complete, updates = self._complete, self._updates
+            following = self._pending[0] if self._pending else None
+        if complete is None or complete.small is None or updates is None:
+            return None
+        if following is None or (begins := following.begins) is None:
+            return None
+
+        def overtaken() -> bool:
+            begun = updates.reached(begins)
+            with self._changing:  # once that step is published, the event may be another's
+                return begun or not self._pending or self._pending[0] is not following
+
+        return EarlierStep(complete.iteration, complete.boundary, complete.small, overtaken)
 
     def poll(self) -> None:
         """Publish the steps that are complete by now, the newest last; on any thread, without waiting.
@@ -134,11 +191,15 @@ class Publication:
             self._pending.popleft()
             self._counter.publish(step.iteration, step.batches)
             self._release(step)
+            self._complete = step
 
     def _forget(self) -> None:
+        self._complete = self._begun = None
         while self._pending:
             self._release(self._pending.popleft())
 
     def _release(self, step: _Step) -> None:
         assert self._events is not None
         self._events.release(step.event)
+        if step.begins is not None and self._updates is not None:
+            self._updates.release(step.begins)

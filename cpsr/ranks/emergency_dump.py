@@ -40,7 +40,8 @@ class EmergencyDump:
     state counts as changing.
 
     Args:
-        dump: stores the state of the given iteration where it outlives this process.
+        dump: stores the state of the given iteration where it outlives this process; returns the iteration of what it
+            has stored, if that is another: a device may hang in the steps after it.
         report: records an event: its kind, one sentence, the iteration and the logging level.
         sigterm_grace_seconds: after SIGTERM, a step that takes longer has the boundary before it dumped.
         obstacle: why this process must not dump for the next life; None if it may.
@@ -49,7 +50,7 @@ class EmergencyDump:
 
     def __init__(
         self,
-        dump: Callable[[int], None],
+        dump: Callable[[int], int | None],
         report: Callable[[str, str, int | None, int], None],
         sigterm_grace_seconds: float,
         obstacle: Callable[[], str | None] = lambda: None,
@@ -130,14 +131,17 @@ class EmergencyDump:
             return False
         started = time.perf_counter()
         try:
-            self._dump(iteration)
+            dumped = self._dump(iteration)
         except Exception as error:  # noqa: BLE001 - after any error this rank must leave
             self._refused(reason, f"{type(error).__name__}: {error}")
             return False
         self._dumped = self._boundaries
         seconds = time.perf_counter() - started
-        message = f"{reason}: the exact state of iteration {iteration} was dumped to host memory in {seconds:.2f} s"
-        self._report("dumped", message, iteration, logging.WARNING)
+        stored = iteration if dumped is None else dumped
+        message = f"{reason}: the exact state of iteration {stored} was dumped to host memory in {seconds:.2f} s"
+        if stored != iteration:
+            message += f"; the device has not completed the steps from there to iteration {iteration}"
+        self._report("dumped", message, stored, logging.WARNING)
         return True
 
     def _refused(self, reason: str, obstacle: str) -> None:

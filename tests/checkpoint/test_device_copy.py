@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from cpsr.checkpoint import boundary as boundaries
 from cpsr.checkpoint import snapshot as snapshots
+from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_removal import remove_memory_states
@@ -143,7 +145,7 @@ def test_a_loop_may_train_on_a_stream_of_its_own(device: StandInDevice, run_id: 
     count = device.tensor(torch.tensor(6.0))
     pool = pool_of(device, run_id, shard)
     device.at_once = False
-    own = torch.cuda.Stream(0)
+    own: Any = device.new_stream()
     with torch.cuda.stream(own):
         for (_, tensor), (_, values) in zip(shard.tensors(), make_shard(5).tensors(), strict=True):
             tensor.copy_(device.tensor(values))
@@ -244,6 +246,98 @@ def test_a_dump_of_a_step_that_hangs_is_refused_in_time_and_names_what_remains(
     assert time.monotonic() - started < 5.0
     assert device.calls(*WAITS) == []
     assert [state.iteration for state in memory_states(run_id)] == [12]
+
+
+@pytest.fixture(params=[boundaries.SMALL_BYTES, 0], ids=["small buffers", "large buffers"])
+def small_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(boundaries, "SMALL_BYTES", request.param)
+    given: int = request.param
+    return given
+
+
+def ahead(device: StandInDevice, pool: SnapshotPool, shard: Shard, count: torch.Tensor, changed: bool) -> None:
+    """The host at step 24, the device in the backward of it: as where plain torch trains over NCCL."""
+    for _ in range(2 if changed else 1):  # the first copy of a large buffer is that of its first change
+        for buffer in shard.others.values():
+            buffer.add_(0) if buffer.dtype != torch.bool else buffer.zero_()
+        pool.mark_boundary()
+    for (_, buffer), values in zip(shard.others.items(), make_shard(3).others.values(), strict=True):
+        buffer.copy_(device.tensor(values))
+    pool.mark_boundary()
+    for buffer in shard.others.values():
+        buffer.zero_()  # by the forward of step 24, which the device has run
+    device.hang()
+    overwrite(shard)
+    count.zero_()
+    pool.mark_boundary()
+    for buffer in shard.others.values():
+        buffer.fill_(1)
+
+
+def test_a_dump_is_of_the_last_step_on_the_device_while_the_host_is_ahead(
+    device: StandInDevice, run_id: str, small_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device, iteration=24)
+    count = device.tensor(torch.tensor(23.0))
+    pool = pool_of(device, run_id, shard)
+    ahead(device, pool, shard, count, changed=True)
+    device.trace.clear()
+    small = {"step": DeviceNumber(count), "iteration": 23}
+
+    def newest() -> Any:
+        raise AssertionError("the small state is of the step that hangs")
+
+    assert pool.dump(lambda: shard, 24, newest, lambda: EarlierStep(23, 3, small, lambda: False)) == 23
+    assert device.calls(*WAITS) == []
+    (state,) = memory_states(run_id)
+    assert (state.iteration, state.kind) == (23, "departure")
+    into = make_shard(0)
+    assert load_memory_state(state, into) == {"step": 23.0, "iteration": 23}
+    assert_same_bits(into, make_shard(3))
+    assert {one.iteration for one in into.operators.values()} == {23}
+
+
+def test_an_earlier_step_that_the_device_leaves_during_the_copy_is_refused(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device, iteration=24)
+    count = device.tensor(torch.tensor(23.0))
+    pool = pool_of(device, run_id, shard)
+    ahead(device, pool, shard, count, changed=False)
+    with pytest.raises(SaveError, match="went on from iteration 23 while its state was being copied; host memory has"):
+        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 2, {}, lambda: True))
+    assert memory_states(run_id) == []
+    assert [pool.acquire(iteration) is None for iteration in (1, 2, 3)] == [False] * 3
+
+
+def test_a_large_buffer_without_a_copy_of_an_earlier_step_is_not_guessed(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    monkeypatch.setattr(boundaries, "SMALL_BYTES", 0)
+    shard = shard_on(device, iteration=24)
+    pool = pool_of(device, run_id, shard)
+    pool.mark_boundary()
+    for buffer in shard.others.values():
+        buffer.zero_()
+    device.hang()
+    pool.mark_boundary()
+    with pytest.raises(SaveError, match="has changed in the step that was interrupted, for the first time"):
+        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 1, {}, lambda: False))
+
+
+def test_weights_on_the_host_are_of_the_newest_step_alone(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    shard = shard_on(device, weights=False, iteration=24)
+    pool = pool_of(device, run_id, shard)
+    device.hang()
+    pool.mark_boundary()
+    with pytest.raises(SaveError, match="is on the host, and of a later step than the device has completed"):
+        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 0, {}, lambda: False))
 
 
 def test_a_snapshot_that_waits_behind_what_hangs_does_not_keep_its_step_from_the_dump(

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
+from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.progress import RankProgress, read_progress
+from cpsr.checkpoint.progress import ProgressCounter, RankProgress, read_progress
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.step_events import StepEvents
+from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.journal import RankJournal
+from cpsr.life import boundary as boundaries
 from cpsr.life.life import Life
+from cpsr.life.publication import Publication
 from tests.recovery.test_faults import CrashError, Loop, config, loader
 from tests.stand_in_device import StandInDevice, stand_in_device
 
@@ -138,9 +141,9 @@ def test_a_dump_publishes_its_step_before_it_reports_success(
     at_event: dict[str, int] = {}
     dump, event = SnapshotPool.dump, RankJournal.event
 
-    def dump_waits(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any) -> None:
+    def dump_waits(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any) -> int:
         queue.complete(iteration)  # what it waits for
-        dump(pool, shard, iteration, scalars)
+        return dump(pool, shard, iteration, scalars, earlier)
 
     def reported(journal: RankJournal, kind: str, *given: Any, **more: Any) -> None:
         if kind == "dumped":
@@ -152,6 +155,32 @@ def test_a_dump_publishes_its_step_before_it_reports_success(
     crash_at_5(tmp_path, queue, completed=0, shared_memory=True)
     assert at_event["dumped"] == 5
     assert published(tmp_path).slots == {4: 4, 5: 5}
+
+
+def test_a_dump_may_be_of_an_earlier_step_with_its_small_state(
+    tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a job of several ranks keeps: the device hangs behind a collective of another rank, the host goes on."""
+    events: list[tuple[Any, ...]] = []
+    taken: list[EarlierStep] = []
+
+    def of_several_ranks(counter: ProgressCounter, steps: StepEvents, updates: None) -> Publication:
+        assert updates is None, "a rank alone waits for no other"
+        return Publication(counter, steps, StepEvents(torch.device("cuda", 0), EVENTS + 1))
+
+    def dump(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any) -> int:
+        taken.append(earlier())
+        assert not taken[0].overtaken()
+        return 3
+
+    monkeypatch.setattr(boundaries, "Publication", of_several_ranks)
+    monkeypatch.setattr(SnapshotPool, "dump", dump)
+    monkeypatch.setattr(RankJournal, "event", lambda journal, *given, **more: events.append(given))
+    crash_at_5(tmp_path, queue, completed=3, shared_memory=True)
+    (earlier,) = taken
+    assert (earlier.iteration, earlier.scalars["engine"]["iteration"]) == (3, 3)
+    assert earlier.overtaken(), "a life that has ended vouches for nothing"
+    assert [given[2] for given in events if given[0] == "dumped"] == [3]
 
 
 def test_a_crash_without_a_dump_leaves_what_the_device_had_completed(tmp_path: Path, queue: Queue) -> None:

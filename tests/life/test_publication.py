@@ -13,6 +13,7 @@ from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_pat
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.life import publication as publications
 from cpsr.life.publication import Publication
+from cpsr.state.device_values import DeviceNumber
 from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
 
 GPU = torch.device("cuda", 0)
@@ -25,15 +26,33 @@ class Training:
     def __init__(self, device: StandInDevice, run_dir: Path) -> None:
         self.device, self.run_dir = device, run_dir
         self.events = StepEvents(GPU)
-        self.publication = Publication(ProgressCounter(progress_path(run_dir, 0)), self.events)
+        updates = StepEvents(GPU, EVENTS + 1)
+        self.publication = Publication(ProgressCounter(progress_path(run_dir, 0)), self.events, updates)
         self.publication.reset(0, 0)
-        self.launched = self.completed = 0
+        self.launched = self.completed = self.begun = self.reached = 0
 
     def launch(self) -> None:
+        """A backward, for which the device waits until `begun`, and an update, until `completed`."""
+        small = {"launched": self.launched, "counts": [self.launched], "number": DeviceNumber(torch.tensor(0.0))}
+        self.publication.before_update(lambda: small)
         self.launched += 1
         step = self.launched
-        self.device.enqueue(self.device.default_stream(), lambda: self.completed >= step)
+        stream = self.device.default_stream()
+        self.device.enqueue(stream, lambda: max(self.begun, self.completed) >= step)
+        self.publication.begin_update()
+        self.device.enqueue(stream, lambda: self._reach(step))
+        self.device.enqueue(stream, lambda: self.completed >= step)
+        small["counts"].append(step)  # type: ignore[attr-defined] # as an engine goes on
         self.publication.step(step, BATCHES * step, self.events.record())
+
+    def _reach(self, update: int) -> bool:
+        self.reached = max(self.reached, update)
+        return True
+
+    def begin(self, step: int) -> None:
+        """The device begins the update of this step."""
+        self.begun = max(self.begun, min(step, self.launched))
+        self.device.complete()
 
     def complete(self, step: int) -> None:
         self.completed = max(self.completed, min(step, self.launched))
@@ -76,8 +95,8 @@ def test_no_step_is_published_before_the_device_has_completed_it(training: Train
         assert before <= published.iteration <= training.completed
         assert all(batches == BATCHES * iteration for iteration, batches in published.slots.items())
     assert training.device.calls("synchronize", "wait_event") == []
-    assert len(training.device.calls("record")) == training.launched
-    assert len({event for _, _, event in training.device.calls("record")}) <= EVENTS
+    assert len(training.device.calls("record")) == 2 * training.launched
+    assert len({event for _, _, event in training.device.calls("record")}) <= 2 * EVENTS + 1
 
 
 def test_the_two_newest_complete_steps_are_published(training: Training) -> None:
@@ -250,3 +269,56 @@ def test_a_new_thread_asks_on_the_device_with_the_state(device: StandInDevice, m
     thread.start()
     thread.join()
     assert seen == [1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_earlier_step_is_what_the_device_holds_until_it_is_overtaken(training: Training, seed: int) -> None:
+    draw, found, kept = random.Random(seed), 0, None
+    for _ in range(300):
+        action = draw.choice(["launch", "launch", "begin", "complete", "poll"])
+        if action == "launch":
+            training.launch()
+        elif action == "begin":
+            training.begin(training.completed + draw.randint(0, 2))
+        elif action == "complete":
+            training.complete(training.completed + draw.randint(0, 3))
+        else:
+            kept = training.publication.earlier() or kept  # a dump that takes its time
+        for earlier in (training.publication.earlier(), kept):
+            if earlier is not None and not earlier.overtaken():
+                found += 1
+                assert training.reached == earlier.iteration, "no later update has begun on the device"
+                assert earlier.scalars["launched"] == earlier.iteration
+                assert earlier.scalars["counts"] == [earlier.iteration]
+    assert found > 20
+    assert training.device.calls("synchronize", "wait_event") == []
+
+
+def test_there_is_no_earlier_step_where_the_newest_is_complete_or_nothing_is_known(training: Training) -> None:
+    assert training.publication.earlier() is None
+    training.launch()
+    assert training.publication.earlier() is None, "the state before the first step is stored"
+    training.complete(1)
+    assert training.publication.earlier() is None
+    training.launch()
+    assert training.publication.earlier() is not None
+    training.publication.reset(1, BATCHES)
+    assert training.publication.earlier() is None
+
+
+def test_a_small_state_on_the_device_is_not_copied_behind_what_hangs(training: Training) -> None:
+    """Such as a learning rate in a tensor: one look, and no more in this life."""
+    training.launch()
+    training.complete(1)
+    asked = []
+
+    def small() -> object:
+        asked.append(1)
+        return {"lr": training.device.tensor(torch.tensor(1e-3))}
+
+    for _ in range(2):
+        training.publication.before_update(small)
+        training.publication.begin_update()
+        training.publication.step(2, 6, training.events.record())
+    assert asked == [1]
+    assert training.publication.earlier() is None

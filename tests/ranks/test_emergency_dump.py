@@ -69,12 +69,23 @@ def test_an_update_that_an_exception_cut_short_may_begin_again() -> None:
 def test_obstacles_and_errors_of_a_dump_are_reported() -> None:
     recorder = Recorder()
     obstacles = ["life 3 has begun", None]
-    dump_guard = EmergencyDump(lambda iteration: 1 // 0, recorder.report, 0.1, lambda: obstacles.pop(0))  # type: ignore[arg-type]
+    dump_guard = EmergencyDump(lambda iteration: 1 // 0, recorder.report, 0.1, lambda: obstacles.pop(0))
     dump_guard.end_update(7)
     assert not dump_guard.dump("a peer is gone")
     assert not dump_guard.dump("a peer is gone")
     assert "life 3 has begun" in recorder.events[0][1]
     assert "ZeroDivisionError" in recorder.events[1][1]
+
+
+def test_the_report_names_the_iteration_that_was_dumped() -> None:
+    recorder = Recorder()
+    dump_guard = EmergencyDump(lambda iteration: iteration - 1, recorder.report, 0.1)
+    dump_guard.end_update(8)
+    assert dump_guard.dump("a peer is gone")
+    ((kind, message, iteration),) = recorder.events
+    assert (kind, iteration) == ("dumped", 7)
+    assert "the exact state of iteration 7 was dumped" in message
+    assert message.endswith("the device has not completed the steps from there to iteration 8")
 
 
 def test_dumps_and_updates_never_overlap() -> None:

@@ -1,0 +1,34 @@
+"""One snapshot, once it is taken."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.paced import Split
+from cpsr.state.shard import Shard
+
+__all__ = ["Snapshot"]
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """One rank's state at one iteration, in host memory.
+
+    Attributes:
+        iteration: iteration at which it was taken.
+        shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
+        scalars: plain data, a copy of its own; None until `SnapshotPool.finish` returned.
+        stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
+            that a GPU had still to compute.
+        copy_seconds: how long the asynchronous copy itself took.
+        contents: what it holds of each operator, and where on the disk that is written.
+        split: when its bytes were copied, where the pool copies in waits.
+    """
+
+    iteration: int
+    shard: Shard
+    scalars: Any = None
+    stall_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    contents: Contents = field(default=WHOLE)
+    split: Split | None = None
