@@ -1,9 +1,11 @@
 """Copies a rank's state into host buffers: by a thread, in pieces during waits, or on a stream of the device."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,16 +15,20 @@ from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
-from cpsr.errors import SaveError
+from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Arrival, Deadline
 from cpsr.state.shard import Shard
+from cpsr.state.small_state import SmallState
 
 __all__ = ["Copying", "StateCopier"]
+
+logger = logging.getLogger(__name__)
 
 # Size of one copy during waits: less than a millisecond, so that it ends within short waits.
 PIECE_BYTES = 4 << 20
 # Of the time of a dump, for steps that the host has launched: behind a collective of a dead rank they never end.
 NEWEST_SHARE = 0.5
+PREPARE_SECONDS = 10.0  # for the device, when a life begins
 
 Copying = Future[float] | PacedCopy | DeviceCopy
 
@@ -109,6 +115,21 @@ class StateCopier:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             yield
+
+    def prepare_dump(self, scalars: Callable[[], Any]) -> None:
+        """Copy a small state as a dump does: later, kernels may hang while memory is taken and code is loaded.
+
+        Args:
+            scalars: as for a dump.
+        """
+        if self.device is None or self._dumps is None:
+            return
+        self._dumps.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(self._dumps):
+                SmallState(scalars()).wait(Deadline(PREPARE_SECONDS))
+        except (SaveError, UnsupportedEngineError) as error:
+            logger.warning("an emergency dump is not prepared: %s", error)
 
     @contextmanager
     def at_boundary(

@@ -61,6 +61,11 @@ class Boundary(Part):
         self.liveness.start()
         self._publication.start()
 
+    def prepare(self) -> None:
+        """Before the first step: mark its boundary, and prepare a dump."""
+        self._pool.copier.prepare_dump(self._state.left)
+        self._pool.mark_boundary()
+
     def begin_change(self) -> None:
         """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
         self.emergency_dump.begin_update()

@@ -165,7 +165,7 @@ class Life:
     def _attach(self, opened: ExitStack, *, exact: bool) -> None:
         """Attach to the engine."""
         job, loop = self.job, self.loop
-        self.run.memory.pool.mark_boundary()
+        self.boundary.prepare()
         job.adapter.attach(self)
         opened.callback(job.adapter.detach)
         unsaved = Unsaved(job.adapter, lambda: loop.state.objects, exact, job.journal.event)

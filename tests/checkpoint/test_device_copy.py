@@ -205,6 +205,36 @@ def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevi
     assert_same_bits(into, make_shard(3))
 
 
+def test_a_dump_is_prepared_on_its_own_stream(device: StandInDevice, run_id: str) -> None:
+    """What CUDA loads and allocates at the first copy, it may not do beside kernels that hang."""
+    shard = shard_on(device, iteration=20)
+    count = device.tensor(torch.tensor(20.0))
+    pool = pool_of(device, run_id, shard)
+    small = {"step": DeviceNumber(count)}
+    pool.copier.prepare_dump(lambda: small)
+    prepared = [what for _, _, what in device.calls("launch")]
+    assert {stream for _, stream in names(device, "launch")} == {"stream1:0"}
+    assert len(device.calls("pin")) == 1
+    assert device.calls(*WAITS) == []
+    pool.mark_boundary()
+    device.hang()
+    device.trace.clear()
+    pool.dump(lambda: shard, 20, lambda: small)
+    assert {stream for _, stream in names(device, "launch")} == {"stream1:0"}
+    assert {what for _, _, what in device.calls("launch")} == set(prepared)
+
+
+def test_a_device_that_is_busy_when_a_life_begins_does_not_keep_it_from_that(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cpsr.checkpoint.copying.PREPARE_SECONDS", 0.1)
+    pool = pool_of(device, run_id, shard_on(device))
+    device.hang()
+    pool.copier.prepare_dump(lambda: {"step": DeviceNumber(device.tensor(torch.tensor(20.0)))})
+    assert device.calls(*WAITS) == []
+    assert "an emergency dump is not prepared: the device has not finished" in caplog.text
+
+
 def test_what_a_dump_launches_goes_to_no_stream_of_the_step(device: StandInDevice, run_id: str) -> None:
     """As an engine does that creates its optimizer's state late: behind a step that hangs it would never run."""
     shard = shard_on(device)
