@@ -154,11 +154,12 @@ def step_scalars(
     for master in masters:
         numbers = {}
         for key, value in optimizer.state[master].items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:
-                numbers[key] = number(value, on_device=on_device)
-            elif isinstance(value, int | float):
+            if isinstance(value, torch.Tensor):  # first: this runs at every step of a GPU
+                if value.dim() == 0:
+                    numbers[key] = number(value, on_device=on_device)
+            elif isinstance(value, (int, float)):
                 numbers[key] = value
-            elif value is not None and not isinstance(value, torch.Tensor):
+            elif value is not None:
                 raise UnsupportedEngineError(
                     f"optimizer {type(optimizer).__name__} keeps {key}: {type(value).__name__}, which is neither a "
                     "number nor a tensor"
