@@ -31,7 +31,8 @@ class StepObserver(Protocol):
 
         Args:
             iteration: optimizer steps so far, skipped ones included.
-            applied: False when the step was skipped (fp16 overflow).
+            applied: False when the step was skipped (fp16 overflow). True where a fused optimizer decides that on a
+                GPU: the answer would have to be waited for.
         """
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

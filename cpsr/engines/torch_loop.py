@@ -108,7 +108,9 @@ class TorchLoop:
         self._change_state()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._applied = True
+        # A fused optimizer looks itself whether the gradients overflow; on a GPU that is not waited for.
+        overflow = None if self._scaler is None else getattr(optimizer, "found_inf", None)
+        self._applied = overflow is None or overflow.is_cuda or not overflow.item()
         if self._scaler is None:
             self._end_update()
 

@@ -139,6 +139,25 @@ def test_the_state_changes_only_once_the_scaler_knows_the_gradients(
     assert order == [*asked, *changed, "after_step"]
 
 
+def test_a_step_that_a_fused_optimizer_skips_is_not_applied() -> None:
+    """It is always called, and looks itself whether the gradients overflow."""
+    job, recorder = build("fp32", "adamw", "none", scaler=True), Recorder()
+    assert job.scaler is not None
+    parameters = list(job.module.parameters())
+    fused = torch.optim.AdamW(parameters, fused=True)
+    adapter = TorchAdapter(job.module, fused, None, job.scaler)
+    adapter.attach(recorder)
+    for factor in (1.0, 1e38, 1.0):
+        fused.zero_grad()
+        before = [parameter.detach().clone() for parameter in parameters]
+        job.scaler.scale(job.module(*token_batch(0, 0, 0)) * factor).backward()
+        job.scaler.step(fused)
+        job.scaler.update()
+        changed = any(not torch.equal(*pair) for pair in zip(parameters, before, strict=True))
+        assert recorder.steps()[-1][1] == changed
+    assert recorder.steps() == [(1, True), (2, False), (3, True)]
+
+
 def test_detach_restores_everything() -> None:
     job = build("fp32", "adamw", "cosine", scaler=True)
     parts = (job.module, job.optimizer, job.scheduler, job.scaler)
