@@ -114,6 +114,31 @@ def recovery(
 
 
 @bench.command()
+def tune(
+    tasks: Annotated[str, typer.Option(help="Names, comma-separated.")] = "gpt-0.4M,gpt-0.4M-headers,gpt-0.8M,digits",
+    schedules: Annotated[str, typer.Option(help="cosine, cosine10, wsd, constant: comma-separated.")] = (
+        "cosine,cosine10,wsd"
+    ),
+    lengths: Annotated[str, typer.Option(help="Iterations of the training, comma-separated.")] = "1200",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings at each rate.")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps every training; by default runs/bench-tune.")] = None,
+    json_path: JsonPath = None,
+    device: DeviceOption = Device.AUTO,
+) -> None:
+    """The peak learning rate at which trainings end best: their final loss in steps of 1.4 around it."""
+    from cpsr.benchmarks.harness.processes import default_workers
+    from cpsr.benchmarks.tune.run import CACHE
+    from cpsr.benchmarks.tune.run import main as run_tune
+    from cpsr.benchmarks.tune.space import settings
+
+    kept = CACHE if cache is None else cache
+    run_tune(
+        settings(tasks, schedules, lengths), seeds, kept, json_path, workers or default_workers(), find_device(device)
+    )
+
+
+@bench.command()
 def prior(
     failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 10,
     settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 8,

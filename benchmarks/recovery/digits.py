@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-from cpsr.benchmarks.recovery.task import VALIDATION_CHUNKS, batch_generator
+from cpsr.benchmarks.recovery.task import FINAL_CHUNKS, VALIDATION_CHUNKS, batch_generator
 
 __all__ = ["DigitsTask"]
 
@@ -20,6 +20,7 @@ BATCH_IMAGES = 64
 CHUNK_IMAGES = 24
 VALIDATION_EVERY = 5  # every fifth scan is held out
 VALIDATION_SEED = 1 << 40  # no training batch is drawn with it
+FINAL_CHUNK_IMAGES = 48
 # The augmentation: with less of it the validation loss stops falling before the run ends.
 ROTATION_RADIANS = math.pi / 4
 SCALES = (0.7, 1.2)
@@ -38,9 +39,8 @@ class DigitsTask:
         held_out = torch.arange(len(images)) % VALIDATION_EVERY == 0
         targets = torch.tensor(labels, dtype=torch.int64)
         self._images, self._targets = images[~held_out], targets[~held_out]
-        self._validation = _draw(
-            images[held_out], targets[held_out], VALIDATION_CHUNKS * CHUNK_IMAGES, batch_generator(0, VALIDATION_SEED)
-        )
+        self._held_out = images[held_out], targets[held_out]
+        self._validation = self._drawn(VALIDATION_CHUNKS * CHUNK_IMAGES)
 
     def model(self) -> nn.Module:
         """Two pairs of 3 x 3 convolutions, each pooled, then two dense layers; no normalisation, as in VGG."""
@@ -69,6 +69,16 @@ class DigitsTask:
         images, targets = (part.to(device) for part in self._validation)
         losses = functional.cross_entropy(model(images), targets, reduction="none")
         return losses.view(VALIDATION_CHUNKS, CHUNK_IMAGES).mean(1)
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        """Mean loss of each chunk of 48 held-out images, distorted once and for all."""
+        device = next(model.parameters()).device
+        images, targets = (part.to(device) for part in self._drawn(FINAL_CHUNKS * FINAL_CHUNK_IMAGES))
+        losses = functional.cross_entropy(model(images), targets, reduction="none")
+        return losses.view(FINAL_CHUNKS, FINAL_CHUNK_IMAGES).mean(1)
+
+    def _drawn(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _draw(*self._held_out, count, batch_generator(0, VALIDATION_SEED))
 
 
 def _convolutions(inputs: int, outputs: int) -> list[nn.Module]:

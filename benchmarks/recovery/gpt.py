@@ -1,12 +1,12 @@
-"""The byte-level GPT on the source code of Python's own standard library."""
+"""The byte-level GPT on source code that every machine has."""
 
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from cpsr.benchmarks.recovery.task import VALIDATION_CHUNKS, batch_generator
-from cpsr.demo.corpus import read_corpus
+from cpsr.benchmarks.recovery.corpora import CORPORA
+from cpsr.benchmarks.recovery.task import FINAL_CHUNKS, VALIDATION_CHUNKS, batch_generator
 from cpsr.demo.model import GPT, GPTConfig
 
 __all__ = ["SIZES", "GPTTask"]
@@ -21,17 +21,21 @@ SIZES = {
 }
 BATCH_WINDOWS = 8
 CHUNK_WINDOWS = 4
+FINAL_CHUNK_WINDOWS = 8
 
 
 class GPTTask:
-    """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places."""
+    """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: of the model.
+        corpus: a name of `CORPORA`.
+    """
+
+    def __init__(self, config: GPTConfig, corpus: str = "library") -> None:
         self._config = config
-        self._text, held_out = read_corpus()
-        # One fixed draw for all runs: spread over the held-out files, which no training window touches.
-        starts = torch.linspace(0, held_out.numel() - config.context - 1, VALIDATION_CHUNKS * CHUNK_WINDOWS).long()
-        self._validation = self._windows(held_out, starts)
+        self._text, self._held_out = CORPORA[corpus]()
+        self._validation = self._spread(VALIDATION_CHUNKS * CHUNK_WINDOWS)
 
     def model(self) -> nn.Module:
         """A new model, initialised from torch's default generator."""
@@ -53,6 +57,17 @@ class GPTTask:
         device = next(model.parameters()).device
         losses = cast(GPT, model).losses(self._validation.to(device))
         return losses.view(VALIDATION_CHUNKS, CHUNK_WINDOWS).mean(1)
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        """Mean loss of each chunk of eight held-out windows."""
+        device = next(model.parameters()).device
+        chunks = self._spread(FINAL_CHUNKS * FINAL_CHUNK_WINDOWS).view(FINAL_CHUNKS, FINAL_CHUNK_WINDOWS, -1)
+        return torch.stack([cast(GPT, model).losses(chunk.to(device)).mean() for chunk in chunks])
+
+    def _spread(self, count: int) -> torch.Tensor:
+        """The same windows in all runs, spread over the held-out files, which no training window touches."""
+        starts = torch.linspace(0, self._held_out.numel() - self._config.context - 1, count).long()
+        return self._windows(self._held_out, starts)
 
     def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         return text[starts[:, None] + torch.arange(self._config.context + 1)].long()

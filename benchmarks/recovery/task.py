@@ -5,9 +5,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["VALIDATION_CHUNKS", "Task", "batch_generator"]
+__all__ = ["FINAL_CHUNKS", "VALIDATION_CHUNKS", "Task", "batch_generator"]
 
 VALIDATION_CHUNKS = 16  # the standard error of one lag is a jackknife over these
+FINAL_CHUNKS = 64  # at the end of a training, where a gap of one iteration is some 0.0002 nats
 SEED_STRIDE = 1_000_003  # a prime far above any iteration: no two (seed, iteration) share a generator's seed
 
 
@@ -25,6 +26,9 @@ class Task(Protocol):
 
     def validation_losses(self, model: nn.Module) -> torch.Tensor:
         """Mean loss of each validation chunk, `(VALIDATION_CHUNKS,)`, in nats; the same data every time."""
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        """Mean loss of each chunk of more validation data, `(FINAL_CHUNKS,)`: for the end of a training."""
 
 
 def batch_generator(seed: int, iteration: int) -> torch.Generator:

@@ -98,6 +98,12 @@ class Trainer:
             losses = self._task.validation_losses(self._model)
         return losses.double().cpu().numpy()
 
+    def final_losses(self) -> NDArray[numpy.float64]:
+        """Loss of each chunk of the data that the end of a training is judged on, in nats."""
+        with torch.no_grad():
+            losses = self._task.final_losses(self._model)
+        return losses.double().cpu().numpy()
+
     def probe(self, state: State, batches: int) -> float:
         """Mean loss in nats of a state's weights on the newest training batches before its iteration."""
         self.load(state)

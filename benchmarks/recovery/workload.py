@@ -1,20 +1,17 @@
 """Which training runs are interrupted: task, schedule and length."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal
 
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
+from cpsr.benchmarks.recovery.schedule import Schedule, scheduled_rate
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import ConfigError
 
 __all__ = ["EVERYWHERE", "WORKLOADS", "Workload", "find_workloads"]
-
-WARM_UP_ITERATIONS = 50
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Workload:
     Attributes:
         name: task and schedule, as on the command line.
         task: builds the model and its data.
-        schedule: after the warm-up the learning rate stays, or falls to 0 as half a cosine at `iterations`.
+        schedule: of the learning rate, after a warm-up.
         peak_learning_rate: reached after the warm-up.
         iterations: length of the whole training; fractions of it say where a failure strikes.
         needs_gpu: too large to be trained on a CPU.
@@ -33,7 +30,7 @@ class Workload:
 
     name: str
     task: Callable[[], Task] = field(compare=False)  # made anew in every process
-    schedule: Literal["constant", "cosine"]
+    schedule: Schedule
     peak_learning_rate: float
     iterations: int
     needs_gpu: bool = False
@@ -41,10 +38,7 @@ class Workload:
 
     def learning_rate(self, iteration: int) -> float:
         """Of the update that takes the run from `iteration` to the next."""
-        warmed = self.peak_learning_rate * min(1.0, (iteration + 1) / WARM_UP_ITERATIONS)
-        if self.schedule == "constant":
-            return warmed
-        return warmed * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
+        return scheduled_rate(self.schedule, self.peak_learning_rate, iteration, self.iterations)
 
     @cached_property
     def times(self) -> list[float]:

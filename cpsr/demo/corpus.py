@@ -1,12 +1,13 @@
-"""The source code of Python's own standard library as bytes: a real corpus that every machine has."""
+"""Text that every machine has, as bytes: the source code of Python's own standard library."""
 
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
-__all__ = ["Windows", "read_corpus"]
+__all__ = ["Windows", "read_corpus", "split_files"]
 
 CORPUS_BYTES = 8_000_000  # enough that a demo run never sees a window twice
 VALIDATION_EVERY = 20  # every 20th file is for validation
@@ -25,6 +26,15 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
     files = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
     if not files:
         raise FileNotFoundError(f"no Python sources under {root}: the demo trains on the standard library's source")
+    return split_files(files)
+
+
+def split_files(files: Iterable[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation text of the first files that hold 8 MB: every 20th is for validation.
+
+    Returns:
+        Two 1-D uint8 tensors.
+    """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
     for index, path in enumerate(files):

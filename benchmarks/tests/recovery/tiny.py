@@ -13,7 +13,7 @@ from torch import nn
 
 from cpsr.benchmarks.recovery.grid import Selection
 from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.task import VALIDATION_CHUNKS, batch_generator
+from cpsr.benchmarks.recovery.task import FINAL_CHUNKS, VALIDATION_CHUNKS, batch_generator
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import WORKLOADS, Workload
 
@@ -47,6 +47,11 @@ class TinyTask:
         inputs, targets = (part.to(device) for part in self._validation)
         losses = nn.functional.mse_loss(model(inputs), targets, reduction="none")
         return losses.view(VALIDATION_CHUNKS, -1).mean(1)
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        inputs, targets = self._draw(FINAL_CHUNKS * 16, batch_generator(99, 0))
+        losses = nn.functional.mse_loss(model(inputs), targets, reduction="none")
+        return losses.view(FINAL_CHUNKS, -1).mean(1)
 
     def _draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = torch.randn(count, INPUTS, generator=generator)

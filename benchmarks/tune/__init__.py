@@ -1,0 +1,1 @@
+"""`cpsr bench tune`: at which peak learning rate a workload ends best."""

@@ -1,0 +1,120 @@
+"""Sweeps of the peak learning rate, which widen until the best lies well inside."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.tune.space import Setting, rate_of
+from cpsr.benchmarks.tune.trial import Ended, Trial
+from cpsr.errors import CPSRError
+
+__all__ = ["Rate", "Sweep", "sweep"]
+
+FIRST_STEP = 2  # 0.002
+AROUND = 2  # rates on either side of the best
+LIMIT = 14  # steps away from 0.001: 110 times it, or a 110th
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Trainings at one peak rate.
+
+    Attributes:
+        step: its number; see `rate_of`.
+        ended: by seed.
+    """
+
+    step: int
+    ended: tuple[Ended, ...]
+
+    @property
+    def peak(self) -> float:
+        """The peak learning rate."""
+        return rate_of(self.step)
+
+    @property
+    def loss(self) -> float:
+        """Mean final loss over the seeds, in nats; infinite where one of them diverged."""
+        return statistics.fmean(math.inf if one.loss is None else one.loss for one in self.ended)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The curve of one setting.
+
+    Attributes:
+        setting: what was trained.
+        rates: ascending.
+    """
+
+    setting: Setting
+    rates: tuple[Rate, ...]
+
+    @property
+    def best(self) -> Rate:
+        """The rate with the lowest mean final loss."""
+        return min(self.rates, key=lambda rate: rate.loss)
+
+
+def sweep(
+    chosen: Sequence[Setting],
+    seeds: int,
+    cache: Path,
+    device: str,
+    workers: Workers,
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Sweep]:
+    """Train at more rates until there are two on either side of the best of each setting.
+
+    Args:
+        chosen: what to tune.
+        seeds: trainings at each rate.
+        cache: keeps every training.
+        device: `cpu` or `cuda`.
+        workers: processes that train.
+        tick: called with the trainings done and the trainings known to be needed.
+
+    Raises:
+        CPSRError: the best rate of a setting lies at the limit of what is tried, or every training diverged.
+    """
+    found: dict[tuple[Setting, int], tuple[Ended, ...]] = {}
+    finished = 0
+    while needed := [place for setting in chosen for place in _needed(setting, found)]:
+        trials = [Trial(setting, step, seed, cache, device) for setting, step in needed for seed in range(seeds)]
+        total, before = finished + len(trials), finished
+        ended = workers.each(_ended, trials, lambda done: tick(before + done, total))  # noqa: B023 - called at once
+        for place, key in enumerate(needed):
+            found[key] = tuple(ended[place * seeds : (place + 1) * seeds])
+        finished = total
+    return [_sweep(setting, found) for setting in chosen]
+
+
+def _sweep(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> Sweep:
+    return Sweep(
+        setting, tuple(Rate(step, found[one, step]) for one, step in sorted(found, key=_step) if one == setting)
+    )
+
+
+def _step(key: tuple[Setting, int]) -> int:
+    return key[1]
+
+
+def _needed(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> list[tuple[Setting, int]]:
+    """Rates around the best so far that were not tried."""
+    known = _sweep(setting, found)
+    best = known.best.step if known.rates else FIRST_STEP
+    if known.rates and not math.isfinite(known.best.loss):
+        best = known.rates[0].step  # all diverged: look lower
+    wanted = [step for step in range(best - AROUND, best + AROUND + 1) if (setting, step) not in found]
+    if any(abs(step) > LIMIT for step in wanted):
+        raise CPSRError(
+            f"{setting.name}: the best rate lies at the end of what is tried ({rate_of(best):.1e}); trainings are kept"
+        )
+    return [(setting, step) for step in wanted]
+
+
+def _ended(trial: Trial) -> Ended:
+    return trial.ended()
