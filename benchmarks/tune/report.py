@@ -68,7 +68,7 @@ def draw(sweeps: Sequence[Sweep], machine: dict[str, Any]) -> Figure:
     axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (title, mine) in zip(axes_of, panels.items(), strict=True):
         for place, one in enumerate(mine):
-            colour = COLOURS[place % len(COLOURS)]
+            colour = COLOURS[2 * place % len(COLOURS)]
             known = [rate for rate in one.rates if numpy.isfinite(rate.loss)]
             axes.plot([rate.peak for rate in known], [rate.loss for rate in known], color=colour, lw=1.2)
             for rate in known:
