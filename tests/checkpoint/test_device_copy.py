@@ -85,6 +85,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpsr.checkpoint.pool_buffers.IDLE_SECONDS", 0.1)
 
 
+def close(device: StandInDevice, pool: SnapshotPool) -> None:
+    """Let the device do its work at once from here on: a pool that closes waits for it."""
+    device.complete()
+    device.at_once = True
+    pool.close()
+
+
 def test_a_snapshot_is_of_its_step_whatever_the_next_forward_does(device: StandInDevice, run_id: str) -> None:
     shard = shard_on(device)
     count = device.tensor(torch.tensor(7.0))
@@ -100,7 +107,7 @@ def test_a_snapshot_is_of_its_step_whatever_the_next_forward_does(device: StandI
     assert_same_bits(begun.shard, make_shard(3))
     assert begun.scalars["step"] == 7.0
     assert type(begun.scalars["step"]) is float
-    pool.close()
+    close(device, pool)
 
 
 def test_the_copy_follows_the_step_and_nothing_is_sealed_before_it(device: StandInDevice, run_id: str) -> None:
@@ -117,6 +124,8 @@ def test_the_copy_follows_the_step_and_nothing_is_sealed_before_it(device: Stand
     assert recorded < waited < first
     assert memory_states(run_id) == []
     pool.finish()
+    device.complete()
+    device.at_once = True
     pool.close(remove=False)
     (state,) = memory_states(run_id)
     into = make_shard(0)
@@ -135,7 +144,7 @@ def test_the_boundary_is_that_of_the_devices_own_stream(device: StandInDevice, r
     pool.begin(shard, 7, {"step": DeviceNumber(device.tensor(torch.tensor(7.0), 1))})
     pool.finish()
     assert {stream for _, stream in names(device, "record", "launch", "wait_event")} == {"default:1", "stream2:1"}
-    pool.close()
+    close(device, pool)
     assert all(stream is None or stream.endswith(":1") for _, stream, _ in device.trace)
 
 
@@ -160,7 +169,7 @@ def test_a_loop_may_train_on_a_stream_of_its_own(device: StandInDevice, run_id: 
     assert begun is not None
     assert_same_bits(begun.shard, make_shard(5))
     assert begun.scalars == {"step": 7.0}
-    pool.close()
+    close(device, pool)
 
 
 def test_state_on_two_devices_is_refused_by_name(device: StandInDevice) -> None:
@@ -185,7 +194,7 @@ def test_weights_on_the_host_are_copied_there_and_buffers_of_the_device_arrive(
     assert pool.finish() is begun
     assert begun is not None
     assert_same_bits(begun.shard, make_shard(3))
-    pool.close()
+    close(device, pool)
 
 
 def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevice, run_id: str) -> None:
@@ -460,7 +469,7 @@ def test_the_wait_for_the_step_itself_is_no_stall(
     assert time.perf_counter() - started >= 0.3
     assert (begun.stall_seconds - before >= 0.3) == (copy_seconds > 0)
     device.compute_seconds = device.copy_seconds = 0.0
-    pool.close()
+    close(device, pool)
 
 
 def test_after_a_kernel_has_failed_a_dump_says_so(

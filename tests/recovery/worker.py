@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,7 @@ def complete_late(steps: int) -> None:
 
     cuda: Any = torch.cuda
     cuda.Event, cuda.current_stream = Event, lambda device: None
+    cuda.device = lambda device: nullcontext()
     setattr(StateCopier, "__init__", with_events)  # noqa: B010 - mypy refuses to assign to a method
 
 
