@@ -44,11 +44,6 @@ class EarlierStep:
         operators = {name: replace(one, iteration=self.iteration) for name, one in newest.operators.items()}
         return Shard(operators, newest.others)
 
-    def require(self) -> None:
-        """Raise SaveError where the state is this one no more."""
-        if self.overtaken():
-            raise SaveError(f"the device went on from iteration {self.iteration} while its state was being copied")
-
 
 class BoundaryBuffers:
     """Copies of the buffers outside the optimizer, as they were at the last step boundary.

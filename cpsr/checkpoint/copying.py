@@ -128,7 +128,7 @@ class StateCopier:
         try:
             with torch.cuda.stream(self._dumps):
                 SmallState(scalars()).wait(Deadline(PREPARE_SECONDS))
-        except (SaveError, UnsupportedEngineError) as error:
+        except (SaveError, UnsupportedEngineError, RuntimeError) as error:  # also of too little memory
             logger.warning("an emergency dump is not prepared: %s", error)
 
     @contextmanager

@@ -38,6 +38,10 @@ RUNNING_SHARE = 0.5
 CLOSE_SECONDS = 5.0
 
 
+def _newest() -> None:
+    """No earlier step than the newest."""
+
+
 class SnapshotPool:
     """The triple buffer: the snapshot being taken, the one being persisted, and the recovery buffer.
 
@@ -191,7 +195,7 @@ class SnapshotPool:
         shard: Callable[[], Shard],
         iteration: int,
         scalars: Callable[[], Any],
-        earlier: Callable[[], EarlierStep | None] = lambda: None,
+        earlier: Callable[[], EarlierStep | None] = _newest,
     ) -> int:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
@@ -209,8 +213,7 @@ class SnapshotPool:
             The iteration of the state.
 
         Raises:
-            SaveError: there is no shared memory, no free buffer, or a value of the boundary is not known; or the device
-                hangs or has failed.
+            SaveError: no shared memory, no free buffer, an unknown value of the boundary, or a device that hangs.
         """
         if self._memory is None or self.shared_memory_problem is not None:
             raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
@@ -219,13 +222,16 @@ class SnapshotPool:
         self.settle()
         if iteration in list(self._sealed.values()):
             return iteration
+        snapshot, choice = None, earlier
         try:
-            with self.copier.at_boundary(deadline, earlier) as step:
-                if step is not None and step.iteration in list(self._sealed.values()):
-                    return step.iteration
-                views = shard()
-                small = SmallState(scalars() if step is None else step.scalars)
-                snapshot = self._copied(views, iteration, small, deadline, step)
+            while snapshot is None:
+                with self.copier.at_boundary(deadline, choice) as step:
+                    if step is not None and step.iteration in list(self._sealed.values()):
+                        return step.iteration
+                    views = shard()
+                    small = SmallState(scalars() if step is None else step.scalars)
+                    snapshot = self._copied(views, iteration, small, deadline, step)
+                choice = _newest  # the device was only slow
         except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
             raise SaveError(f"{error}; {self._kept()}") from error
         try:
@@ -251,8 +257,8 @@ class SnapshotPool:
 
     def _copied(
         self, shard: Shard, iteration: int, small: SmallState, deadline: Deadline, step: EarlierStep | None
-    ) -> Snapshot:
-        """A complete snapshot of a whole state, copied by this thread or for it."""
+    ) -> Snapshot | None:
+        """A complete snapshot of a whole state; None where the device has left that step during the copy."""
         if step is not None:
             shard, iteration = step.views(shard), step.iteration
         others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
@@ -273,7 +279,7 @@ class SnapshotPool:
             raise
         if step is not None and step.overtaken():
             self._free(snapshot)
-            step.require()
+            return None
         return snapshot
 
     def _kept(self) -> str:

@@ -29,6 +29,11 @@ class StepEvents:
         self._free = deque(torch.cuda.Event() for _ in range(count))  # type: ignore[no-untyped-call] # torch's stub
         self.newest = self._free[0]
         self.stream: torch.cuda.Stream | None = None
+        self._updating: torch.cuda.Stream | None = None
+
+    def updating(self) -> None:
+        """The host launches an update on the current stream; the boundary behind it may be on another."""
+        self._updating = torch.cuda.current_stream(self._device)
 
     def record(self) -> torch.cuda.Event:
         """The event of a boundary at this point of the current stream; where all are held, the newest moves here."""
@@ -37,6 +42,8 @@ class StepEvents:
             self.newest = self._free[0]
             self._free.rotate(-1)
         self.stream = torch.cuda.current_stream(self._device)
+        if self._updating is not None and self._updating != self.stream:
+            self.stream.wait_stream(self._updating)
         self.newest.record(self.stream)
         return self.newest
 

@@ -110,7 +110,8 @@ class TorchLoop:
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A fused optimizer looks itself whether the gradients overflow; on a GPU that is not waited for.
         overflow = None if self._scaler is None else getattr(optimizer, "found_inf", None)
-        self._applied = overflow is None or overflow.is_cuda or not overflow.item()
+        known = isinstance(overflow, torch.Tensor) and not overflow.is_cuda
+        self._applied = not (known and bool(overflow))
         if self._scaler is None:
             self._end_update()
 

@@ -116,6 +116,8 @@ class Publication:
 
     def begin_update(self) -> None:
         """The host launches an update: mark its begin on the device."""
+        if self._events is not None:
+            self._events.updating()
         if self._updates is not None and self._begun is None:
             self._begun = self._updates.record()
 
@@ -139,6 +141,8 @@ class Publication:
             with self._changing:  # once that step is published, the event may be another's
                 return begun or not self._pending or self._pending[0] is not following
 
+        if overtaken():
+            return None
         return EarlierStep(complete.iteration, complete.boundary, complete.small, overtaken)
 
     def poll(self) -> None:

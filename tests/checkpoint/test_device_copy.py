@@ -337,16 +337,32 @@ def test_a_dump_is_of_the_last_step_on_the_device_while_the_host_is_ahead(
     assert {one.iteration for one in into.operators.values()} == {23}
 
 
-def test_an_earlier_step_that_the_device_leaves_during_the_copy_is_refused(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slow", [True, False], ids=["slow", "hangs later"])
+def test_where_the_device_leaves_an_earlier_step_during_the_copy_the_newest_is_taken_or_none(
+    device: StandInDevice, run_id: str, slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short(monkeypatch)
+    done: list[bool] = []
+    monkeypatch.setattr(device, "hang", lambda: device.enqueue(device.default_stream(), lambda: bool(done)))
     shard = shard_on(device, iteration=24)
     count = device.tensor(torch.tensor(23.0))
     pool = pool_of(device, run_id, shard)
     ahead(device, pool, shard, count, changed=False)
-    with pytest.raises(SaveError, match="went on from iteration 23 while its state was being copied; host memory has"):
-        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 2, {}, lambda: True))
+
+    def overtaken() -> bool:
+        done.extend([True] * slow)
+        device.complete()
+        return True
+
+    def dump() -> int:
+        return pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 2, {}, overtaken))
+
+    if slow:
+        assert dump() == 24
+        assert [state.iteration for state in memory_states(run_id)] == [24]
+        return
+    with pytest.raises(SaveError, match="has not finished the step"):
+        dump()
     assert memory_states(run_id) == []
     assert [pool.acquire(iteration) is None for iteration in (1, 2, 3)] == [False] * 3
 

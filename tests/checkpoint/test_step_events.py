@@ -49,3 +49,21 @@ def test_where_all_are_held_the_newest_moves_on(device: StandInDevice) -> None:
     assert events.record() is events.newest is held[-1]
     events.release(held[0])
     assert events.record() is events.newest is held[0]
+
+
+def test_a_boundary_follows_an_update_on_another_stream(device: StandInDevice) -> None:
+    """As in a loop that trains within `torch.cuda.stream`, and calls its scheduler outside."""
+    events, own = StepEvents(GPU), StandInStream(1, of=device)
+    with device.on_stream(own):
+        events.updating()
+        device.hang(own)
+    assert not events.reached(events.record()), "the update is not complete"
+    assert events.stream is not None
+    assert [stream for kind, stream, _ in device.trace if kind == "wait_event"] == ["default:1"]
+
+
+def test_on_one_stream_nothing_waits_for_the_update(device: StandInDevice) -> None:
+    events = StepEvents(GPU)
+    events.updating()
+    events.record()
+    assert device.calls("wait_event") == []

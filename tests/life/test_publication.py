@@ -302,6 +302,11 @@ def test_there_is_no_earlier_step_where_the_newest_is_complete_or_nothing_is_kno
     assert training.publication.earlier() is None
     training.launch()
     assert training.publication.earlier() is not None
+    training.begin(2)
+    assert training.publication.earlier() is None, "it hangs within the update"
+    training.complete(2)
+    training.launch()
+    assert training.publication.earlier() is not None
     training.publication.reset(1, BATCHES)
     assert training.publication.earlier() is None
 
