@@ -13,7 +13,7 @@ __all__ = ["DeviceOption", "bench"]
 bench = typer.Typer(help="Measure what checkpoints and failures cost.", no_args_is_help=True)
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
-DeviceOption = Annotated[Device, typer.Option("--device", help="That trains; auto is CUDA where torch finds a GPU.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Where to train; auto is CUDA where torch finds a GPU.")]
 Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
 
 
