@@ -63,7 +63,7 @@ def test_the_installed_wheel_passes_from_another_folder(
     distributions: tuple[Path, Path], tmp_path: Path, tests: list[str]
 ) -> None:
     python = install(distributions[1], tmp_path / "environment")
-    copy_tests(tmp_path / "elsewhere", tracked("tests"))
+    copy_tests(tmp_path / "elsewhere", [*tracked("tests"), *tracked("docs")])  # some read what a page prints
     # As a user's shell, which knows neither this source tree nor a worker of this pytest.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST_"))}
     where = subprocess.check_output(

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def orphans_of(workers: Path) -> list[int]:
 
 def kill_orphans(workers: Path) -> None:
     for pid in orphans_of(workers):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended with the life
+            os.kill(pid, signal.SIGKILL)
     workers.unlink(missing_ok=True)
 
 

@@ -104,5 +104,6 @@ def test_torchrun_restarts_a_rank_that_has_left(tmp_path: Path, uninterrupted: R
         assert [one.ending for one in journal.lives()] == ["sigterm", "clean"]
     for rank in range(2):
         mine, reference = losses(tmp_path, rank), losses(uninterrupted(2, WORKERS), rank)
-        assert len(reference.keys() - mine.keys()) == 1
+        # A rank leaves in the forward, or after the step that it was in, whichever the signal meets.
+        assert len(reference.keys() - mine.keys()) <= 1
         assert mine.items() <= reference.items()
