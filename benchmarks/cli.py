@@ -85,7 +85,7 @@ def fit(
 @bench.command()
 def recovery(
     quick: Annotated[
-        bool, typer.Option("--quick", help="A subset of about 5 minutes on two cores; the default.")
+        bool, typer.Option("--quick", help="A subset of about 10 minutes on two cores; the default.")
     ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="The whole grid: hours; interrupt it and go on at will.")
@@ -96,6 +96,9 @@ def recovery(
     methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
     intervals: Annotated[str | None, typer.Option(help="Iterations between checkpoints, comma-separated.")] = None,
     infeasible: Annotated[bool, typer.Option("--infeasible", help="Also intervals beyond what can work.")] = False,
+    lost: Annotated[
+        str | None, typer.Option(help="Parts of the state: all, 1/2, 1/4, 1/8 (shards), stage; comma-separated.")
+    ] = None,
     failures: Annotated[int | None, typer.Option(min=1, help="Follow runs that fail so often, instead.")] = None,
     warm_up: Annotated[bool, typer.Option("--warm-up", help="Failures early in the run, instead.")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
@@ -103,19 +106,19 @@ def recovery(
     json_path: JsonPath = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
-    """What a failure costs: the lag that stays after coming back, by every method, on paired data."""
+    """What a failure costs by the end of the training, by every way to come back, on paired data."""
     from cpsr.benchmarks.recovery.command import run_recovery
     from cpsr.benchmarks.recovery.grid import selection
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals, find_device(device))
+    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals, lost, find_device(device))
     run_recovery(chosen, failures, warm_up, cache, json_path, workers)
 
 
 @bench.command()
 def tune(
-    tasks: Annotated[str, typer.Option(help="Names, comma-separated.")] = "gpt-0.4M,gpt-0.4M-headers,gpt-0.8M,digits",
+    tasks: Annotated[str | None, typer.Option(help="Names, comma-separated; by default all for two cores.")] = None,
     schedules: Annotated[str, typer.Option(help="cosine, cosine10, wsd, constant: comma-separated.")] = (
         "cosine,cosine10,wsd"
     ),
@@ -140,19 +143,20 @@ def tune(
 
 @bench.command()
 def prior(
-    failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 10,
-    settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 8,
-    directions: Annotated[int, typer.Option(min=0, help="Failures at which the two directions are compared.")] = 8,
+    failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 0,
+    settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 4,
     data: Annotated[Path | None, typer.Option(help="Directory of the measured recoveries.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the fitted table here.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Measure recoveries with many settings on runs of their own, and fit the predictor's prior table to them."""
+    from cpsr.benchmarks.harness.processes import default_workers
     from cpsr.benchmarks.prior.run import CACHE, DATA
     from cpsr.benchmarks.prior.run import main as run_prior
 
-    run_prior(data or DATA, cache or CACHE, failures, settings, directions, table, json_path)
+    run_prior(data or DATA, cache or CACHE, failures, settings, workers or default_workers(), table, json_path)
 
 
 @bench.command()

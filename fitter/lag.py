@@ -1,4 +1,8 @@
-"""What a recovery cost: the persistent lag behind the run that never failed, and the transient before it."""
+"""How a recovered run follows the one that never failed: its lag after a while, and the transient before it.
+
+The lag is no measure of what a failure costs in the end: a lower effective rate for a while looks like a lead. That
+is `end_cost`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpsr.fitter.curve import LossCurve
 
-__all__ = ["Lag", "LagBeyondError", "Transient", "persistent_lag", "transient"]
+__all__ = ["Lag", "LagBeyondError", "Transient", "paired_lag", "transient"]
 
 # Half a window: a spline with such knots follows how the loss bends, not the noise of single evaluations.
 KNOT_ITERATIONS = 100
@@ -25,7 +29,7 @@ SLOPE_STANDARD_ERRORS = 3.0
 GRID_SHIFTS = 101
 # Minimiser's precision, far below any standard error met.
 SHIFT_TOLERANCE_ITERATIONS = 1e-3
-# A gap has gone for good only if this many evaluations in a row, to the end of the data, show it.
+# A transient is over only if this many evaluations in a row, to the end of the data, show it.
 SETTLED_POINTS = 3
 
 _Array = NDArray[numpy.float64]
@@ -45,10 +49,10 @@ class LagBeyondError(ValueError):
 
 @dataclass(frozen=True)
 class Lag:
-    """How far a recovered run is behind for good.
+    """How far a recovered run is behind in a window after the failure.
 
     Attributes:
-        iterations: persistent lag; positive is behind the fault-free run, negative ahead of it.
+        iterations: the lag; positive is behind the fault-free run.
         standard_error: of `iterations`, by jackknife over validation chunks; NaN with one chunk.
         local_iterations: cross-check by the gap over the slope; it agrees where the curve is nearly straight.
         gap_nats: mean paired loss gap over the window, recovered minus fault-free.
@@ -75,7 +79,7 @@ class Transient:
     Attributes:
         gap_nats: paired loss gap right at injection.
         gap_standard_error: of `gap_nats`, by jackknife over validation chunks; NaN with one chunk.
-        iterations: until the paired gap is gone for good; None if it is not within the data (a lag that persists
+        iterations: until the paired gap is gone and stays so; None if it is not within the data (a lag that persists
             keeps a gap open).
         tolerance_nats: what counted as gone.
     """
@@ -86,7 +90,7 @@ class Transient:
     tolerance_nats: float
 
 
-def persistent_lag(
+def paired_lag(
     recovered: LossCurve,
     faultfree: LossCurve,
     failure_iteration: int,
@@ -154,9 +158,9 @@ def persistent_lag(
 def transient(
     recovered: LossCurve, faultfree: LossCurve, failure_iteration: int, tolerance_nats: float = 0.01
 ) -> Transient:
-    """Loss gap right at injection, and iterations until the paired gap is gone for good.
+    """Loss gap right at injection, and iterations until the paired gap is gone and stays so.
 
-    Gone for good: the gap is at most `tolerance_nats` at that evaluation and at every later one in the data, three
+    Gone: the gap is at most `tolerance_nats` at that evaluation and at every later one in the data, three
     at least.
 
     Raises:

@@ -1,14 +1,14 @@
-"""Expected lag of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
+"""Expected cost of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
 
-Nothing that can be computed from weights alone finds the best setting (see `prior_table.json`'s source, the script
-`cpsr bench prior`): errors per element, curvature and loss at injection all favour shorter steps than those of the
-lowest lag, several horizons along the line. So the lag itself is modelled,
+The cost is the end cost (`cpsr.fitter.end_cost`): the gap in the final loss, in iterations of equal worth. Errors per
+element, curvature and the loss at injection do not find the setting of the lowest cost. So the cost itself is modelled,
 
-    lag = features(context, setting) . coefficients + noise        (all in iterations),
+    cost = features(context, setting) . coefficients + noise        (all in iterations),
 
 linear in coefficients that differ from run to run around a common mean: `coefficients ~ N(mean, covariance)`, both
-fitted over the table's runs. Every measured recovery or rehearsal of the present run is one more equation. The
-posterior is Bayesian linear regression in closed form (Bishop, Pattern Recognition and Machine Learning, 3.3).
+fitted over the table's runs (`cpsr bench prior`). A measured recovery or rehearsal of the present run is one more
+equation: its lag tells the end cost to some 27 iterations. The posterior is Bayesian linear regression in closed form
+(Bishop, Pattern Recognition and Machine Learning, 3.3).
 """
 
 import json
@@ -22,11 +22,11 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
+
 __all__ = ["FEATURES", "Calibration", "Context", "Expected", "Observation", "Setting", "Table", "features", "table"]
 
-TABLE_VERSION = 1
-# Windows are compared with this one, the span of history that is kept by default being 400.
-REFERENCE_WINDOW_ITERATIONS = 300
+TABLE_VERSION = 2
 Direction = Literal["line", "vitp"]
 _Array = NDArray[numpy.float64]
 
@@ -40,12 +40,14 @@ class Context:
         age_iterations: c, of the newest checkpoint.
         interval_iterations: mean distance of the newest checkpoints.
         learning_rate_ratio: learning rate at the checkpoint over the largest one so far, in [0, 1].
+        straightness: of the weights' path over the last 300 iterations (`straightness`), in [-1, 1].
     """
 
     horizon_iterations: float
     age_iterations: float
     interval_iterations: float
     learning_rate_ratio: float
+    straightness: float = TYPICAL_STRAIGHTNESS
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Observation:
-    """One recovery or rehearsal of this run: its persistent lag and the standard error of that."""
+    """One recovery or rehearsal of this run: its lag, and how far the end cost may lie from it."""
 
     context: Context
     setting: Setting
@@ -77,62 +79,50 @@ class Observation:
 
 @dataclass(frozen=True)
 class Expected:
-    """Lag that a setting is expected to have, and the standard deviation of that expectation, in iterations.
+    """Cost that a setting is expected to have, and the standard deviation of that expectation, in iterations.
 
-    The standard deviation is that of the mean lag of such recoveries in this run; a single one scatters more.
+    The standard deviation is that of the mean cost of such recoveries in this run; a single one scatters more.
     """
 
     lag_iterations: float
     deviation_iterations: float
 
     def bound(self, deviations: float) -> float:
-        """The lag plus so many standard deviations."""
+        """The cost plus so many standard deviations."""
         return self.lag_iterations + deviations * self.deviation_iterations
 
 
 FEATURES = (
     "horizon",
     "horizon * decay",
-    "horizon * horizon / age",
-    "base * window",
-    "base * horizon",
-    "base * interval",
     "reach",
     "reach * decay",
-    "reach * log(window / 300)",
-    "reach * window / age",
+    "reach * straightness",
     "reach * interval / window",
     "reach * reach / window",
     "reach * reach / age",
-    "reach * reach / window * decay",
     "reach * bent",
 )
-"""Terms of the expected lag, each in iterations; `decay` is 1 - learning_rate_ratio, `bent` is 1 for the network's
+"""Terms of the expected cost, each in iterations; `decay` is 1 - learning_rate_ratio, `bent` is 1 for the network's
 direction and 0 for the line's."""
 
 
 def features(context: Context, setting: Setting) -> _Array:
     """The terms of `FEATURES`, `(len(FEATURES),)`."""
     horizon, age = context.horizon_iterations, max(context.age_iterations, 1.0)
-    window, reach, base = setting.window_iterations, setting.reach_iterations, setting.base
+    window, reach = setting.window_iterations, setting.reach_iterations
     decay = 1.0 - context.learning_rate_ratio
     interval = context.interval_iterations
     return numpy.array(
         [
             horizon,
             horizon * decay,
-            horizon * horizon / age,
-            base * window,
-            base * horizon,
-            base * interval,
             reach,
             reach * decay,
-            reach * math.log(window / REFERENCE_WINDOW_ITERATIONS),
-            reach * window / age,
+            reach * context.straightness,
             reach * interval / window,
             reach * reach / window,
             reach * reach / age,
-            reach * reach / window * decay,
             reach * float(setting.direction == "vitp"),
         ]
     )
@@ -145,7 +135,7 @@ class Table:
     Attributes:
         mean: of the coefficients over runs, `(n,)`.
         covariance: of one run's coefficients around the mean, `(n, n)`.
-        noise_iterations: standard deviation of a single recovery's lag around its run's expectation.
+        noise_iterations: standard deviation of a single recovery's cost around its run's expectation.
         source: how it was made, for people.
     """
 
@@ -187,7 +177,7 @@ def table() -> Table:
 
 
 class Calibration:
-    """Expected lag of settings: from the table and this run's measurements.
+    """Expected cost of settings: from the table and this run's measurements.
 
     Args:
         prior: the offline fit; None: the shipped one.
@@ -210,12 +200,12 @@ class Calibration:
         self._covariance = self._covariance - numpy.outer(weight, spread)
 
     def expected(self, context: Context, setting: Setting) -> Expected:
-        """The lag of a setting."""
+        """The cost of a setting."""
         terms = features(context, setting)
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
     def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
-        """The setting of the lowest bound, and its expected lag.
+        """The setting of the lowest bound, and its expected cost.
 
         Args:
             context: of the failure.

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+import torch
+
 from cpsr.predictor import prior
 from cpsr.predictor.calibration import Calibration, Context, Direction, Expected, Observation, Setting
+from cpsr.predictor.gram import gram
 from cpsr.predictor.obstacles import too_far, too_few, window_start
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
-from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, SeriesPredictor
+from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_places, straightness
 
 __all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
@@ -21,6 +25,9 @@ CURIOSITY_DEVIATIONS = -1.0
 # The other direction must promise this much less lag before a change, or the two would alternate: recoveries from
 # one failure scatter by as much.
 HYSTERESIS_ITERATIONS = 5.0
+# How far the end cost lies from the lag after 60 to 160 iterations: 27 iterations, at 159 recoveries of 12 small runs
+# (2026-11-23). Early in a run the lag is 21 too low on average, in the middle 6, late 0.
+LAG_DEVIATION_ITERATIONS = 27.0
 # A rehearsal sees the lag 30 to 60 iterations after the failure, where some of the transient is left: 17 to 32
 # iterations more than from 60 to 160, in three cells. It counts as that much less sure.
 REHEARSAL_DEVIATION_ITERATIONS = 30.0
@@ -29,15 +36,15 @@ REHEARSAL_DEVIATION_ITERATIONS = 30.0
 class LinePredictor(SeriesPredictor):
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. Window, gain and base are those of the
-    lowest expected lag, by the offline table and by what this run has measured; where even that is no less than
+    Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. Window and gain are those of the
+    lowest expected cost, by the offline table and by what this run has measured; where even that is no less than
     recomputing, the forecast's `expected_lag_iterations` shows it. It needs three usable checkpoints within the window,
     and goes no further ahead than the line is fitted over, nor 10 intervals.
 
     Args:
-        window_iterations: span of history the line is fitted over; None: by expected lag.
-        gain: factor on the fitted displacement; None: by expected lag.
-        base: start from the checkpoint's weights or from the line's value there; None: by expected lag.
+        window_iterations: span of history the line is fitted over; None: by expected cost.
+        gain: factor on the fitted displacement; None: by expected cost.
+        base: start from the checkpoint's weights or from the line's value there; None: from the checkpoint's.
         chunk_elements: elements per piece; memory is about four such pieces of float32.
         agree: as in `SeriesPredictor`.
         name: as in `SeriesPredictor`.
@@ -64,10 +71,11 @@ class LinePredictor(SeriesPredictor):
             raise ValueError(f"gain = {gain}: expected a finite number, 0 or larger")
         self._window_iterations = window_iterations
         self._gain = gain
-        self._bases = prior.BASES if base is None else (float(base == "line"),)
+        self._base = float(base == "line")
         self._calibration = Calibration()
         self._deviations = CAUTION_DEVIATIONS
         self._direction: Direction = "line"
+        self._straightness = TYPICAL_STRAIGHTNESS  # of the forecast under way
 
     def candidates(self, history: History, target: Target) -> list[Forecast]:
         """The most informative setting for a rehearsal of this failure: the one that may be best, as far as is known.
@@ -122,6 +130,20 @@ class LinePredictor(SeriesPredictor):
         self._calibration = Calibration(observations=_observations(self._outcomes))
         self._direction = state.get("direction", "line")
 
+    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
+        self._straightness = TYPICAL_STRAIGHTNESS
+        if len(usable) >= prior.MIN_CHECKPOINTS:
+            places = path_places([history.entries[position] for position in usable])
+            self._straightness = straightness(self._path(history, [usable[place] for place in places]))
+        return super()._plan(history, target, usable)
+
+    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
+        """Products `(2, 2)` of the displacements between three entries of the history, over all weights."""
+        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
+        for operator in history.operators:
+            total += gram(history, operator, positions, max(2, self._chunk_elements))
+        return total
+
     def _directions(self) -> tuple[Direction, ...]:
         """Directions that this predictor can take now."""
         return ("line",)
@@ -134,7 +156,7 @@ class LinePredictor(SeriesPredictor):
         return obstacles[-1] if all(obstacles) else None
 
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        context = prior.context_of(target, points)
+        context = prior.context_of(target, points, self._straightness)
         setting, expected = self._choose(context, points, target)
         lag = expected.lag_iterations
         if context.horizon_iterations > prior.HORIZON_ITERATIONS:
@@ -157,7 +179,7 @@ class LinePredictor(SeriesPredictor):
     def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
         directions = self._directions()
-        considered = prior.settings(context, windows, self._bases, self._gain, directions)
+        considered = prior.settings(context, windows, self._base, self._gain, directions)
         best = self._calibration.best(context, considered, self._deviations)
         usual = [setting for setting in considered if setting.direction == self._direction]
         if best[0].direction != self._direction and usual:
@@ -207,7 +229,7 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
             raise ValueError(f"an outcome of another version: {error}") from error
         reach = settings["gain"] * context.horizon_iterations
         setting = Setting(settings["window_iterations"], reach, settings["base"], settings["direction"])
-        deviation = float(outcome.get("standard_error_iterations", math.nan))
+        deviation = math.hypot(float(outcome.get("standard_error_iterations", math.nan)), LAG_DEVIATION_ITERATIONS)
         if outcome.get("kind") == "rehearsal":
             deviation = math.hypot(deviation, REHEARSAL_DEVIATION_ITERATIONS)
         yield Observation(context, setting, float(lag), deviation)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from cpsr.predictor.calibration import Context, Direction, Setting
 from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import HistoryEntry, Target
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
 
 __all__ = [
-    "BASES",
     "HORIZON_ITERATIONS",
     "MIN_CHECKPOINTS",
     "WINDOWS_ITERATIONS",
@@ -24,8 +24,6 @@ MIN_CHECKPOINTS = 3
 WINDOWS_ITERATIONS = (100, 150, 200, 300, 400)
 # A young run turns: lines over most of its life ended up to 12 nats above the checkpoint when followed.
 WINDOW_SHARE_OF_AGE = 0.5
-# Where the displacement starts: the checkpoint's weights, half way, the fitted line's value there.
-BASES = (0.0, 0.5, 1.0)
 # How far the line is followed: these shares of its window, and these multiples of the horizon. The table is fitted to
 # 0.8 windows and 3 horizons; beyond half a window lags still fall a little, but the loss at injection rises fast.
 REACH_OF_WINDOW = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -34,8 +32,14 @@ REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
 HORIZON_ITERATIONS = 200
 
 
-def context_of(target: Target, points: Sequence[HistoryEntry]) -> Context:
-    """The context of predicting `target` from `points` (usable checkpoints, strictly ascending, at least three)."""
+def context_of(target: Target, points: Sequence[HistoryEntry], straightness: float = TYPICAL_STRAIGHTNESS) -> Context:
+    """The context of predicting `target`.
+
+    Args:
+        target: the failure.
+        points: usable checkpoints, strictly ascending, at least three.
+        straightness: of the weights' path up to the newest of them.
+    """
     newest = points[-1]
     peak = target.peak_learning_rate
     return Context(
@@ -43,6 +47,7 @@ def context_of(target: Target, points: Sequence[HistoryEntry]) -> Context:
         age_iterations=float(newest.iteration),
         interval_iterations=(newest.iteration - points[-MIN_CHECKPOINTS].iteration) / (MIN_CHECKPOINTS - 1),
         learning_rate_ratio=min(1.0, newest.learning_rate / peak) if peak > 0 else 1.0,
+        straightness=straightness,
     )
 
 
@@ -73,7 +78,7 @@ def reaches(horizon: float, window: float) -> list[float]:
 def settings(
     context: Context,
     windows_iterations: Sequence[float],
-    bases: Sequence[float] = BASES,
+    base: float = 0.0,
     gain: float | None = None,
     directions: Sequence[Direction] = ("line",),
 ) -> list[Setting]:
@@ -83,6 +88,5 @@ def settings(
         Setting(window, reach, base, direction)
         for window in windows_iterations
         for reach in (reaches(horizon, window) if gain is None else [gain * horizon])
-        for base in bases
         for direction in directions
     ]

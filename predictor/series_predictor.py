@@ -13,7 +13,7 @@ from cpsr.predictor.combine import combine, is_finite
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series import Series, check_history, operator_series
 
-__all__ = ["CHUNK_ELEMENTS", "Fit", "SeriesPredictor", "newest_row"]
+__all__ = ["CHUNK_ELEMENTS", "Fit", "Plan", "SeriesPredictor", "newest_row"]
 
 STATE_VERSION = 1
 # Number of past recoveries to keep: enough for any run, and a few kilobytes in every checkpoint.
@@ -52,7 +52,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Rows over the history's entries for every operator, the entries they use, and the fit of the checkpoints.
 
     `own` are the operators that are predicted from snapshots of their own, in place of those of all checkpoints, and
@@ -192,10 +192,10 @@ class SeriesPredictor(ABC):
             return _unchanged(len(points), "the learning rate was 0 since the checkpoint: its weights, unchanged")
         return self._fit(points, target)
 
-    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> _Plan:
+    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
         entries = tuple(history.entries[position] for position in usable)
         fit = self._series_fit(entries, target)
-        plan = _Plan(fit, {}, {}, ())
+        plan = Plan(fit, {}, {}, ())
         if fit.obstacle is not None:
             return plan
         unchanged: dict[str, str] = {}
@@ -220,7 +220,7 @@ class SeriesPredictor(ABC):
         if plan.rows and len(unchanged) == len(plan.rows):
             name, why = next(iter(unchanged.items()))
             obstacle = f"no operator's own snapshots can be predicted from; '{name}': {why}"
-            return _Plan(Fit((), obstacle=obstacle), {}, {}, ())
+            return Plan(Fit((), obstacle=obstacle), {}, {}, ())
         others = tuple(one for one in fits.values() if one is not fit and one.obstacle is None)
         return replace(plan, unchanged=tuple(unchanged), own=tuple(with_own), own_fits=others)
 
@@ -240,7 +240,7 @@ class SeriesPredictor(ABC):
                     damaged.add(position)
         return sorted(damaged)
 
-    def _report(self, history: History, target: Target, usable: Sequence[int], plan: _Plan) -> Forecast:
+    def _report(self, history: History, target: Target, usable: Sequence[int], plan: Plan) -> Forecast:
         entries = history.entries
         left_out = [entry.iteration for position, entry in enumerate(entries) if position not in set(usable)]
         settings: dict[str, Any] = {"left_out_not_finite": left_out, **plan.fit.settings}

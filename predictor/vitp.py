@@ -25,6 +25,8 @@ from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 __all__ = ["MIN_UPDATES", "VITPPredictor"]
 
 STATE_VERSION = 1
+# Name of the whole model's path where ranks add products up; no operator has it.
+PATH = "/path"
 # A network trained on fewer than four checkpoints is of little use.
 MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 # One number for every checkpoint of the run's recent past.
@@ -321,6 +323,15 @@ class VITPPredictor(LinePredictor):
         if self._forced is not None:
             return (self._forced,)
         return ("line", "vitp") if self._updates >= MIN_UPDATES else ("line",)
+
+    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
+        iterations = [history.entries[position].iteration for position in positions]
+        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
+        for operator in filter(self._is_mine, history.operators):
+            known = self._statistics.operators.get(operator)
+            found = None if known is None or known.numel != history.numel(operator) else known.between(iterations)
+            total += gram(history, operator, positions, self._slice_elements) if found is None else found
+        return self._ranks.reduce({PATH: total})[PATH]
 
     def _products(self, history: History, operator: str, asked: OperatorFit) -> torch.Tensor:
         """Gram matrix over the window: from the statistics, or read now if they lack the newest checkpoint."""

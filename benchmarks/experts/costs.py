@@ -12,7 +12,7 @@ from cpsr.benchmarks.experts.tasks import FailingTask
 from cpsr.benchmarks.harness.intervals import CONFIDENCE, Estimate
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import LagBeyondError, persistent_lag
+from cpsr.fitter.lag import LagBeyondError, paired_lag
 
 __all__ = ["Cost", "costs", "mean_interval"]
 
@@ -26,7 +26,7 @@ class Cost:
         seed: of the run.
         policy: which experts were saved.
         mode: what became of those that were stale.
-        lags_iterations: persistent lag behind the run without failures, 60 to 160 iterations after each failure's
+        lags_iterations: lag behind the run without failures, 60 to 160 iterations after each failure's
             checkpoint; all failures so far are in it. None where it cannot be determined.
         standard_errors_iterations: of these, over validation chunks; None where it was counted as a bound.
         obstacles: why a lag is a bound or cannot be determined.
@@ -153,7 +153,7 @@ def _curve(plain: Mapping[str, Any], what: str) -> LossCurve:
 def _lag(recovered: LossCurve, fault_free: LossCurve, restored: int) -> tuple[float | None, float | None, str | None]:
     """Lag, its standard error, and what stands against it."""
     try:
-        lag = persistent_lag(recovered, fault_free, restored)
+        lag = paired_lag(recovered, fault_free, restored)
     except LagBeyondError as error:
         return error.bound_iterations, None, f"counted as the bound: {error}"
     except ValueError as error:

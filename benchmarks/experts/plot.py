@@ -181,7 +181,7 @@ def _lags(axes: Axes, costs: Sequence[Cost]) -> None:
     axes.set_xlim(0.5, failures[-1] + 0.5)
     axes.set_xticks(failures)
     axes.set_xlabel("failures so far (bar: median of the seeds)")
-    axes.set_ylabel("persistent lag, iterations")
+    axes.set_ylabel("lag after 60-160 iterations")
 
 
 def _title(figure: Figure, what: str, machine: dict[str, Any]) -> None:

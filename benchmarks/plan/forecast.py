@@ -13,7 +13,7 @@ from cpsr.benchmarks.plan.failing_job import JobRecord, LifeStart
 from cpsr.demo.result import validation_curve
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import Lag, LagBeyondError, persistent_lag
+from cpsr.fitter.lag import Lag, LagBeyondError, paired_lag
 from cpsr.journal import CheckpointRow, JournalReader, PlanRow, RecoveryRow, StepRow
 from cpsr.planner.live.stall import StallMeter
 
@@ -76,7 +76,7 @@ class Cost:
 
     Attributes:
         stall_seconds: what the training thread lost to checkpoints.
-        lag_seconds: iterations that failures cost for good, times an iteration; negative where they came out ahead.
+        lag_seconds: iterations that failures cost, times an iteration; negative where they came out ahead.
         lag_iterations: the same in iterations.
     """
 
@@ -109,7 +109,7 @@ class Measured(Cost):
 
     Attributes:
         repeated_iterations: trained more than once.
-        behind: persistent lag of the losses, on the axis of iterations; None where it is beyond what can be measured.
+        behind: lag of the losses, on the axis of iterations; None where it is beyond what can be measured.
         bound_iterations: then the lag that is at least there, and is counted; else None.
     """
 
@@ -257,7 +257,7 @@ def measured(stalls: float, record: JobRecord, behind: Lag | float, iteration_se
     Args:
         stalls: seconds that the training thread lost to checkpoints while it could fail; see `extra_seconds`.
         record: of the job.
-        behind: its losses' persistent lag; or the bound that it is beyond.
+        behind: its losses' lag; or the bound that it is beyond.
         iteration_seconds: how long an iteration took.
     """
     bound = behind if isinstance(behind, float) else None
@@ -267,7 +267,7 @@ def measured(stalls: float, record: JobRecord, behind: Lag | float, iteration_se
 
 
 def lag_behind(run_dir: Path, fault_free: Path, iterations: int) -> Lag | float:
-    """Persistent lag at the end of a run, on the axis of iterations; or the bound that it is beyond.
+    """Lag at the end of a run, on the axis of iterations; or the bound that it is beyond.
 
     Args:
         run_dir: of the run that failed.
@@ -276,7 +276,7 @@ def lag_behind(run_dir: Path, fault_free: Path, iterations: int) -> Lag | float:
     """
     try:
         curves = validation_curve(run_dir), validation_curve(fault_free)
-        return persistent_lag(*curves, iterations - LAG_WINDOW[1], LAG_WINDOW, LAG_MAX_ITERATIONS)
+        return paired_lag(*curves, iterations - LAG_WINDOW[1], LAG_WINDOW, LAG_MAX_ITERATIONS)
     except LagBeyondError as error:
         return error.bound_iterations
 
@@ -299,9 +299,9 @@ def lag_course(run_dir: Path, fault_free: Path, first: int) -> list[tuple[int, f
     for start in range(first, int(shared.iterations[-1]) - COURSE_WINDOW_ITERATIONS + 1, COURSE_STEP_ITERATIONS):
         window = start, (0, COURSE_WINDOW_ITERATIONS), LAG_MAX_ITERATIONS
         try:
-            lag = persistent_lag(shared, other, *window)
+            lag = paired_lag(shared, other, *window)
             # What the smoothed curve misses of the other run's own is missed of both.
-            missed = persistent_lag(other, other, *window).iterations
+            missed = paired_lag(other, other, *window).iterations
         except ValueError:
             continue
         course.append((start + COURSE_WINDOW_ITERATIONS // 2, lag.iterations - missed, lag.standard_error))

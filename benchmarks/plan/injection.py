@@ -32,7 +32,7 @@ class Injection:
         failures: of each job.
         mtbf_iterations: trained to a failure, on average.
         first: training before any of them; the planner has measured by then.
-        tail: training after the last; the persistent lag is taken over the last 100 iterations of it.
+        tail: training after the last; the lag is taken over the last 100 iterations of it.
         beyond: the fault-free run goes on, so that a job can be found ahead of it.
         apart: at least, between two failures: a restarted process takes some steps.
     """

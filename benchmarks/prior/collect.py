@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,33 +10,41 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.benchmarks.prior.runs import RUNS, PriorRun
-from cpsr.benchmarks.recovery.predict import applied, target_of
+from cpsr.benchmarks.harness.files import read_json, write_json
+from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.prior.runs import PriorRun
+from cpsr.benchmarks.recovery.ending import Training
+from cpsr.benchmarks.recovery.predict import target_of
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import CachedHistory, Trajectory
+from cpsr.benchmarks.recovery.worth import trainings_for, worths
+from cpsr.demo.device import CPU
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import persistent_lag
+from cpsr.fitter.end_cost import IterationWorth
+from cpsr.fitter.lag import paired_lag
 from cpsr.predictor.combine import combine
-from cpsr.predictor.line import LinePredictor, line_coefficients
+from cpsr.predictor.gram import gram
+from cpsr.predictor.line import line_coefficients
 from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
-from cpsr.predictor.vitp import VITPPredictor
 
-__all__ = ["collect", "collect_directions", "read_rows"]
+__all__ = ["Asked", "collect", "read_rows", "worths_of"]
 
 SEED = 0  # of what is drawn
-INTERVALS = (10, 20, 30, 50, 70, 100, 150, 200)
-FRACTIONS = (0.1, 0.9)
+INTERVALS = (10, 20, 30, 50, 70, 100)
+FRACTIONS = (0.15, 0.92)
 HORIZON_SHARES = (0.4, 1.0)
-WINDOWS = (60, 100, 150, 200, 300, 400, 500, 700)
+WINDOWS = (60, 100, 150, 200, 300, 400)
 # How far the line is followed, in iterations: from half the horizon to this share of the window or of three horizons.
 REACH_SHARES = (0.5, 0.8, 3.0)
-BASES = (0.0, 0.0, 0.5, 1.0)
+BASES = (0.0, 0.0, 0.0, 0.5)
 MIN_CHECKPOINTS = 3
 MEASURED = (60, 160)
 MAX_LAG_ITERATIONS = 300
 VALIDATION_ITERATIONS = 5
+# Checkpoints whose mutual products are kept with each failure.
+PRODUCTS_CHECKPOINTS = 20
 
 
 @dataclass(frozen=True)
@@ -48,99 +56,86 @@ class Failure:
     failure: int
 
 
-def collect(path: Path, cache: Path, failures: int, settings: int, on_failure: Callable[[], None]) -> None:
-    """Append recoveries to a file of JSON lines, one failure a line, going through all runs in turn.
+@dataclass(frozen=True)
+class Asked:
+    """One failure of a run to be measured; plain enough to be sent to another process.
 
-    Args:
-        path: what is there already is kept, and not measured again.
-        cache: of the fault-free runs.
-        failures: of each run.
-        settings: drawn at each failure, beside going on from the checkpoint itself.
-        on_failure: called after each.
+    Attributes:
+        run: which fails.
+        index: of the failure.
+        settings: drawn at it, beside going on from the checkpoint itself.
+        cache: of the fault-free runs and of what was measured.
     """
 
-    def measured(run: PriorRun, trajectory: Trajectory, index: int) -> dict[str, Any]:
-        return _measure(run, trajectory, _draws(f"{run.workload.name} {index}"), settings)
+    run: PriorRun
+    index: int
+    settings: int
+    cache: Path
 
-    _collect(path, cache, failures, measured, on_failure)
-
-
-def collect_directions(path: Path, cache: Path, failures: int, on_failure: Callable[[], None]) -> None:
-    """Append pairs of recoveries that differ in their direction alone, with the setting that the table likes best.
-
-    Args:
-        path: what is there already is kept, and not measured again.
-        cache: of the fault-free runs.
-        failures: of each run.
-        on_failure: called after each.
-    """
-
-    def measured(run: PriorRun, trajectory: Trajectory, index: int) -> dict[str, Any]:
-        return _measure_directions(run, trajectory, _draws(f"directions {run.workload.name} {index}"))
-
-    _collect(path, cache, failures, measured, on_failure)
+    @property
+    def path(self) -> Path:
+        """Where the measurement is kept."""
+        return self.cache / "failures" / f"{self.run.workload.name}-{self.index:03d}-{self.settings}.json"
 
 
-def _collect(
-    path: Path,
-    cache: Path,
+def collect(
+    runs: Sequence[PriorRun],
     failures: int,
-    measured: Callable[[PriorRun, Trajectory, int], dict[str, Any]],
-    on_failure: Callable[[], None],
-) -> None:
-    torch.set_num_threads(1)
-    done = {(row["run"], row["index"]) for row in read_rows(path)}
-    for index in range(failures):
-        for run in RUNS:
-            if (run.workload.name, index) not in done:
-                trajectory = Trajectory(run.workload, run.workload.task(), run.seed, cache)
-                trajectory.extend(run.workload.iterations)
-                row = {"run": run.workload.name, "index": index} | measured(run, trajectory, index)
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-            on_failure()
+    settings: int,
+    cache: Path,
+    workers: Workers,
+    tick: Callable[[int], None] = lambda done: None,
+) -> list[dict[str, Any]]:
+    """Measure every failure of every run, or read what was measured before; one row a failure.
+
+    Args:
+        runs: that fail.
+        failures: of each run.
+        settings: drawn at each.
+        cache: of the fault-free runs and of what was measured.
+        workers: processes that measure.
+        tick: called with the number of failures done.
+    """
+    asked = [Asked(run, index, settings, cache) for index in range(failures) for run in runs]
+    return workers.each(_measured, asked, tick)
 
 
-def _measure_directions(run: PriorRun, trajectory: Trajectory, draw: random.Random) -> dict[str, Any]:
-    at = _draw_failure(run, draw)
-    workload = run.workload
-    trainer = trajectory.at(at.checkpoint)
-    checkpoint = trainer.state()
-    target = target_of(workload, at.failure)
-    learning = VITPPredictor()
-    for iteration in range(at.interval, at.checkpoint + 1, at.interval):
-        for _ in learning.learn(trajectory.history(iteration, at.interval)):
-            pass
-    history = trajectory.history(at.checkpoint, at.interval)
-    line = LinePredictor(base="checkpoint")
-    chosen = line.forecast(history, target).settings
-    bent = VITPPredictor(chosen["window_iterations"], chosen["gain"], "checkpoint", direction="vitp")
-    bent.load_state_dict(learning.state_dict())
-    measured = []
-    for predictor in (line, bent):
-        forecast = predictor.forecast(history, target)
-        state = applied(predictor, history, forecast, at.failure, checkpoint)
-        setting = {key: forecast.settings[key] for key in ("window_iterations", "gain", "base", "direction")}
-        measured.append({"setting": setting} | _recover(trajectory, state))
-    return {
-        **asdict(at),
-        "iterations": workload.iterations,
-        "learning_rate": workload.learning_rate(at.checkpoint),
-        "peak_learning_rate": target.peak_learning_rate,
-        "updates": forecast.settings["updates"],
-        "recoveries": measured,
+def worths_of(
+    runs: Sequence[PriorRun], cache: Path, workers: Workers, tick: Callable[[int], None] = lambda done: None
+) -> dict[str, IterationWorth]:
+    """What an iteration is worth in each run, by its workload's name.
+
+    Raises:
+        CPSRError: the trainings of a run do not show it.
+    """
+    trainings: dict[Any, list[Training]] = {
+        run.workload: trainings_for(run.workload, run.seed, cache, CPU) for run in runs
     }
+    return worths(trainings, workers, tick)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """What was measured, one failure a line; nothing where there is no file."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def _measured(asked: Asked) -> dict[str, Any]:
+    kept: dict[str, Any] | None = read_json(asked.path)
+    if kept is None:
+        torch.set_num_threads(1)
+        run = asked.run
+        trajectory = Trajectory(run.workload, run.workload.task(), run.seed, asked.cache)
+        trajectory.extend(run.workload.iterations)
+        name = run.workload.name
+        kept = {"run": name, "index": asked.index} | _measure(asked, trajectory, _draws(f"{name} {asked.index}"))
+        write_json(asked.path, kept)
+    return kept
 
 
 def _draws(name: str) -> random.Random:
     return random.Random(f"{SEED} {name}")  # noqa: S311 - which failures are drawn is no secret
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """What was measured before, one failure a line; nothing where there is no file."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
 
 
 def _draw_failure(run: PriorRun, draw: random.Random) -> Failure:
@@ -149,7 +144,7 @@ def _draw_failure(run: PriorRun, draw: random.Random) -> Failure:
         failure = round(run.workload.iterations * draw.uniform(*FRACTIONS))
         horizon = max(1, round(interval * draw.uniform(*HORIZON_SHARES)))
         checkpoint = (failure - horizon) // interval * interval
-        if checkpoint >= MIN_CHECKPOINTS * interval and checkpoint + horizon + MEASURED[1] <= run.workload.iterations:
+        if checkpoint >= MIN_CHECKPOINTS * interval:
             return Failure(interval, checkpoint, checkpoint + horizon)
 
 
@@ -159,16 +154,15 @@ def _draw_reach(horizon: int, window: int, draw: random.Random) -> float:
     return float(shortest * (longest / shortest) ** draw.random())
 
 
-def _measure(run: PriorRun, trajectory: Trajectory, draw: random.Random, settings: int) -> dict[str, Any]:
-    at = _draw_failure(run, draw)
-    workload = run.workload
-    trainer = trajectory.at(at.checkpoint)
-    checkpoint = trainer.state()
+def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[str, Any]:
+    at = _draw_failure(asked.run, draw)
+    workload = asked.run.workload
+    checkpoint = trajectory.at(at.checkpoint).state()
     history = trajectory.history(at.checkpoint, at.interval)
     target = target_of(workload, at.failure)
     measured = [{"setting": None} | _recover(trajectory, replace(checkpoint, iteration=at.failure))]
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
-    for _ in range(settings):
+    for _ in range(asked.settings):
         window, base = min(draw.choice(windows), at.checkpoint - at.interval), draw.choice(BASES)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
         state = _line(history, target, checkpoint, window, gain, base)
@@ -179,7 +173,18 @@ def _measure(run: PriorRun, trajectory: Trajectory, draw: random.Random, setting
         "iterations": workload.iterations,
         "learning_rate": workload.learning_rate(at.checkpoint),
         "peak_learning_rate": target.peak_learning_rate,
+        **_motion(history),
         "recoveries": measured,
+    }
+
+
+def _motion(history: CachedHistory) -> dict[str, Any]:
+    """Products of the whole model's differences between the newest checkpoints, relative to their mean square."""
+    places = range(max(0, len(history.entries) - PRODUCTS_CHECKPOINTS), len(history.entries))
+    products = torch.stack([gram(history, name, list(places)) for name in history.operators]).sum(0)
+    return {
+        "times": [history.entries[place].time for place in places],
+        "products": [[round(value, 4) for value in row] for row in (products / products.diagonal().mean()).tolist()],
     }
 
 
@@ -195,31 +200,34 @@ def _line(history: CachedHistory, target: Target, checkpoint: State, window: int
 
 
 def _recover(trajectory: Trajectory, state: State) -> dict[str, Any]:
-    """Train on from a state that stands at the failure, and measure the lag."""
-    failure = state.iteration
+    """Train on to the end from a state that stands at the failure; the final gap, and the lag soon after."""
+    failure, end = state.iteration, trajectory.workload.iterations
     trainer = trajectory.trainer()
     trainer.load(state)
     injected = float(trainer.validate().mean())
     iterations, losses = [], []
-    while trainer.iteration < failure + MEASURED[1]:
+    while trainer.iteration < end:
         trainer.step()
-        inside = trainer.iteration >= failure + MEASURED[0]
+        inside = failure + MEASURED[0] <= trainer.iteration <= failure + MEASURED[1]
         if inside and trainer.iteration % VALIDATION_ITERATIONS == 0:
             iterations.append(trainer.iteration)
             losses.append(trainer.validate())
+    gap = float((trainer.final_losses() - trajectory.final_losses()).mean())
+    if not (numpy.isfinite(gap) and numpy.isfinite(injected) and numpy.isfinite(losses).all()):
+        return {"injected_nats": None, "final_gap_nats": None, "lag_iterations": None}
+    recovered = LossCurve(numpy.array(iterations), numpy.array(losses))
+    return {
+        "injected_nats": round(injected, 4),
+        "final_gap_nats": round(gap, 6),
+        "lag_iterations": _lag(trajectory, recovered, failure),
+    }
+
+
+def _lag(trajectory: Trajectory, recovered: LossCurve, failure: int) -> float | None:
     first, last = failure - 2 * MAX_LAG_ITERATIONS, failure + MEASURED[1] + MAX_LAG_ITERATIONS
     fault_free = trajectory.curve(first, last)
-    result: dict[str, Any] = {"injected_nats": injected, "lag_iterations": None, "obstacle": None}
-    if not numpy.isfinite(losses).all():
-        return result | {"obstacle": "diverged"}
     try:
-        lag = persistent_lag(
-            LossCurve(numpy.array(iterations), numpy.array(losses)),
-            fault_free,
-            failure,
-            MEASURED,
-            max_lag_iterations=MAX_LAG_ITERATIONS,
-        )
-    except ValueError as error:
-        return result | {"obstacle": str(error)}
-    return result | asdict(lag) | {"lag_iterations": lag.iterations, "obstacle": None}
+        lag = paired_lag(recovered, fault_free, failure, MEASURED, max_lag_iterations=MAX_LAG_ITERATIONS)
+    except ValueError:
+        return None
+    return round(lag.iterations, 2)

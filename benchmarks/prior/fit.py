@@ -3,51 +3,55 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from cpsr.benchmarks.prior.collect import read_rows
-from cpsr.predictor.calibration import FEATURES, Context, Direction, Setting, Table, features
+from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
+from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features
+from cpsr.predictor.protocol import HistoryEntry
+from cpsr.predictor.statistics import merged
+from cpsr.predictor.straightness import path_places, straightness
 
-__all__ = ["Left", "Recoveries", "expected_without", "fit", "leave_one_run_out", "read", "read_pairs"]
+__all__ = ["Left", "Recoveries", "expected_without", "fit", "leave_one_run_out", "recoveries_of"]
 
 # Pulls coefficients that the data leave open to zero: a share of each feature's own mean square.
 RIDGE = 1e-2
-# Residuals beyond three robust deviations count less (Huber's weights): a few lags are found at the edge of a noisy
-# curve, a hundred iterations off.
+# Residuals beyond three robust deviations count less (Huber's weights): a few recoveries end far off.
 HUBER_DEVIATIONS = 3.0
 ROUNDS = 10
-# Where too few runs show it, the network's direction may cost or save a fifth of the reach.
+# The network's direction may cost or save a fifth of the reach: no measurement shows that it saves anything.
 UNSEEN_DEVIATION = 0.2
 # Before the residuals are known.
-FIRST_NOISE_ITERATIONS = 10.0
+FIRST_NOISE_ITERATIONS = 20.0
 
 MIN_RUNS = 3  # a spread between runs needs some
 
-REACH, BENT = FEATURES.index("reach"), FEATURES.index("reach * bent")
+BENT = FEATURES.index("reach * bent")
 
 _Array = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True)
 class Recoveries:
-    """Measured lags, one a row.
+    """Measured end costs, one a row.
 
     Attributes:
         terms: features, `(n, len(FEATURES))`.
-        lags: in iterations, `(n,)`.
-        errors: standard errors of the lags, `(n,)`.
+        costs: in iterations, `(n,)`.
+        lags: after 60 to 160 iterations, `(n,)`; NaN where there is none.
+        horizons: in iterations, `(n,)`.
         runs: names, `n` of them.
-        failures: number of the failure in the file, `n` of them.
+        failures: number of the failure among all, `n` of them.
     """
 
     terms: _Array
+    costs: _Array
     lags: _Array
-    errors: _Array
+    horizons: _Array
     runs: Sequence[str]
     failures: Sequence[int]
 
@@ -56,8 +60,9 @@ class Recoveries:
         rows = [row for row, one in enumerate(chosen) if one]
         return Recoveries(
             self.terms[rows],
+            self.costs[rows],
             self.lags[rows],
-            self.errors[rows],
+            self.horizons[rows],
             [self.runs[row] for row in rows],
             [self.failures[row] for row in rows],
         )
@@ -70,47 +75,42 @@ class Left:
     Attributes:
         run: its name.
         recoveries: measured in it.
-        correlation: rank correlation (Spearman) of expected and measured lag.
-        regret_iterations: mean over failures of the lag of the measured setting that the table likes best, over the
-            best one that was measured there.
-        stale_regret_iterations: the same of going on from the checkpoint.
+        correlation: rank correlation (Spearman) of expected and measured cost.
+        chosen_over_horizon: mean over failures of the cost over the horizon: that of the measured setting that the
+            table likes best, or 1 where it expects no less and recomputes.
+        recomputed: share of the failures at which it recomputes.
+        stale_over_horizon: the same of going on from the checkpoint.
     """
 
     run: str
     recoveries: int
     correlation: float
-    regret_iterations: float
-    stale_regret_iterations: float
+    chosen_over_horizon: float
+    recomputed: float
+    stale_over_horizon: float
 
 
-def read(path: Path) -> Recoveries:
-    """Read what `collect` wrote; recoveries without a lag are left out."""
-    return _recoveries(read_rows(path))
+def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> Recoveries:
+    """The rows of `collect`, their final gaps in iterations.
 
-
-def read_pairs(path: Path) -> Recoveries:
-    """Read what `collect_directions` wrote; pairs of the same direction, or without a lag, are left out."""
-    return _recoveries(row for row in read_rows(path) if _is_pair(row["recoveries"]))
-
-
-def _is_pair(recoveries: Sequence[Mapping[str, Any]]) -> bool:
-    complete = all(recovery["lag_iterations"] is not None for recovery in recoveries)
-    return complete and [recovery["setting"]["direction"] for recovery in recoveries] == ["line", "vitp"]
-
-
-def _recoveries(rows: Iterable[Mapping[str, Any]]) -> Recoveries:
-    terms, lags, errors, runs, failures = [], [], [], [], []
+    Recoveries that diverged are left out, and those whose displacement did not begin at the checkpoint's weights.
+    """
+    terms, costs, lags, horizons, runs, failures = [], [], [], [], [], []
     for number, row in enumerate(rows):
         for recovery in row["recoveries"]:
-            if recovery["lag_iterations"] is None:
+            if recovery["final_gap_nats"] is None:
                 continue
+            cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
+            if recovery["setting"] is not None and recovery["setting"]["base"]:
+                continue  # early dearer by a horizon, later no better: nothing is predicted so any more
             terms.append(_terms(row, recovery["setting"]))
-            lags.append(recovery["lag_iterations"])
-            error = recovery["standard_error"]
-            errors.append(FIRST_NOISE_ITERATIONS if error is None or math.isnan(error) else error)
+            costs.append(cost)
+            lag = recovery["lag_iterations"]
+            lags.append(math.nan if lag is None else lag)
+            horizons.append(row["failure"] - row["checkpoint"])
             runs.append(row["run"])
             failures.append(number)
-    return Recoveries(numpy.array(terms), numpy.array(lags), numpy.array(errors), runs, failures)
+    return Recoveries(numpy.array(terms), numpy.array(costs), numpy.array(lags), numpy.array(horizons), runs, failures)
 
 
 def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
@@ -120,23 +120,26 @@ def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
         age_iterations=row["checkpoint"],
         interval_iterations=row["interval"],
         learning_rate_ratio=row["learning_rate"] / row["peak_learning_rate"],
+        straightness=_straightness(row),
     )
     if setting is None:  # the checkpoint itself: no window matters where nothing is followed
         return features(context, Setting(float(row["interval"]), 0.0, 0.0))
-    direction: Direction = setting.get("direction", "line")
-    return features(
-        context, Setting(setting["window_iterations"], setting["gain"] * horizon, setting["base"], direction)
-    )
+    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon, setting["base"]))
 
 
-def fit(recoveries: Recoveries, source: Mapping[str, Any], pairs: Recoveries | None = None) -> Table:
+def _straightness(row: Mapping[str, Any]) -> float:
+    """Of the path that the row's products describe, as the predictor measures it."""
+    count = len(row["times"])
+    points = [HistoryEntry(place * row["interval"], float(place), 0.0) for place in range(count)]
+    return straightness(merged(torch.tensor(row["products"], dtype=torch.float64), path_places(points)))
+
+
+def fit(recoveries: Recoveries, source: Mapping[str, Any]) -> Table:
     """Mean and covariance of the coefficients over runs.
 
     Args:
         recoveries: with settings drawn at random, all in the line's direction.
         source: kept with the table.
-        pairs: recoveries that differ in their direction alone; the coefficient of the network's direction comes from
-            their differences. None: it is open.
 
     The mean is a robust ridge regression over all recoveries: `b` over all R runs, and `b_r` without run r. A run's own
     coefficients are `b - (R - 1) (b_r - b)`, as for a mean over runs. Their covariance, once more for the error of the
@@ -154,28 +157,15 @@ def fit(recoveries: Recoveries, source: Mapping[str, Any], pairs: Recoveries | N
     between = (len(names) - 1) * (1 + 1 / len(names)) * shifts.T @ shifts
     covariance = between + inverse
     covariance[BENT], covariance[:, BENT] = 0.0, 0.0
-    mean[BENT], covariance[BENT, BENT] = (0.0, UNSEEN_DEVIATION**2) if pairs is None else _bent(pairs)
+    mean[BENT], covariance[BENT, BENT] = 0.0, UNSEEN_DEVIATION**2
     return Table(mean, covariance, noise, source)
 
 
-def _bent(pairs: Recoveries) -> tuple[float, float]:
-    """What the network's direction adds to the lag per iteration of reach: mean over runs, and variance of a run's."""
-    shares: dict[str, list[float]] = {}
-    for failure in sorted(set(pairs.failures)):
-        line, bent = (row for row, number in enumerate(pairs.failures) if number == failure)
-        difference = pairs.lags[bent] - pairs.lags[line]
-        shares.setdefault(pairs.runs[line], []).append(float(difference / pairs.terms[bent, REACH]))
-    per_run = numpy.array([numpy.median(of) for of in shares.values()])
-    if len(per_run) < MIN_RUNS:
-        return 0.0, UNSEEN_DEVIATION**2
-    return float(per_run.mean()), float(per_run.var(ddof=1) * (1 + 1 / len(per_run)))
-
-
 def expected_without(recoveries: Recoveries, run: str) -> tuple[_Array, _Array]:
-    """Expected lags of one run's recoveries by the table without it, and the measured ones."""
+    """Expected costs of one run's recoveries by the table without it, and the measured ones."""
     inside = [one == run for one in recoveries.runs]
     mine = recoveries.of(inside)
-    return mine.terms @ fit(recoveries.of([not one for one in inside]), {}).mean, mine.lags
+    return mine.terms @ fit(recoveries.of([not one for one in inside]), {}).mean, mine.costs
 
 
 def leave_one_run_out(recoveries: Recoveries) -> list[Left]:
@@ -187,31 +177,33 @@ def leave_one_run_out(recoveries: Recoveries) -> list[Left]:
         mine = recoveries.of(inside)
         expected = mine.terms @ table.mean
         deviation = numpy.sqrt(numpy.einsum("ni,ij,nj->n", mine.terms, table.covariance, mine.terms))
-        regrets, stale = [], []
+        chosen, stale = [], []
         for failure in sorted(set(mine.failures)):
             rows = [row for row, number in enumerate(mine.failures) if number == failure]
-            best = mine.lags[rows].min()
-            chosen = min(rows, key=lambda row: expected[row] + deviation[row])
-            regrets.append(mine.lags[chosen] - best)
-            stale.append(mine.lags[rows[0]] - best)
-        correlation = float(stats.spearmanr(expected, mine.lags).statistic)
-        found.append(Left(name, len(mine.lags), correlation, float(numpy.mean(regrets)), float(numpy.mean(stale))))
+            best = min(rows, key=lambda row: expected[row] + deviation[row])
+            horizon = mine.horizons[best]
+            predicts = expected[best] + deviation[best] < horizon
+            chosen.append(mine.costs[best] / horizon if predicts else 1.0)
+            stale.append(mine.costs[rows[0]] / horizon)
+        correlation = float(stats.spearmanr(expected, mine.costs).statistic)
+        recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
+        found.append(
+            Left(name, len(mine.costs), correlation, float(numpy.mean(chosen)), recomputed, float(numpy.mean(stale)))
+        )
     return found
 
 
 def _regression(recoveries: Recoveries) -> tuple[_Array, float, _Array]:
     """Coefficients, noise of one recovery in iterations, and the covariance of the coefficients for given runs."""
-    terms, lags = recoveries.terms, recoveries.lags
+    terms, costs = recoveries.terms, recoveries.costs
     noise = FIRST_NOISE_ITERATIONS
-    huber = numpy.ones(len(lags))
+    huber = numpy.ones(len(costs))
     for _ in range(ROUNDS):
-        deviations = numpy.sqrt(noise**2 + recoveries.errors**2)
-        weighted = terms * (huber / deviations**2)[:, None]
+        weighted = terms * (huber / noise**2)[:, None]
         normal = weighted.T @ terms
         normal += RIDGE * numpy.diag(numpy.diag(normal)) + numpy.eye(len(FEATURES)) * 1e-9
-        mean = numpy.linalg.solve(normal, weighted.T @ lags)
-        residuals = lags - terms @ mean
-        spread = float(stats.median_abs_deviation(residuals, scale="normal"))
-        noise = math.sqrt(max(spread**2 - float(numpy.median(recoveries.errors)) ** 2, 1.0))
-        huber = numpy.minimum(1.0, HUBER_DEVIATIONS * deviations / numpy.maximum(numpy.abs(residuals), 1e-9))
-    return mean, noise, numpy.linalg.inv(normal)
+        mean = numpy.asarray(numpy.linalg.solve(normal, weighted.T @ costs), dtype=numpy.float64)
+        residuals = costs - terms @ mean
+        noise = max(float(stats.median_abs_deviation(residuals, scale="normal")), 1.0)
+        huber = numpy.minimum(1.0, HUBER_DEVIATIONS * noise / numpy.maximum(numpy.abs(residuals), 1e-9))
+    return mean, noise, numpy.asarray(numpy.linalg.inv(normal), dtype=numpy.float64)

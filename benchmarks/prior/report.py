@@ -1,9 +1,10 @@
-"""The prior table on the terminal, and expected beside measured lags as a picture."""
+"""The prior table on the terminal, and expected beside measured costs as a picture."""
 
 import numpy
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table as TextTable
+from scipy import stats
 
 from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_without
 from cpsr.predictor.calibration import FEATURES, Table
@@ -11,39 +12,43 @@ from cpsr.tables import print_table
 
 __all__ = ["draw", "show"]
 
-SHOWN_ITERATIONS = (-300, 300)
+SHOWN_ITERATIONS = (-200, 300)
 
 
-def show(console: Console, table: Table, left: list[Left]) -> None:
-    """Print the terms of the expected lag, and how the table does on runs that it has not seen."""
+def show(console: Console, recoveries: Recoveries, table: Table, left: list[Left]) -> None:
+    """Print the terms of the expected cost, and how the table does on runs that it has not seen."""
     console.print(
         f"{table.source['recoveries']} recoveries at {table.source['failures']} failures; a single one scatters by "
         f"{table.noise_iterations:.0f} iterations around the expectation of its run"
     )
-    coefficients = TextTable(title="Terms of the expected lag, in iterations", title_justify="left")
+    known = numpy.isfinite(recoveries.lags)
+    if known.sum() > 2:
+        correlation = stats.spearmanr(recoveries.lags[known], recoveries.costs[known]).statistic
+        console.print(f"rank correlation of the lag after 60-160 iterations with the end cost: {correlation:+.2f}")
+    coefficients = TextTable(title="Terms of the expected end cost, in iterations", title_justify="left")
     for heading in ("term", "coefficient", "between runs"):
         coefficients.add_column(heading, justify="left" if heading == "term" else "right")
     for name, mean, variance in zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True):
         coefficients.add_row(name, f"{mean:+.3f}", f"{variance**0.5:.3f}")
     print_table(console, coefficients)
     judged = TextTable(title="Each run, by the table without it", title_justify="left")
-    for heading in ("run", "recoveries", "rank correlation", "over the best measured", "restart from c over it"):
+    for heading in ("run", "recoveries", "rank correlation", "chosen / u", "recomputed", "restart from c / u"):
         judged.add_column(heading, justify="left" if heading == "run" else "right")
     for one in left:
-        row = f"{one.correlation:+.2f}", f"{one.regret_iterations:.0f}", f"{one.stale_regret_iterations:.0f}"
-        judged.add_row(one.run, str(one.recoveries), *row)
+        costs = f"{one.chosen_over_horizon:+.2f}", f"{one.recomputed:.0%}", f"{one.stale_over_horizon:+.2f}"
+        judged.add_row(one.run, str(one.recoveries), f"{one.correlation:+.2f}", *costs)
     print_table(console, judged)
 
 
 def draw(recoveries: Recoveries) -> Figure:
-    """Expected against measured lag; each run by the table without it."""
+    """Expected against measured end cost; each run by the table without it."""
     figure = Figure(figsize=(6.5, 6), layout="constrained")
     axes = figure.subplots()
     for name in sorted(set(recoveries.runs)):
         expected, measured = expected_without(recoveries, name)
         axes.plot(numpy.clip(expected, *SHOWN_ITERATIONS), numpy.clip(measured, *SHOWN_ITERATIONS), ".", label=name)
     axes.plot(SHOWN_ITERATIONS, SHOWN_ITERATIONS, color="black", lw=0.8)
-    axes.set_xlabel("expected lag, iterations (by the table without the run)")
-    axes.set_ylabel("measured lag, iterations")
-    axes.legend(fontsize=7, frameon=False)
+    axes.set_xlabel("expected end cost, iterations (by the table without the run)")
+    axes.set_ylabel("measured end cost, iterations")
+    axes.legend(fontsize=6, frameon=False)
     return figure

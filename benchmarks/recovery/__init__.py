@@ -1,1 +1,1 @@
-"""What a recovery costs: persistent lag and transient of every way to come back, on paired data."""
+"""What a recovery costs by the end of the training, by every way to come back, on paired data."""

@@ -66,7 +66,8 @@ def follow(failing: FailingRun) -> dict[str, Any]:
     Returns:
         `recoveries`: of each failure `checkpoint`, `failure`, `predicted` and `reason`. From the first failure on, as
         lists: `work` (iterations trained since the beginning, repeated ones counted again), `iterations` (where the
-        training stood) and `losses` (validation, in nats). `losses` is None once training has diverged.
+        training stood) and `losses` (validation, in nats). `losses` is None once training has diverged. `final_loss` in
+        nats at the end, on more data, likewise.
 
     Raises:
         CPSRError: the cache is damaged.
@@ -84,6 +85,7 @@ def follow(failing: FailingRun) -> dict[str, Any]:
             course.train_to(point.failure)
             course.recover(point)
         course.train_to(trajectory.workload.iterations)
+        course.end()
         found = course.record
         write_json(path, found)
         shutil.rmtree(directory, ignore_errors=True)
@@ -119,6 +121,11 @@ class _Course:
             # A repeated iteration gives the checkpoint again that is there already.
             if at % self._interval == 0 and at >= self._commits_from and at > self._checkpoints[-1]:
                 self._commit()
+
+    def end(self) -> None:
+        """Keep the final loss."""
+        loss = float(self._trainer.final_losses().mean())
+        self.record["final_loss"] = loss if math.isfinite(loss) else None
 
     def recover(self, point: Point) -> None:
         """Lose everything since the newest checkpoint, and go on from what the method makes of it."""

@@ -1,6 +1,5 @@
 """`cpsr bench recovery --failures N`: several failures in one run, and the loss over all the work done."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +17,13 @@ from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery.failing import FailingRun, failure_points, follow, recomputing_losses
 from cpsr.benchmarks.recovery.grid import Selection
-from cpsr.benchmarks.recovery.jobs import runs_of, train
+from cpsr.benchmarks.recovery.jobs import runs_of, train, worths_of
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, ZERO_WITHIN_NATS, where
+from cpsr.benchmarks.recovery.report import mean_text
 from cpsr.benchmarks.recovery.result import PAPER_BELOW
+from cpsr.benchmarks.recovery.statistics import Sample, grid_mean
+from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
 from cpsr.tables import print_table
 
 __all__ = ["FailuresResult", "draw_failures", "main"]
@@ -44,9 +46,9 @@ class FailuresResult:
         recomputing: those of the run that repeats what it lost, after as much work.
         never_failed: those of the run that never failed, after as much work.
         below: share of the time since the first failure at which the loss was below recomputing's.
-        final_gap_nats: loss at the end of the work that the training takes without failures, over the run that never
-            failed.
-        final_recomputing_gap_nats: that of recomputing.
+        final_gap_nats: final loss over that of the run that never failed; None where training diverged.
+        repeated_iterations: trained again because of the failures.
+        end_cost: of all failures, over the iterations that recomputing repeats; None where training diverged.
     """
 
     failing: FailingRun
@@ -56,8 +58,9 @@ class FailuresResult:
     recomputing: list[float]
     never_failed: list[float]
     below: float
-    final_gap_nats: float
-    final_recomputing_gap_nats: float
+    final_gap_nats: float | None
+    repeated_iterations: int
+    end_cost: float | None
 
 
 def main(selection: Selection, count: int, cache: Path, json_path: Path | None = None, workers: int = 1) -> None:
@@ -85,23 +88,27 @@ def main(selection: Selection, count: int, cache: Path, json_path: Path | None =
     device = selection.device
     with measuring("recovery, several failures", json_path, place=cache.parent, timed=False, device=device) as call:
         with Workers(workers) as pool:
-            train([(run, run.workload.iterations) for run in runs], pool, call.progress)
+            train(runs, pool, call.progress)
+            worths = worths_of(runs, pool, call.progress)
             bar = call.progress.add_task(f"runs with {count} failures", total=len(failing))
             records = pool.each(follow, failing, lambda done: call.progress.update(bar, completed=done))
-        results = [_judged(one, record) for one, record in zip(failing, records, strict=True)]
+        results = [
+            _judged(one, record, worths[one.run.workload.name]) for one, record in zip(failing, records, strict=True)
+        ]
         _show(call.console, results)
         call.console.print(machine_text(call.machine))
         figures = {
             "selection": asdict(selection),
             "failures": count,
             "paper_share_below_baseline": PAPER_BELOW,
+            "worths": {name: asdict(worth) for name, worth in worths.items()},
             "runs": [_plain(result) for result in results],
         }
         call.leave(figures, draw_failures(results, call.machine))
 
 
-def _judged(failing: FailingRun, record: dict[str, Any]) -> FailuresResult:
-    """Beside recomputing, for as long as the run that never failed was training too."""
+def _judged(failing: FailingRun, record: dict[str, Any], worth: IterationWorth) -> FailuresResult:
+    """Its curve beside recomputing, for as long as the run that never failed was training too; and what it cost."""
     end = failing.run.workload.iterations
     curve = failing.run.trajectory().curve(0, end)
     true = curve.iterations.astype(numpy.float64), curve.losses.mean(axis=1)
@@ -111,6 +118,11 @@ def _judged(failing: FailingRun, record: dict[str, Any]) -> FailuresResult:
     work, losses = work[inside], losses[inside]
     recomputing = recomputing_losses(work, failing.points, *true)
     never_failed = numpy.interp(work, *true)
+    gap = None
+    if record["final_loss"] is not None:
+        gap = record["final_loss"] - float(failing.run.trajectory().final_losses().mean())
+    repeated = int(record["work"][-1]) - end
+    lost = sum(point.horizon for point in failing.points)
     return FailuresResult(
         failing,
         record["recoveries"],
@@ -119,8 +131,9 @@ def _judged(failing: FailingRun, record: dict[str, Any]) -> FailuresResult:
         recomputing.tolist(),
         never_failed.tolist(),
         float(numpy.mean(losses < recomputing)),
-        float(losses[-1] - never_failed[-1]),
-        float(recomputing[-1] - never_failed[-1]),
+        gap,
+        repeated,
+        None if gap is None else end_cost_iterations(gap, worth, repeated) / lost,
     )
 
 
@@ -128,7 +141,7 @@ def _show(console: Console, results: Sequence[FailuresResult]) -> None:
     for title, mine in _by_panel(results).items():
         table = Table(title=f"{title}: several failures in one run", title_justify="left")
         table.add_column("method", no_wrap=True)
-        for heading in ("predicted", "below recomputing", "last gap, nats", "recomputing's"):
+        for heading in ("predicted", "end cost / u", "final gap, nats", "below recomputing"):
             table.add_column(heading, justify="right")
         for method in dict.fromkeys(result.failing.method for result in mine):
             runs = [result for result in mine if result.failing.method == method]
@@ -136,11 +149,14 @@ def _show(console: Console, results: Sequence[FailuresResult]) -> None:
             table.add_row(
                 method,
                 f"{sum(recovery['predicted'] for recovery in recoveries)} of {len(recoveries)}",
+                _cost_text(runs),
+                _gap_text(runs),
                 f"{numpy.mean([result.below for result in runs]):.1%}",
-                f"{numpy.mean([result.final_gap_nats for result in runs]):+.4f}",
-                f"{numpy.mean([result.final_recomputing_gap_nats for result in runs]):+.4f}",
             )
-        table.caption = "below: share of the time since the first failure; gaps are over the run that never failed"
+        table.caption = (
+            "end cost: final gap in iterations of equal worth plus iterations trained again, over those that "
+            "recomputing repeats; below: share of the time since the first failure"
+        )
         print_table(console, table)
     for method in dict.fromkeys(result.failing.method for result in results):
         shares = [result.below for result in results if result.failing.method == method]
@@ -148,6 +164,20 @@ def _show(console: Console, results: Sequence[FailuresResult]) -> None:
             f"{method}: below recomputing {numpy.mean(shares):.1%} of the time over {len(shares)} runs (the paper's "
             f"predictor: {PAPER_BELOW:.1%}, other model, other hardware)"
         )
+
+
+def _cost_text(runs: Sequence[FailuresResult]) -> str:
+    samples = [
+        Sample(one.failing.run.workload.name, one.failing.run.seed, one.end_cost)
+        for one in runs
+        if one.end_cost is not None
+    ]
+    return mean_text(grid_mean([samples])) if len(samples) == len(runs) else "diverged"
+
+
+def _gap_text(runs: Sequence[FailuresResult]) -> str:
+    gaps = [one.final_gap_nats for one in runs if one.final_gap_nats is not None]
+    return f"{numpy.mean(gaps):+.4f}" if len(gaps) == len(runs) else "diverged"
 
 
 def _by_panel(results: Sequence[FailuresResult]) -> dict[str, list[FailuresResult]]:
@@ -215,6 +245,7 @@ def _plain(result: FailuresResult) -> dict[str, Any]:
         "method": result.failing.method,
         "recoveries": result.recoveries,
         "below": result.below,
-        "final_gap_nats": result.final_gap_nats if math.isfinite(result.final_gap_nats) else None,
-        "final_recomputing_gap_nats": result.final_recomputing_gap_nats,
+        "final_gap_nats": result.final_gap_nats,
+        "repeated_iterations": result.repeated_iterations,
+        "end_cost_over_horizons": result.end_cost,
     }

@@ -2,20 +2,37 @@
 
 import math
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.learning import learned
+from cpsr.benchmarks.recovery.methods.checkfree import mean_of_neighbours
 from cpsr.benchmarks.recovery.methods.roster import PREDICTORS
+from cpsr.benchmarks.recovery.methods.scar import running_checkpoint
 from cpsr.benchmarks.recovery.predict import predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 
-__all__ = ["MOVES_AS", "Formed", "form", "form_moved", "form_truth"]
+__all__ = [
+    "MOVES_AS",
+    "Formed",
+    "form",
+    "form_checkfree",
+    "form_doubled",
+    "form_moved",
+    "form_placebo",
+    "form_scar",
+    "form_truth",
+    "form_twin",
+]
 
 MOVES_AS = "line"
+OTHER_SEED = 1000  # added to a run's seed: no run has such a one
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,13 @@ class Formed:
     accuracy: list[dict[str, Any]] | None = None
 
 
-def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State) -> Formed:
+def form(
+    method: str,
+    trajectory: Trajectory,
+    point: Point,
+    checkpoint: State,
+    complete: Callable[[State], State] = lambda state: state,
+) -> Formed:
     """The state at the failure as `method` predicts it, injected into a trainer once to time it.
 
     Args:
@@ -47,6 +70,7 @@ def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State) -
         trajectory: the run that fails; its checkpoints are the history.
         point: where it fails.
         checkpoint: the true state at the last checkpoint, whose moments every method keeps, counting on from f.
+        complete: adds what survived to what was predicted.
     """
     lessons = learned(method, trajectory, point.interval, point.checkpoint)
     trainer = trajectory.trainer()
@@ -57,7 +81,7 @@ def form(method: str, trajectory: Trajectory, point: Point, checkpoint: State) -
         predictor.load_state_dict(lessons.state)
     asked = predictor, history, trajectory.workload, point.failure, checkpoint
     guarded = PREDICTORS[method].guarded
-    forecast, state = guarded_state(*asked, trainer) if guarded else predicted_state(*asked)
+    forecast, state = guarded_state(*asked, trainer, complete) if guarded else predicted_state(*asked, complete)
     if state is not None:
         trainer.load(state)
     seconds = time.perf_counter() - started
@@ -97,3 +121,43 @@ def form_truth(trajectory: Trajectory, failure: State) -> Formed:
     started = time.perf_counter()
     trainer.load(failure)
     return Formed(failure, "", time.perf_counter() - started, {})
+
+
+def form_scar(trajectory: Trajectory, point: Point) -> Formed:
+    """The running checkpoint of SCAR, as it is at the failure."""
+    return Formed(running_checkpoint(trajectory, point), "the running checkpoint", 0.0, {})
+
+
+def form_checkfree(failure: State, lost: Collection[str]) -> Formed:
+    """The lost block as the mean of its neighbours; None where something else is lost."""
+    state = mean_of_neighbours(failure, lost)
+    return Formed(state, "the mean of the neighbours" if state else "what was lost is no block", 0.0, {})
+
+
+def form_twin(trajectory: Trajectory, point: Point, checkpoint: State) -> Formed:
+    """The run as it would be at the failure with other batches since the checkpoint: its cost is chance."""
+    trainer = trajectory.trainer()
+    trainer.load(checkpoint)
+    while trainer.iteration < point.failure:
+        trainer.step(batches_of=trajectory.seed + OTHER_SEED)
+    return Formed(trainer.state(), "trained to the failure on other batches", 0.0, {})
+
+
+def form_doubled(failure: State) -> Formed:
+    """The true state at the failure with twice the `exp_avg_sq`: training goes on at a lower rate for a while."""
+    doubled = {name: 2.0 * values for name, values in failure.exp_avg_sq.items()}
+    return Formed(replace(failure, exp_avg_sq=doubled), "the true state, exp_avg_sq doubled", 0.0, {})
+
+
+def form_placebo(trajectory: Trajectory, point: Point, checkpoint: State) -> Formed:
+    """The checkpoint, each tensor moved as far as `line` moves it, in a random direction; None where that declines."""
+    moved = form(MOVES_AS, trajectory, point, checkpoint)
+    if moved.state is None:
+        return moved
+    generator = torch.Generator().manual_seed(point.failure)
+    weights = {}
+    for name, values in checkpoint.weights.items():
+        direction = torch.randn(values.shape, generator=generator)
+        length = (moved.state.weights[name] - values).norm()
+        weights[name] = values + direction * (length / direction.norm())
+    return replace(moved, state=replace(moved.state, weights=weights), reason="a random direction, as far as the line")

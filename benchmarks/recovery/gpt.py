@@ -12,9 +12,10 @@ from cpsr.demo.model import GPT, GPTConfig
 __all__ = ["SIZES", "GPTTask"]
 
 # Two sizes, since the paper saves more on its smaller model. A context of 64 keeps a step at 20 and 40 ms on one core.
-# The third has the shape of the paper's GPT2-0.35B but for the vocabulary: bytes like the others, of which no row lies
+# The last has the shape of the paper's GPT2-0.35B but for the vocabulary: bytes like the others, of which no row lies
 # idle, in place of 50257 tokens; that leaves 303.6 million parameters.
 SIZES = {
+    "gpt-0.1M": GPTConfig(layers=2, heads=4, width=64, context=64),  # for the prior: four times the recoveries an hour
     "gpt-0.4M": GPTConfig(layers=3, heads=4, width=96, context=64),
     "gpt-0.8M": GPTConfig(layers=4, heads=4, width=128, context=64),
     "gpt-350M": GPTConfig(layers=24, heads=16, width=1024, context=1024),

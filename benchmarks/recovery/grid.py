@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from cpsr.benchmarks.recovery.lost import LOST, Lost
 from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
 from cpsr.demo.device import CPU
@@ -37,21 +38,30 @@ HORIZON_STRIDE = 0.5698402909980532
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of the grid: a workload, a checkpoint interval in iterations, and how much of the training was done."""
+    """One cell of the grid.
+
+    Attributes:
+        workload: its name.
+        interval: iterations between checkpoints.
+        fraction: of the training that was done.
+        lost: part of the state that the failure takes.
+    """
 
     workload: str
     interval: int
     fraction: float
+    lost: Lost = "all"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One failure: the last checkpoint c, and the iteration f at which the run is lost."""
+    """One failure: the last checkpoint c, and the iteration f at which the part is lost."""
 
     interval: int
     fraction: float
     checkpoint: int
     failure: int
+    lost: Lost = "all"
 
     @property
     def horizon(self) -> int:
@@ -69,6 +79,7 @@ class Selection:
         points: failure points in each cell and seed.
         seeds: 0, 1, ... of the training runs.
         methods: names, or None for all that there are.
+        lost: parts of the state that a failure takes.
         device: `cpu` or `cuda`, which the runs train on; the prediction is the CPU's.
     """
 
@@ -79,19 +90,21 @@ class Selection:
     points: int
     seeds: int
     methods: tuple[str, ...] | None
+    lost: tuple[Lost, ...] = ("all",)
     device: str = CPU
 
 
+CONTROLS = ("twin", "doubled", "placebo", "line-base")
 QUICK = Selection(
     "quick",
-    ("gpt-0.4M-cosine",),
+    ("gpt-0.4M-cosine10",),
     (50,),
     FRACTIONS,
-    4,
     1,
-    ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle"),
+    3,
+    ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle", *CONTROLS),
 )
-FULL = Selection("full", EVERYWHERE, INTERVALS, FRACTIONS, 8, 2, None)
+FULL = Selection("full", EVERYWHERE, INTERVALS, FRACTIONS, 2, 5, None)
 
 
 def selection(
@@ -102,6 +115,7 @@ def selection(
     methods: str | None = None,
     infeasible: bool = False,
     intervals: str | None = None,
+    lost: str | None = None,
     device: str = CPU,
 ) -> Selection:
     """The quick or the full selection, with what an option says in place of its own.
@@ -114,6 +128,7 @@ def selection(
         methods: names, comma-separated.
         infeasible: add the intervals of 300 and 500 iterations.
         intervals: iterations between checkpoints, comma-separated.
+        lost: parts of the state, comma-separated.
         device: `cpu` or `cuda`.
 
     Raises:
@@ -129,9 +144,18 @@ def selection(
         points=points or base.points,
         seeds=seeds or base.seeds,
         intervals=(*spaced, *INFEASIBLE_INTERVALS) if infeasible else spaced,
+        lost=base.lost if lost is None else _parts(lost),
     )
     _refuse_unkept(chosen)
     return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")
+
+
+def _parts(text: str) -> tuple[Lost, ...]:
+    asked = [part.strip() for part in text.split(",")]
+    wrong = [part for part in asked if part not in LOST]
+    if wrong:
+        raise ConfigError(f"--lost {text}: no part is called '{wrong[0]}'; there are {', '.join(LOST)}")
+    return tuple(part for part in LOST if part in asked)
 
 
 def _intervals(text: str) -> tuple[int, ...]:
@@ -152,7 +176,7 @@ def _refuse_unkept(chosen: Selection) -> None:
             )
 
 
-def points(iterations: int, interval: int, fraction: float, count: int) -> list[Point]:
+def points(iterations: int, interval: int, fraction: float, count: int, lost: Lost = "all") -> list[Point]:
     """The first `count` failure points of a cell; the first ones stay when more are taken.
 
     Args:
@@ -160,11 +184,12 @@ def points(iterations: int, interval: int, fraction: float, count: int) -> list[
         interval: iterations between checkpoints.
         fraction: of the training done at the failure.
         count: how many.
+        lost: the part of the state that they take.
     """
     found: list[Point] = []
     index = 0
     while len(found) < count:
-        point = _point(iterations, interval, fraction, index)
+        point = replace(_point(iterations, interval, fraction, index), lost=lost)
         index += 1
         if point not in found:
             found.append(point)

@@ -1,5 +1,6 @@
 """One prediction under the guard, as `CPSRRecovery` makes it in mode `auto`; the watch afterwards is not played."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from cpsr.benchmarks.recovery.predict import applied, target_of
@@ -21,6 +22,7 @@ def guarded_state(
     failure: int,
     checkpoint: State,
     trainer: Trainer,
+    complete: Callable[[State], State] = lambda state: state,
 ) -> tuple[Forecast, State | None]:
     """The forecast, and the state that training goes on from; None where recomputing is chosen instead.
 
@@ -31,13 +33,15 @@ def guarded_state(
         failure: iteration at which the run is lost.
         checkpoint: the run's state at the last checkpoint; its moments are kept.
         trainer: evaluates the probes; its state is lost.
+        complete: adds what survived to what was predicted.
     """
     forecast = predictor.forecast(history, target_of(workload, failure))
     if not forecast.feasible:
         return forecast, None
     horizon = failure - checkpoint.iteration
-    if forecast.expected_lag_iterations >= horizon:
-        reason = f"recomputing {horizon} iterations is no dearer than expected; {forecast.reason}"
+    deviation = float(forecast.settings.get("expected_deviation_iterations", 0.0))
+    if forecast.expected_lag_iterations + deviation >= horizon:
+        reason = f"recomputing {horizon} iterations is the safer choice; {forecast.reason}"
         return replace(forecast, feasible=False, reason=reason), None
     guard = Guard()
     moved = measure(history, forecast, predictor.predict(history, forecast))
@@ -48,7 +52,7 @@ def guarded_state(
     before = trainer.probe(checkpoint, PROBE_BATCHES)
     for length in LENGTHS:
         tried = of_length(limited, length)
-        state = applied(predictor, history, tried, failure, checkpoint)
+        state = complete(applied(predictor, history, tried, failure, checkpoint))
         decision = guard.veto(before, trainer.probe(replace(state, iteration=checkpoint.iteration), PROBE_BATCHES))
         if decision.accepted:
             return replace(tried, reason=f"{tried.reason}; {decision.reason}"), state

@@ -1,6 +1,6 @@
 """Training runs and the failures in them, measured with what is missing in the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -8,16 +8,21 @@ from pathlib import Path
 from rich.progress import Progress
 
 from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.ending import Training
 from cpsr.benchmarks.recovery.grid import Point, Selection
 from cpsr.benchmarks.recovery.learning import learned
-from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
+from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, PREDICTORS, sees_the_run
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import WORKLOADS, Workload
+from cpsr.benchmarks.recovery.worth import trainings_for, worths
 from cpsr.demo.device import CPU
+from cpsr.fitter.end_cost import IterationWorth
 
-__all__ = ["Job", "Run", "measure", "runs_of", "train"]
+__all__ = ["Job", "Run", "Worths", "measure", "runs_of", "train", "worths_of"]
+
+Worths = Mapping[str, IterationWorth]
 
 
 @dataclass(frozen=True)
@@ -56,47 +61,59 @@ class Job:
     points: tuple[Point, ...]
     methods: tuple[str, ...]
 
-    @property
-    def until(self) -> int:
-        """How far the fault-free run is needed."""
-        return max(needed_until(point) for point in self.points)
 
+def measure(jobs: Sequence[Job], workers: Workers, progress: Progress) -> tuple[list[list[Outcome]], Worths]:
+    """Train the fault-free runs, learn from them, recover at every point.
 
-def measure(jobs: Sequence[Job], workers: Workers, progress: Progress) -> list[list[Outcome]]:
-    """Train the fault-free runs, learn from them, recover at every point; for each job its outcomes, by point.
+    Returns:
+        For each job its outcomes, by point; and by workload what an iteration is worth.
 
     Raises:
-        CPSRError: the cache is damaged, or the machine does not compute the same twice.
+        CPSRError: the cache is damaged, the machine does not compute the same twice, or a workload's trainings do not
+            show what an iteration is worth.
     """
-    train([(job.run, job.until) for job in jobs], workers, progress)
+    runs = [job.run for job in jobs]
+    train(runs, workers, progress)
+    found = worths_of(runs, workers, progress)
     _learn(jobs, workers, progress)
-    return _recover(jobs, workers, progress)
+    return _recover(jobs, found, workers, progress), found
 
 
-def train(needed: Sequence[tuple[Run, int]], workers: Workers, progress: Progress) -> None:
-    """Train every fault-free run as far as it is needed."""
-    furthest: dict[Run, int] = {}
-    for run, until in needed:
-        furthest[run] = max(until, furthest.get(run, 0))
-    missing = [(run, until) for run, until in furthest.items() if run.trajectory().missing(until)]
-    totals = {run: run.trajectory().missing(until) for run, until in missing}
-    bars = {run: progress.add_task(f"{run.label}: fault-free run", total=totals[run]) for run in totals}
+def worths_of(runs: Sequence[Run], workers: Workers, progress: Progress) -> Worths:
+    """What an iteration is worth, by workload, from trainings of other lengths with the seeds of the runs.
+
+    Raises:
+        CPSRError: as `measure`.
+    """
+    trainings: dict[Workload, list[Training]] = {}
+    for run in dict.fromkeys(runs):
+        of = trainings.setdefault(run.workload, [])
+        of += trainings_for(run.workload, run.seed, run.cache, run.device)
+    total = sum(len(of) for of in trainings.values())
+    bar = progress.add_task("trainings of other lengths", total=total)
+    return worths(trainings, workers, lambda done: progress.update(bar, completed=done))
+
+
+def train(runs: Sequence[Run], workers: Workers, progress: Progress) -> None:
+    """Train every fault-free run to its end."""
+    totals = {run: run.trajectory().missing(run.workload.iterations) for run in dict.fromkeys(runs)}
+    missing = [run for run, count in totals.items() if count]
+    bars = {run: progress.add_task(f"{run.label}: fault-free run", total=totals[run]) for run in missing}
     if workers.count == 1:
-        for run, until in missing:
+        for run in missing:
             bar = bars[run]
-            run.trajectory().extend(until, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
+            run.trajectory().extend(run.workload.iterations, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
         return
 
     def look(done: int) -> None:
-        for run, until in missing:
-            progress.update(bars[run], completed=totals[run] - run.trajectory().missing(until))
+        for run in missing:
+            progress.update(bars[run], completed=totals[run] - run.trajectory().missing(run.workload.iterations))
 
     workers.each(_extend, missing, look)
 
 
-def _extend(needed: tuple[Run, int]) -> None:
-    run, until = needed
-    run.trajectory().extend(until)
+def _extend(run: Run) -> None:
+    run.trajectory().extend(run.workload.iterations)
 
 
 def _learn(jobs: Sequence[Job], workers: Workers, progress: Progress) -> None:
@@ -119,15 +136,16 @@ def _follow(job: Job) -> None:
         learned(job.methods[0], job.run.trajectory(), point.interval, point.checkpoint)
 
 
-def _recover(jobs: Sequence[Job], workers: Workers, progress: Progress) -> list[list[Outcome]]:
-    single = [replace(job, points=(point,)) for job in jobs for point in job.points]
+def _recover(jobs: Sequence[Job], found: Worths, workers: Workers, progress: Progress) -> list[list[Outcome]]:
+    single = [(replace(job, points=(point,)), found[job.run.workload.name]) for job in jobs for point in job.points]
     bar = progress.add_task("recoveries", total=len(single))
-    found = iter(workers.each(_outcomes, single, lambda done: progress.update(bar, completed=done)))
-    return [[outcome for _ in job.points for outcome in next(found)] for job in jobs]
+    outcomes = iter(workers.each(_outcomes, single, lambda done: progress.update(bar, completed=done)))
+    return [[outcome for _ in job.points for outcome in next(outcomes)] for job in jobs]
 
 
-def _outcomes(job: Job) -> list[Outcome]:
-    measurement = PointMeasurement(job.run.trajectory(), job.points[0])
+def _outcomes(asked: tuple[Job, IterationWorth]) -> list[Outcome]:
+    job, worth = asked
+    measurement = PointMeasurement(job.run.trajectory(), job.points[0], worth)
     return [measurement.outcome(method) for method in job.methods]
 
 

@@ -13,13 +13,31 @@ import xxhash
 
 import cpsr.fitter
 from cpsr.benchmarks.harness.files import read_json, write_json
-from cpsr.benchmarks.recovery.form import MOVES_AS, Formed, form, form_moved, form_truth
+from cpsr.benchmarks.recovery.form import (
+    MOVES_AS,
+    Formed,
+    form,
+    form_checkfree,
+    form_doubled,
+    form_moved,
+    form_placebo,
+    form_scar,
+    form_truth,
+    form_twin,
+)
 from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.lost import completed, lost_spans
 from cpsr.benchmarks.recovery.methods.roster import (
+    CHECKFREE,
+    DOUBLED,
     HARNESS_VERSION,
     MOVED,
     ORACLE,
+    PLACEBO,
+    PREDICTORS,
     RECOMPUTE,
+    SCAR,
+    TWIN,
     predictor_source,
 )
 from cpsr.benchmarks.recovery.sources import files_digest, package_files
@@ -27,9 +45,11 @@ from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, Trajectory
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import LagBeyondError, persistent_lag, transient
+from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
+from cpsr.fitter.lag import paired_lag as lag
+from cpsr.fitter.lag import transient
 
-__all__ = ["MEASURED_ITERATIONS", "Outcome", "PointMeasurement", "needed_until"]
+__all__ = ["MEASURED_ITERATIONS", "Outcome", "PointMeasurement"]
 
 MEASURED_ITERATIONS = 160  # after the failure: the end of the window in which the lag is taken
 MAX_LAG_ITERATIONS = 200  # the largest lag looked for, and twice the horizon where that is more
@@ -44,9 +64,11 @@ class Outcome:
         seed: of the training run.
         point: the failure.
         predicted: False where the method advises against itself, or recomputes: the cost is then the horizon.
-        reason: one sentence of the predictor, or why no lag can be determined.
-        lag_iterations: persistent lag; None where it cannot be determined.
-        beyond: the lag lies beyond what is looked for, and is counted as the bound: it is at least as far from zero.
+        reason: one sentence of the predictor, or why training diverged.
+        final_gap_nats: final loss over that of the run that never failed; None where training diverged.
+        repeated_iterations: trained again because of the failure.
+        end_cost_iterations: both together, in iterations; None where training diverged.
+        lag_iterations: over the iterations 60 to 160 after the failure; None where it cannot be determined.
         recover_seconds: opening the history, loading what was learned, forecasting, predicting and injecting; None for
             recomputing.
         learning_seconds: spent at the checkpoints before, on learning; None for recomputing.
@@ -60,8 +82,10 @@ class Outcome:
     point: Point
     predicted: bool
     reason: str
-    lag_iterations: float | None
-    beyond: bool = False
+    final_gap_nats: float | None
+    repeated_iterations: int
+    end_cost_iterations: float | None = None
+    lag_iterations: float | None = None
     recover_seconds: float | None = None
     learning_seconds: float | None = None
     accuracy: list[dict[str, Any]] | None = None
@@ -70,7 +94,7 @@ class Outcome:
 
 
 class PointMeasurement:
-    """Measures methods at one failure point of a trajectory that reaches `needed_until` already.
+    """Measures methods at one failure point of a trajectory that is whole already.
 
     What a method predicts is remembered under its name and its predictor's source. What a recovery cost is remembered
     under the exact state that it began with, whichever method formed it. A changed predictor is thus formed anew, and
@@ -79,12 +103,15 @@ class PointMeasurement:
     Args:
         trajectory: the run that fails.
         point: where it fails.
+        worth: of an iteration of the workload.
     """
 
-    def __init__(self, trajectory: Trajectory, point: Point) -> None:
+    def __init__(self, trajectory: Trajectory, point: Point, worth: IterationWorth) -> None:
         self._trajectory = trajectory
         self._point = point
-        self._directory = trajectory.directory / "points" / f"T{point.interval:03d}-f{point.failure:05d}"
+        self._worth = worth
+        part = "" if point.lost == "all" else f"-lost-{point.lost.replace('/', '-')}"
+        self._directory = trajectory.directory / "points" / f"T{point.interval:03d}-f{point.failure:05d}{part}"
         self._formed: tuple[str | None, State | None] = None, None  # the newest, with its key
 
     def outcome(self, method: str) -> Outcome:
@@ -94,9 +121,18 @@ class PointMeasurement:
             CPSRError: the cache is damaged, or the machine does not compute the same twice.
         """
         point = self._point
-        outcome = Outcome(method, self._trajectory.seed, point, False, "exact, by definition", float(point.horizon))
+        outcome = Outcome(
+            method,
+            self._trajectory.seed,
+            point,
+            predicted=False,
+            reason="exact, by definition",
+            final_gap_nats=0.0,
+            repeated_iterations=point.horizon,
+            lag_iterations=float(point.horizon),
+        )
         if method == RECOMPUTE:
-            return outcome
+            return self._costed(outcome)
         formed = read_json(self._formed_path(method)) or self._form(method)
         outcome = replace(
             outcome,
@@ -107,20 +143,31 @@ class PointMeasurement:
             settings=formed["settings"],
         )
         if formed["state"] is None:
-            return outcome
+            return self._costed(outcome)
         curve = self._curve(method, formed["state"])
-        lag = curve["beyond"] if curve["lag"] is None else curve["lag"]["iterations"]
-        return replace(
-            outcome,
-            predicted=True,
-            reason=curve["obstacle"] or outcome.reason,
-            lag_iterations=None if lag is None else lag + _recomputed(method, point),
-            beyond=curve["beyond"] is not None,
-            curve=curve,
+        repeated = _repeated(method, point)
+        diverged = "training diverged after the recovery: a loss is not finite"
+        return self._costed(
+            replace(
+                outcome,
+                predicted=True,
+                reason=diverged if curve["final_gap_nats"] is None else outcome.reason,
+                final_gap_nats=curve["final_gap_nats"],
+                repeated_iterations=repeated,
+                lag_iterations=None if curve["lag"] is None else curve["lag"]["iterations"] + repeated,
+                curve=curve,
+            )
         )
 
+    def _costed(self, outcome: Outcome) -> Outcome:
+        gap = outcome.final_gap_nats
+        if gap is None:
+            return outcome
+        return replace(outcome, end_cost_iterations=end_cost_iterations(gap, self._worth, outcome.repeated_iterations))
+
     def _formed_path(self, method: str) -> Path:
-        source = f"harness{HARNESS_VERSION}" if method == ORACLE else predictor_source(_made_by(method))
+        maker = _made_by(method)
+        source = predictor_source(maker) if maker in PREDICTORS else f"harness{HARNESS_VERSION}"
         return self._directory / f"formed-{method}-{source}.json"
 
     def _form(self, method: str) -> dict[str, Any]:
@@ -132,11 +179,30 @@ class PointMeasurement:
         return record
 
     def _formed_by(self, method: str) -> Formed:
-        if method == ORACLE:
-            return form_truth(self._trajectory, self._failure[0])
-        if method == MOVED:
-            return form_moved(self._trajectory, self._point, self._checkpoint, self._failure[0])
-        return form(method, self._trajectory, self._point, self._checkpoint)
+        """The state that a method goes on from: its own where something was lost, and exact elsewhere."""
+        trajectory, point, failure = self._trajectory, self._point, self._failure[0]
+        spans = lost_spans(
+            {name: values.numel() for name, values in failure.weights.items()},
+            point.lost,
+            point.checkpoint // point.interval,
+        )
+
+        def complete(formed: State) -> State:
+            return completed(formed, failure, spans)
+
+        controls = {
+            ORACLE: lambda: form_truth(trajectory, failure),
+            MOVED: lambda: form_moved(trajectory, point, self._checkpoint, failure),
+            TWIN: lambda: form_twin(trajectory, point, self._checkpoint),
+            DOUBLED: lambda: form_doubled(failure),
+            PLACEBO: lambda: form_placebo(trajectory, point, self._checkpoint),
+            SCAR: lambda: form_scar(trajectory, point),
+            CHECKFREE: lambda: form_checkfree(failure, spans),
+        }
+        if method not in controls:
+            return form(method, trajectory, point, self._checkpoint, complete)
+        formed = controls[method]()
+        return formed if formed.state is None else replace(formed, state=complete(formed.state))
 
     def _curve(self, method: str, key: str) -> dict[str, Any]:
         """What followed after the state of that key, with figures by the present fitter."""
@@ -148,11 +214,17 @@ class PointMeasurement:
         source = files_digest(package_files(cpsr.fitter))
         if curve.get("fitter") != source:
             curve |= {"fitter": source} | _figures(curve, self._fault_free(curve), self._point)
+            curve["final_gap_nats"] = self._final_gap(curve)
             write_json(path, curve)
         if method == ORACLE:
             _check_oracle(curve, self._directory)
         found: dict[str, Any] = curve
         return found
+
+    def _final_gap(self, curve: dict[str, Any]) -> float | None:
+        if curve["final_losses"] is None:
+            return None
+        return float(numpy.mean(numpy.array(curve["final_losses"]) - self._trajectory.final_losses()))
 
     def _state(self, method: str, key: str) -> State:
         """The state of that key: the one just formed, or formed again where the call before was interrupted."""
@@ -167,17 +239,21 @@ class PointMeasurement:
         trainer = self._trajectory.trainer()
         trainer.load(state)
         iterations, losses, seconds = [trainer.iteration], [trainer.validate().tolist()], []
-        while trainer.iteration < self._point.failure + MEASURED_ITERATIONS:
+        end = self._trajectory.workload.iterations
+        while trainer.iteration < end:
             started = time.perf_counter()
             trainer.step()
             seconds.append(time.perf_counter() - started)
-            if trainer.iteration % VALIDATION_ITERATIONS == 0:
+            inside = trainer.iteration <= self._point.failure + MEASURED_ITERATIONS
+            if inside and trainer.iteration % VALIDATION_ITERATIONS == 0:
                 iterations.append(trainer.iteration)
                 losses.append(trainer.validate().tolist())
-        finite = all(math.isfinite(loss) for row in losses for loss in row)
+        final = trainer.final_losses().tolist()
+        finite = all(math.isfinite(loss) for row in (*losses, final) for loss in row)
         return {
             "iterations": iterations,
             "losses": losses if finite else None,
+            "final_losses": final if finite else None,
             "step_seconds": statistics.median(seconds),
             "fault_free_at_failure": self._failure[1],
         }
@@ -198,7 +274,7 @@ class PointMeasurement:
     def _fault_free(self, curve: dict[str, Any]) -> LossCurve:
         """Around the failure, with its losses at the failure itself."""
         failure = self._point.failure
-        kept = self._trajectory.curve(failure - 2 * max_lag(self._point), needed_until(self._point))
+        kept = self._trajectory.curve(failure - 2 * max_lag(self._point), self._trajectory.workload.iterations)
         place = int(numpy.searchsorted(kept.iterations, failure))
         if kept.iterations[place] == failure:
             return kept
@@ -207,10 +283,10 @@ class PointMeasurement:
 
 
 def _made_by(method: str) -> str:
-    return MOVES_AS if method == MOVED else method
+    return MOVES_AS if method in (MOVED, PLACEBO) else method
 
 
-def _recomputed(method: str, point: Point) -> int:
+def _repeated(method: str, point: Point) -> int:
     """Iterations that were trained again before the state that a method goes on from."""
     return point.horizon if method == MOVED else 0
 
@@ -220,14 +296,9 @@ def max_lag(point: Point) -> int:
     return max(MAX_LAG_ITERATIONS, 2 * point.horizon)
 
 
-def needed_until(point: Point) -> int:
-    """How far the fault-free run must be trained to measure a point: also a recovered run that is ahead is placed."""
-    return point.failure + MEASURED_ITERATIONS + max_lag(point)
-
-
 def _curve_key(state: State) -> str:
-    """Of all that decides what follows after a state, in one trajectory."""
-    return xxhash.xxh3_128(f"{state.digest()} {MEASURED_ITERATIONS} {VALIDATION_ITERATIONS}".encode()).hexdigest()
+    """Of all that decides what follows after a state, in one trajectory, to its end."""
+    return xxhash.xxh3_128(f"{state.digest()} {MEASURED_ITERATIONS} {VALIDATION_ITERATIONS} end".encode()).hexdigest()
 
 
 def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict[str, Any]:
@@ -235,43 +306,28 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
 
     Returns:
         `lag` and `transient` (fields of the fitter's), None where they cannot be determined, and `obstacle` why not.
-        `beyond`: the bound in iterations, where the lag lies beyond what is looked for, else None.
-        `after`: iterations since the failure. `gaps_nats`: the paired gap there. `below_recompute`: the share of
-        them at which the loss was below that of recomputing after as many iterations.
+        `after`: iterations since the failure. `gaps_nats`: the paired gap there.
     """
-    nothing: dict[str, Any] = {
-        "lag": None,
-        "beyond": None,
-        "transient": None,
-        "after": [],
-        "gaps_nats": [],
-        "below_recompute": None,
-    }
+    nothing: dict[str, Any] = {"lag": None, "transient": None, "after": [], "gaps_nats": []}
     if curve["losses"] is None:
-        return nothing | {"obstacle": "training diverged after the recovery: a validation loss is not finite"}
+        return nothing | {"obstacle": "training diverged after the recovery: a loss is not finite"}
     recovered = LossCurve(numpy.array(curve["iterations"]), numpy.array(curve["losses"]))
-    mean = recovered.losses.mean(axis=1)
-    recomputing = numpy.interp(
-        recovered.iterations - point.horizon, fault_free.iterations, fault_free.losses.mean(axis=1)
-    )
+    gaps = recovered.losses.mean(axis=1) - fault_free.at(recovered.iterations).mean(axis=1)
     figures = nothing | {
         "obstacle": None,
         "transient": asdict(transient(recovered, fault_free, point.failure)),
         "after": (recovered.iterations - point.failure).tolist(),
-        "gaps_nats": (mean - fault_free.at(recovered.iterations).mean(axis=1)).tolist(),
-        "below_recompute": float(numpy.mean(mean < recomputing)),
+        "gaps_nats": gaps.tolist(),
     }
     try:
-        lag = persistent_lag(recovered, fault_free, point.failure, max_lag_iterations=max_lag(point))
-    except LagBeyondError as error:
-        return figures | {"beyond": error.bound_iterations, "obstacle": f"counted as the bound: {error}"}
+        found = lag(recovered, fault_free, point.failure, max_lag_iterations=max_lag(point))
     except ValueError as error:
         return figures | {"obstacle": f"no lag can be determined: {error}"}
-    return figures | {"lag": asdict(lag) | {"window": list(lag.window)}}
+    return figures | {"lag": asdict(found) | {"window": list(found.window)}}
 
 
 def _check_oracle(curve: dict[str, Any], directory: Path) -> None:
-    if any(gap != 0.0 for gap in curve["gaps_nats"]):
+    if any(gap != 0.0 for gap in (*curve["gaps_nats"], curve["final_gap_nats"])):
         raise CPSRError(
             f"the true state at the failure did not give the fault-free losses again ({directory}): nothing measured "
             "here is paired; try one thread (OMP_NUM_THREADS=1), in a new --cache"

@@ -25,7 +25,7 @@ ZERO_WITHIN_NATS = 0.01  # the gap's axis is linear up to here
 
 
 def draw_cost(result: RecoveryResult) -> Figure:
-    """Persistent lag over the horizon, by interval and stage: one panel a workload (the paper's Fig. 7)."""
+    """End cost over the horizon, by interval and stage: one panel a workload (the paper's Fig. 7)."""
     shown = [name for name in result.methods if name != RECOMPUTE]
     panels = result.selection.workloads
     figure = Figure(figsize=(12, 1.3 + PANEL_HEIGHT * len(panels)), layout="constrained")
@@ -34,7 +34,7 @@ def draw_cost(result: RecoveryResult) -> Figure:
         _cost_panel(axes, [cell for cell in result.cells if cell.cell.workload == workload], shown)
         axes.set_title(workload, loc="left", fontsize=10)
     axes_of[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-    figure.suptitle(f"Persistent lag of a recovery, as a share of recomputing ({where(result.machine)})", fontsize=11)
+    figure.suptitle(f"End cost of a recovery, as a share of recomputing ({where(result.machine)})", fontsize=11)
     return figure
 
 
@@ -47,7 +47,8 @@ def draw_gaps(result: RecoveryResult, outcomes: dict[str, list[Outcome]]) -> Fig
     grid = figure.subplots(len(workloads), len(fractions), squeeze=False, sharex=True)
     for row, workload in zip(grid, workloads, strict=True):
         for axes, fraction in zip(row, fractions, strict=True):
-            mine = [outcome for outcome in outcomes[workload] if outcome.point.fraction == fraction]
+            lost = result.selection.lost[0]
+            mine = [one for one in outcomes[workload] if (one.point.fraction, one.point.lost) == (fraction, lost)]
             _gap_panel(axes, mine, shown)
             axes.set_title(f"{workload}, failure at {fraction:.0%}", loc="left", fontsize=9)
         row[0].set_ylabel("gap, nats")
@@ -64,31 +65,35 @@ def draw_gaps(result: RecoveryResult, outcomes: dict[str, list[Outcome]]) -> Fig
 
 
 def _cost_panel(axes: Axes, cells: Sequence[CellResult], shown: Sequence[str]) -> None:
-    groups = list(dict.fromkeys((cell.cell.interval, cell.cell.fraction) for cell in cells))
+    groups = list(dict.fromkeys((cell.cell.interval, cell.cell.fraction, cell.cell.lost) for cell in cells))
     step = GROUP_WIDTH / max(len(shown), 1)
     for place, method in enumerate(shown):
         offset = (place - (len(shown) - 1) / 2) * step
         for index, cell in enumerate(cell for cell in cells if cell.method == method):
-            at = groups.index((cell.cell.interval, cell.cell.fraction)) + offset
+            at = groups.index((cell.cell.interval, cell.cell.fraction, cell.cell.lost)) + offset
             _mean_mark(axes, at, cell, COLOURS[place % len(COLOURS)], method if index == 0 else None)
     axes.axhline(1, color="black", lw=0.9, ls="--")
     axes.annotate(
         "recompute", (len(groups) - 0.5, 1), xytext=(-4, 3), textcoords="offset points", ha="right", fontsize=8
     )
     axes.axhline(0, color="black", lw=0.6)
-    axes.set_xticks(range(len(groups)), [f"every {interval}\nat {fraction:.0%}" for interval, fraction in groups])
+    labels = [
+        f"every {interval}\nat {fraction:.0%}" + ("" if lost == "all" else f"\n{lost} lost")
+        for interval, fraction, lost in groups
+    ]
+    axes.set_xticks(range(len(groups)), labels)
     axes.set_xlim(-0.5, len(groups) - 0.5)
     axes.set_ylim(*COST_RANGE)
-    axes.set_ylabel("lag / horizon")
+    axes.set_ylabel("end cost / u")
 
 
 def _mean_mark(axes: Axes, at: float, cell: CellResult, colour: str, label: str | None) -> None:
     low, high = COST_RANGE
-    value = float(numpy.clip(cell.lag.value, low, high))
-    outside = value != cell.lag.value
-    if cell.lag.low is not None and cell.lag.high is not None:
-        axes.plot([at, at], numpy.clip([cell.lag.low, cell.lag.high], low, high), color=colour, lw=1.6)
-    marker = "o" if not outside else "^" if cell.lag.value > high else "v"
+    value = float(numpy.clip(cell.end_cost.value, low, high))
+    outside = value != cell.end_cost.value
+    if cell.end_cost.low is not None and cell.end_cost.high is not None:
+        axes.plot([at, at], numpy.clip([cell.end_cost.low, cell.end_cost.high], low, high), color=colour, lw=1.6)
+    marker = "o" if not outside else "^" if cell.end_cost.value > high else "v"
     axes.plot([at], [value], marker, ms=5, color=colour, label=label, clip_on=False)
 
 

@@ -1,5 +1,7 @@
 """One prediction of a training state."""
 
+from collections.abc import Callable
+
 import torch
 
 from cpsr.benchmarks.recovery.trainer import State
@@ -15,7 +17,12 @@ def target_of(workload: Workload, failure: int) -> Target:
 
 
 def predicted_state(
-    predictor: StatePredictor, history: History, workload: Workload, failure: int, checkpoint: State
+    predictor: StatePredictor,
+    history: History,
+    workload: Workload,
+    failure: int,
+    checkpoint: State,
+    complete: Callable[[State], State] = lambda state: state,
 ) -> tuple[Forecast, State | None]:
     """The forecast, and the state that training goes on from; None where the forecast advises against itself.
 
@@ -25,9 +32,12 @@ def predicted_state(
         workload: whose schedule gives the times.
         failure: iteration at which the run is lost.
         checkpoint: the run's state at the last checkpoint; its moments are kept.
+        complete: adds what survived to what was predicted.
     """
     forecast = predictor.forecast(history, target_of(workload, failure))
-    return forecast, applied(predictor, history, forecast, failure, checkpoint) if forecast.feasible else None
+    if not forecast.feasible:
+        return forecast, None
+    return forecast, complete(applied(predictor, history, forecast, failure, checkpoint))
 
 
 def applied(predictor: StatePredictor, history: History, forecast: Forecast, failure: int, checkpoint: State) -> State:

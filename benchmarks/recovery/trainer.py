@@ -14,7 +14,7 @@ from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.demo.device import CPU, CUDA
 
-__all__ = ["State", "Trainer"]
+__all__ = ["State", "Tensors", "Trainer"]
 
 MAX_GRADIENT_NORM = 1.0
 WEIGHT_DECAY = 0.01
@@ -75,10 +75,11 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
         self.iteration = 0
 
-    def step(self) -> float:
-        """Train one iteration; returns its training loss in nats."""
+    def step(self, batches_of: int | None = None) -> float:
+        """Train one iteration, on the batch of another seed where one is given; returns its training loss in nats."""
+        seed = self._seed if batches_of is None else batches_of
         self._optimizer.param_groups[0]["lr"] = self._workload.learning_rate(self.iteration)
-        batch = _moved(self._task.batch(self._seed, self.iteration), self._device)
+        batch = _moved(self._task.batch(seed, self.iteration), self._device)
         loss = self._task.loss(self._model, batch)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -120,6 +120,19 @@ class Trajectory:
         inside = [iteration for iteration in sorted(rows) if first <= iteration <= last]
         return LossCurve(numpy.array(inside), numpy.array([rows[iteration] for iteration in inside]))
 
+    def final_losses(self) -> NDArray[numpy.float64]:
+        """Loss of each chunk of the data that the end of the training is judged on, in nats; the run is whole.
+
+        Raises:
+            CPSRError: a file of the cache is damaged.
+        """
+        path = self.directory / "final.json"
+        kept = read_json(path)
+        if kept is None:
+            kept = self.at(self.workload.iterations).final_losses().tolist()
+            write_json(path, kept)
+        return numpy.array(kept)
+
     def history(self, checkpoint: int, interval: int) -> "CachedHistory":
         """The checkpoints at the multiples of `interval` up to `checkpoint`; none is made before training."""
         kept = self.workload.snapshot_iterations

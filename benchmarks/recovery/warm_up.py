@@ -19,12 +19,12 @@ from cpsr.benchmarks.recovery.jobs import Job, measure, runs_of
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, find_methods
 from cpsr.benchmarks.recovery.plot import COLOURS, COST_RANGE, where
-from cpsr.benchmarks.recovery.statistics import Mean, mean_interval, samples_of
+from cpsr.benchmarks.recovery.statistics import Mean, cost_samples, grid_mean
 from cpsr.tables import print_table
 
 __all__ = ["PLACES", "Place", "draw_warm_up", "main", "summarise_places", "warm_up_points"]
 
-PLACES = (150, 200, 300, 400, 600, 800, 1000, 1200, 1400, 1600)  # iterations at which the run fails
+PLACES = (150, 200, 250, 300, 400, 500, 600, 800, 1000)  # iterations at which the run fails
 PAPER_SETTLED = 800  # iterations after which the paper's predictor had settled
 PANEL_HEIGHT = 3.0
 
@@ -38,9 +38,9 @@ class Place:
         interval: iterations between checkpoints.
         method: its name.
         iteration: mean iteration of the failures.
-        points: failures with a lag.
+        points: failures with an end cost.
         declined: of these, the ones at which the method advised against itself, so that the horizon was recomputed.
-        lag: persistent lag over the horizon.
+        cost: end cost over the horizon.
     """
 
     workload: str
@@ -49,7 +49,7 @@ class Place:
     iteration: float
     points: int
     declined: int
-    lag: Mean
+    cost: Mean
 
 
 def warm_up_points(interval: int, count: int) -> tuple[Point, ...]:
@@ -81,7 +81,7 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
     ]
     with measuring("recovery, warm-up", json_path, place=cache.parent, timed=False, device=selection.device) as call:
         with Workers(workers) as pool:
-            measured = measure(jobs, pool, call.progress)
+            measured, _ = measure(jobs, pool, call.progress)
         outcomes: dict[tuple[str, int], list[Outcome]] = {}
         for job, of in zip(jobs, measured, strict=True):
             outcomes.setdefault((job.run.workload.name, job.points[0].interval), []).extend(of)
@@ -102,18 +102,18 @@ def main(selection: Selection, cache: Path, json_path: Path | None = None, worke
 
 
 def summarise_places(workload: str, interval: int, outcomes: Sequence[Outcome]) -> list[Place]:
-    """Means over the failures of each place, by method; a method without any lag at a place is left out there."""
+    """Means over the failures of each place, by method; a method that always diverged at a place is left out there."""
     groups: dict[tuple[str, float], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.method, outcome.point.fraction), []).append(outcome)
     places = []
     for (method, _), of in groups.items():
-        known = [outcome for outcome in of if outcome.lag_iterations is not None]
+        known = [outcome for outcome in of if outcome.end_cost_iterations is not None]
         if known:
             iteration = float(numpy.mean([outcome.point.failure for outcome in of]))
             declined = sum(not outcome.predicted for outcome in known)
-            lag = mean_interval(samples_of(known))
-            places.append(Place(workload, interval, method, iteration, len(known), declined, lag))
+            cost = grid_mean([cost_samples(workload, known)])
+            places.append(Place(workload, interval, method, iteration, len(known), declined, cost))
     return places
 
 
@@ -129,7 +129,7 @@ def _accuracies(outcomes: dict[tuple[str, int], list[Outcome]]) -> dict[tuple[st
 
 def _show(console: Console, places: Sequence[Place]) -> None:
     for workload, interval in dict.fromkeys((place.workload, place.interval) for place in places):
-        title = f"{workload}, a checkpoint every {interval} iterations: lag / u by iteration of the failure"
+        title = f"{workload}, a checkpoint every {interval} iterations: end cost / u by iteration of the failure"
         table = Table(title=title, title_justify="left")
         table.add_column("failure at", justify="right")
         mine = [place for place in places if (place.workload, place.interval) == (workload, interval)]
@@ -146,7 +146,7 @@ def _show(console: Console, places: Sequence[Place]) -> None:
 def draw_warm_up(
     places: Sequence[Place], accuracies: dict[tuple[str, int, str], list[dict[str, Any]]], machine: dict[str, Any]
 ) -> Figure:
-    """Lag over the horizon against the iteration of the failure; beside it, what predictors say of themselves."""
+    """End cost over the horizon against the iteration of the failure; beside it, what predictors say of themselves."""
     panels = list(dict.fromkeys((place.workload, place.interval) for place in places))
     columns = 2 if accuracies else 1
     figure = Figure(figsize=(4 + 5.5 * columns, 1.0 + PANEL_HEIGHT * len(panels)), layout="constrained")
@@ -154,7 +154,7 @@ def draw_warm_up(
     for row, (workload, interval) in zip(grid, panels, strict=True):
         mine = [place for place in places if (place.workload, place.interval) == (workload, interval)]
         methods = list(dict.fromkeys(place.method for place in mine))
-        _lag_panel(row[0], mine, methods)
+        _cost_panel(row[0], mine, methods)
         row[0].set_title(f"{workload}, a checkpoint every {interval}", loc="left", fontsize=10)
         if accuracies:
             for number, method in enumerate(methods):
@@ -170,26 +170,26 @@ def draw_warm_up(
     return figure
 
 
-def _lag_panel(axes: Axes, places: Sequence[Place], methods: Sequence[str]) -> None:
+def _cost_panel(axes: Axes, places: Sequence[Place], methods: Sequence[str]) -> None:
     for number, method in enumerate(methods):
         mine = sorted((place for place in places if place.method == method), key=lambda place: place.iteration)
         colour = COLOURS[2 * number % len(COLOURS)]
         at = [place.iteration for place in mine]
         axes.plot(
-            at, [numpy.clip(place.lag.value, *COST_RANGE) for place in mine], "o-", ms=4, color=colour, label=method
+            at, [numpy.clip(place.cost.value, *COST_RANGE) for place in mine], "o-", ms=4, color=colour, label=method
         )
         for place in mine:
-            if not COST_RANGE[0] <= place.lag.value <= COST_RANGE[1]:
-                edge, marker = (COST_RANGE[1], "^") if place.lag.value > COST_RANGE[1] else (COST_RANGE[0], "v")
+            if not COST_RANGE[0] <= place.cost.value <= COST_RANGE[1]:
+                edge, marker = (COST_RANGE[1], "^") if place.cost.value > COST_RANGE[1] else (COST_RANGE[0], "v")
                 axes.plot([place.iteration], [edge], marker, ms=8, color=colour, clip_on=False)
-            if place.lag.low is not None and place.lag.high is not None:
-                bounds = numpy.clip([place.lag.low, place.lag.high], *COST_RANGE)
+            if place.cost.low is not None and place.cost.high is not None:
+                bounds = numpy.clip([place.cost.low, place.cost.high], *COST_RANGE)
                 axes.plot([place.iteration] * 2, bounds, color=colour, lw=1.0)
     axes.axhline(1, color="black", lw=0.9, ls="--")
     axes.axhline(0, color="black", lw=0.6)
     axes.axvline(PAPER_SETTLED, color="black", lw=0.6, ls=":")
     axes.set_ylim(*COST_RANGE)
-    axes.set_ylabel("lag / horizon")
+    axes.set_ylabel("end cost / u")
 
 
 def _accuracy_panel(axes: Axes, scores: Sequence[dict[str, Any]], method: str, colour: str) -> None:
@@ -206,5 +206,5 @@ def _accuracy_panel(axes: Axes, scores: Sequence[dict[str, Any]], method: str, c
 def _text(place: Place | None) -> str:
     if place is None:
         return "-"
-    text = f"{place.lag.value:+.2f}"
+    text = f"{place.cost.value:+.2f}"
     return f"({text})" if place.declined == place.points else text

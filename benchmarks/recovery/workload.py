@@ -1,17 +1,17 @@
 """Which training runs are interrupted: task, schedule and length."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
-from cpsr.benchmarks.recovery.schedule import Schedule, scheduled_rate
+from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule, scheduled_rate
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import ConfigError
 
-__all__ = ["EVERYWHERE", "WORKLOADS", "Workload", "find_workloads"]
+__all__ = ["EVERYWHERE", "ITERATIONS", "RATE_STEP", "TASKS", "WORKLOADS", "Workload", "find_workloads"]
 
 
 @dataclass(frozen=True)
@@ -48,35 +48,58 @@ class Workload:
             sums.append(sums[-1] + self.learning_rate(iteration))
         return sums
 
+    def of_length(self, iterations: int) -> "Workload":
+        """The same training under a schedule of another length."""
+        return replace(self, name=f"{self.name}-{iterations}", iterations=iterations)
+
     def peak_until(self, iteration: int) -> float:
         """Largest learning rate of the updates before `iteration`."""
         return max((self.learning_rate(at) for at in range(iteration)), default=0.0)
 
 
-def _gpt(size: str) -> Callable[[], Task]:
-    return partial(GPTTask, SIZES[size])
+TASKS: dict[str, Callable[[], Task]] = {
+    "gpt-0.1M": partial(GPTTask, SIZES["gpt-0.1M"]),
+    "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
+    "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),
+    "gpt-0.4M-documentation": partial(GPTTask, SIZES["gpt-0.4M"], "documentation"),
+    "gpt-0.8M": partial(GPTTask, SIZES["gpt-0.8M"]),
+    "digits": DigitsTask,
+}
+ITERATIONS = 1200
+RATE_STEP = 1.4
+# Peak rates at which trainings of this length end best: benchmarks/results/2026-11-23-tune.json (`cpsr bench tune`).
+TUNED: dict[tuple[str, Schedule], float] = {
+    ("gpt-0.4M", "cosine10"): 2.744e-3,
+}
+# Of the best rate, and of its neighbours in the sweep.
+BESIDE = {"": 1.0, "-lower": 1 / RATE_STEP, "-higher": RATE_STEP}
 
-
-# Lengths and rates under which the validation loss still falls at 75% of the run and beyond.
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("gpt-0.4M-cosine", _gpt("gpt-0.4M"), "cosine", 1e-3, 3000),
-        Workload("gpt-0.4M-constant", _gpt("gpt-0.4M"), "constant", 3e-4, 2400),
-        Workload("gpt-0.8M-cosine", _gpt("gpt-0.8M"), "cosine", 1e-3, 3000),
-        Workload("gpt-0.8M-constant", _gpt("gpt-0.8M"), "constant", 3e-4, 2400),
-        Workload("digits-cosine", DigitsTask, "cosine", 5e-4, 2400),
-        Workload("digits-constant", DigitsTask, "constant", 2e-4, 2400),
-        # Never run on a GPU so far: expect to look after it. It keeps 1.2 GB of weights and as much of each moment
-        # every 50 iterations, about 90 GB for the whole run.
-        Workload("gpt-350M-cosine", _gpt("gpt-350M"), "cosine", 3e-4, 1200, needs_gpu=True, snapshot_iterations=50),
+        *(
+            Workload(f"{task}-{schedule}{beside}", TASKS[task], schedule, best * factor, ITERATIONS)
+            for (task, schedule), best in TUNED.items()
+            for beside, factor in BESIDE.items()
+        ),
+        # Never run on a GPU so far, and not tuned: expect to look after it. It keeps 1.2 GB of weights and as much of
+        # each moment every 50 iterations, about 90 GB for the whole run.
+        Workload(
+            "gpt-350M-cosine",
+            partial(GPTTask, SIZES["gpt-350M"]),
+            "cosine",
+            3e-4,
+            ITERATIONS,
+            needs_gpu=True,
+            snapshot_iterations=50,
+        ),
     )
 }
 EVERYWHERE = tuple(name for name, workload in WORKLOADS.items() if not workload.needs_gpu)
 
 
 def find_workloads(names: str, device: str = CPU) -> tuple[str, ...]:
-    """Names of workloads from a comma-separated list, where `digits` stands for both of its schedules.
+    """Names of workloads from a comma-separated list, where a task stands for all its schedules at the best rates.
 
     Args:
         names: of workloads or tasks.
@@ -87,7 +110,7 @@ def find_workloads(names: str, device: str = CPU) -> tuple[str, ...]:
     """
     found: list[str] = []
     for name in names.split(","):
-        matching = [known for known in WORKLOADS if known == name or known.rpartition("-")[0] == name]
+        matching = [known for known in WORKLOADS if known == name or known.removeprefix(f"{name}-") in SCHEDULES]
         if not matching:
             raise ConfigError(f"no workload is called '{name}'; there are {', '.join(WORKLOADS)}")
         if device != CUDA and any(WORKLOADS[known].needs_gpu for known in matching):

@@ -95,7 +95,7 @@ def _setting(axes: Axes, compared: Sequence[Comparison]) -> None:
     axes.axvline(1.0, color="black", lw=0.8)
     axes.annotate("recompute", (1.0, 74), rotation=90, fontsize=8, ha="left", va="top")
     axes.set_ylim(0, 75)
-    axes.set_xlabel("lag over u (1: recomputing; below 0: ahead of the run that never failed)")
+    axes.set_xlabel("lag over u (1: recomputing)")
     axes.set_ylabel("lower total cost, %")
     axes.legend(fontsize=7, loc="lower left")
     axes.set_title(

@@ -7,8 +7,9 @@ from pathlib import Path
 from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.workload import RATE_STEP
 from cpsr.benchmarks.tune.report import draw, plain, show
-from cpsr.benchmarks.tune.space import RATE_STEP, Setting
+from cpsr.benchmarks.tune.space import Setting
 from cpsr.benchmarks.tune.sweep import sweep
 
 __all__ = ["CACHE", "main"]

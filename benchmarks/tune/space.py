@@ -1,27 +1,14 @@
 """What is tuned: tasks, schedules and lengths; and the rates that are tried."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
-from cpsr.benchmarks.recovery.digits import DigitsTask
-from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
 from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule
-from cpsr.benchmarks.recovery.task import Task
-from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.benchmarks.recovery.workload import RATE_STEP, TASKS, Workload
 from cpsr.errors import ConfigError
 
-__all__ = ["RATE_STEP", "TASKS", "Setting", "rate_of", "settings"]
+__all__ = ["Setting", "rate_of", "settings"]
 
-RATE_STEP = 1.4
 RATE_OF_STEP_0 = 1e-3
-
-TASKS: dict[str, Callable[[], Task]] = {
-    "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
-    "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),
-    "gpt-0.8M": partial(GPTTask, SIZES["gpt-0.8M"]),
-    "digits": DigitsTask,
-}
 
 
 @dataclass(frozen=True)
@@ -43,10 +30,10 @@ class Setting:
         """In one word, as in `gpt-0.4M-cosine-1200`."""
         return f"{self.task}-{self.schedule}-{self.iterations}"
 
-    def workload(self, step: int, tasks: Mapping[str, Callable[[], Task]]) -> Workload:
+    def workload(self, step: int) -> Workload:
         """The training at the rate of that step."""
         name = f"{self.name}-rate{step:+d}"
-        return Workload(name, tasks[self.task], self.schedule, rate_of(step), self.iterations)
+        return Workload(name, TASKS[self.task], self.schedule, rate_of(step), self.iterations)
 
 
 def rate_of(step: int) -> float:
@@ -54,13 +41,14 @@ def rate_of(step: int) -> float:
     return RATE_OF_STEP_0 * RATE_STEP**step
 
 
-def settings(tasks: str, schedules: str, lengths: str) -> list[Setting]:
-    """Every combination of comma-separated names and lengths.
+def settings(tasks: str | None, schedules: str, lengths: str) -> list[Setting]:
+    """Every combination of comma-separated names and lengths; no tasks are all.
 
     Raises:
         ConfigError: a name is unknown, or a length is no number of iterations.
     """
-    for name in tasks.split(","):
+    names = list(TASKS) if tasks is None else tasks.split(",")
+    for name in names:
         if name not in TASKS:
             raise ConfigError(f"no task is called '{name}'; there are {', '.join(TASKS)}")
     chosen = [schedule for schedule in SCHEDULES if schedule in schedules.split(",")]
@@ -69,8 +57,5 @@ def settings(tasks: str, schedules: str, lengths: str) -> list[Setting]:
     if not all(length.isdecimal() and int(length) > 0 for length in lengths.split(",")):
         raise ConfigError(f"--lengths {lengths}: expected iterations, comma-separated")
     return [
-        Setting(task, schedule, int(length))
-        for task in tasks.split(",")
-        for schedule in chosen
-        for length in lengths.split(",")
+        Setting(task, schedule, int(length)) for task in names for schedule in chosen for length in lengths.split(",")
     ]

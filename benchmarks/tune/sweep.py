@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.ending import Ended, Training
+from cpsr.benchmarks.recovery.ending import ended as trained
 from cpsr.benchmarks.tune.space import Setting, rate_of
-from cpsr.benchmarks.tune.trial import Ended, Trial
 from cpsr.errors import CPSRError
 
 __all__ = ["Rate", "Sweep", "sweep"]
@@ -83,9 +84,11 @@ def sweep(
     found: dict[tuple[Setting, int], tuple[Ended, ...]] = {}
     finished = 0
     while needed := [place for setting in chosen for place in _needed(setting, found)]:
-        trials = [Trial(setting, step, seed, cache, device) for setting, step in needed for seed in range(seeds)]
-        total, before = finished + len(trials), finished
-        ended = workers.each(_ended, trials, lambda done: tick(before + done, total))  # noqa: B023 - called at once
+        trainings = [
+            Training(setting.workload(step), seed, cache, device) for setting, step in needed for seed in range(seeds)
+        ]
+        total, before = finished + len(trainings), finished
+        ended = workers.each(trained, trainings, lambda done: tick(before + done, total))  # noqa: B023 - called at once
         for place, key in enumerate(needed):
             found[key] = tuple(ended[place * seeds : (place + 1) * seeds])
         finished = total
@@ -114,7 +117,3 @@ def _needed(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]
             f"{setting.name}: the best rate lies at the end of what is tried ({rate_of(best):.1e}); trainings are kept"
         )
     return [(setting, step) for step in wanted]
-
-
-def _ended(trial: Trial) -> Ended:
-    return trial.ended()

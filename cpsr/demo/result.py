@@ -18,7 +18,7 @@ from cpsr.demo.notes import read_notes
 from cpsr.demo.timeline import Restart, restart
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import Lag, Transient, persistent_lag, transient
+from cpsr.fitter.lag import Lag, Transient, paired_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.ranks.exits import BEGAN
 
@@ -35,7 +35,7 @@ class DemoResult:
         checkpoint_iteration: c, the last checkpoint before it.
         recovery: how it came back, from its journal.
         message: the same for people.
-        lag: persistent lag of the recovered run behind the paired fault-free one.
+        lag: of the recovered run behind the paired fault-free one, after 60 to 160 iterations.
         transient: the loss gap at injection and how long it lasted.
         restart: from the kill to the first finished step of the new processes.
         stalls_seconds: training thread blocked by each checkpoint of the killed run.
@@ -147,7 +147,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
         checkpoint_iteration=c,
         recovery=recovery,
         message=began[0],
-        lag=persistent_lag(recovered, reference, f),
+        lag=paired_lag(recovered, reference, f),
         transient=transient(recovered.between(f, numpy.inf), reference, f),
         restart=restart(kill.time, failed.ended_unix_seconds, read_notes(killed, RANKS), recovery),
         stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],

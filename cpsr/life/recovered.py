@@ -10,7 +10,7 @@ from cpsr.state.losses import Step
 
 __all__ = ["LagReport", "RecoveredLag", "losses_before"]
 
-# Window after the failure in which the persistent lag is measured, after the transient.
+# Window after the failure in which the lag is measured, after the transient.
 FIRST_ITERATION, LAST_ITERATION = 60, 160
 # Losses arrive some iterations late; after so many, those of the window are complete.
 ARRIVAL_ITERATIONS = 40

@@ -1,4 +1,4 @@
-"""The persistent lag of a recovery: its loss gap over the slope of the run's own loss."""
+"""The lag of a recovery: its loss gap soon after the restart, over the slope of the run's own loss."""
 
 import math
 from collections.abc import Sequence

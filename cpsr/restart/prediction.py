@@ -32,8 +32,10 @@ class PredictionSettings:
     """Limits of a prediction.
 
     Attributes:
-        recomputed_iterations: refuse where the expected lag is not below these, which an exact restart recomputes;
-            None predicts at any expected lag.
+        recomputed_iterations: refuse where the expected cost and its uncertainty are not below these, which an exact
+            restart recomputes; None predicts at any expected cost.
+        lost_share: of the state, that is predicted; the rest is exact. The expected cost is that share of the cost of
+            a whole prediction.
         older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their lag is
             then no reason to refuse.
         forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
@@ -42,6 +44,7 @@ class PredictionSettings:
     """
 
     recomputed_iterations: int | None = None
+    lost_share: float = 1.0
     older_experts: bool = False
     forecaster: Forecaster | None = None
     partial: bool = True
@@ -131,7 +134,9 @@ class StatePrediction:
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
                 return Prediction(False, "what a rank left is not finite", forecast, target, guard)
-            return self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
+            found = self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
+            expected = found.forecast.expected_lag_iterations * settings.lost_share
+            return replace(found, forecast=replace(found.forecast, expected_lag_iterations=expected))
         finally:
             history.close()
 
@@ -254,9 +259,11 @@ def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
     expected, recomputed = forecast.expected_lag_iterations, settings.recomputed_iterations
     if settings.older_experts:  # of the state taken with the checkpoint
         expected = float(forecast.settings.get("expected_lag_iterations", expected))
-    if recomputed is not None and expected >= recomputed:
+    deviation = settings.lost_share * float(forecast.settings.get("expected_deviation_iterations", 0.0))
+    expected *= settings.lost_share
+    if recomputed is not None and expected + deviation >= recomputed:
         return (
-            f"recomputing {recomputed} iterations costs no more than a prediction, which is expected to cost "
-            f"{expected:.0f}"
+            f"recomputing {recomputed} iterations is the safer choice: a prediction is expected to cost "
+            f"{expected:.0f} ± {deviation:.0f}"
         )
     return None

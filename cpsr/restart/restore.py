@@ -113,7 +113,8 @@ class Restorer:
                 return FromScratch(candidate, self._job.adapter.iteration)
             if candidate.near_failure:
                 lost = candidate.iteration - (found.exact_iteration or 0) if mode == "auto" else None
-                settings = PredictionSettings(recomputed_iterations=lost, older_experts=older is not None)
+                share = candidate.lost_ranks / group.size
+                settings = PredictionSettings(lost, share, older_experts=older is not None)
                 return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
             catch_up = self._job.config.experts.stale == "catch_up"
             return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up)

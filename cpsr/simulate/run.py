@@ -46,7 +46,7 @@ class _Runs:
         self._began = numpy.zeros(runs)
         self.available = stream.capacity_at(self._began)
         self._replaced = self._restarted = self._resumed = self.available
-        # The training after it: its first iteration, the checkpoint behind it, what of the two is missing for good, the
+        # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, the
         # iteration after which a lead is had, and the one after which the next checkpoint is due.
         self._position, self._durable, self._lag, self._durable_lag, self._lead = (numpy.zeros(runs) for _ in range(5))
         self._due = numpy.full(runs, float(system.checkpoints.interval_iterations))
@@ -86,7 +86,7 @@ class _Runs:
         )
 
     def _had(self, reached: Reach) -> Array:
-        """What is missing for good after the training since the last failure, which may have been too short to lead."""
+        """What stays missing after the training since the last failure, which may have been too short to lead."""
         early = reached.position_iterations < self._lead
         return numpy.where(early, numpy.maximum(self._lag, self._durable_lag), self._lag)
 

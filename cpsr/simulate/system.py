@@ -75,7 +75,7 @@ class Resumption:
         position_iterations: the iteration it goes on from.
         next_checkpoint_iterations: the iteration after which the next checkpoint is due.
         lead_iterations: the iteration after which a lag below zero is had; a failure before costs it.
-        lag_iterations: how much of that is missing for good, beyond what the checkpoint missed already.
+        lag_iterations: how much of that stays missing, beyond what the checkpoint missed already.
         restart_seconds: time for this kind of recovery, on top of the job's own restart.
         replay_seconds: time in which lost iterations are repeated before training goes on.
     """
@@ -179,7 +179,7 @@ class LinearLag:
     source: str = "configured"
 
     def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Iterations behind for good; no lead where nothing was lost, since nothing is predicted then."""
+        """Iterations that stay missing; no lead where nothing was lost, since nothing is predicted then."""
         lag = self.slope * horizon_iterations - self.lead_iterations
         return numpy.where(horizon_iterations > 0, lag, 0.0)
 

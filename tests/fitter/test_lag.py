@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import LagBeyondError, persistent_lag, transient
+from cpsr.fitter.lag import LagBeyondError, paired_lag, transient
 
 FAILURE = 1000
 CHUNKS = 16
@@ -38,7 +38,7 @@ def noise_like(seed: int, points: int, sigma: float) -> NDArray[numpy.float64]:
 @settings(max_examples=40, deadline=None)
 @given(st.floats(-150, 150))
 def test_a_shift_is_found(shift: float) -> None:
-    found = persistent_lag(curve(FAILURE, FAILURE + 160, shift), curve(0, 2000), FAILURE)
+    found = paired_lag(curve(FAILURE, FAILURE + 160, shift), curve(0, 2000), FAILURE)
     assert found.iterations == pytest.approx(shift, abs=0.3)
     assert found.standard_error == pytest.approx(0.0, abs=0.1)
     assert numpy.sign(found.gap_nats) == numpy.sign(shift) or abs(shift) < 1e-6
@@ -51,14 +51,14 @@ def test_noise_is_averaged_out(shift: float) -> None:
     for seed in range(20):
         recovered = curve(FAILURE, FAILURE + 160, shift, noise_like(seed, 17, 0.02))
         faultfree = curve(0, 2000, 0.0, noise_like(seed + 100, 201, 0.02))
-        errors.append(persistent_lag(recovered, faultfree, FAILURE).iterations - shift)
+        errors.append(paired_lag(recovered, faultfree, FAILURE).iterations - shift)
     # Slope 7e-4 a step; 0.02 nats over 11 x 16 values is 0.0015 nats, 2 to 3 iterations with the spline's own share.
     assert abs(numpy.mean(errors)) < 2.0
     assert numpy.std(errors) < 4.0
 
 
 def test_both_forms_agree_on_a_small_lag() -> None:
-    found = persistent_lag(curve(FAILURE, FAILURE + 160, 6.0), curve(0, 2000), FAILURE)
+    found = paired_lag(curve(FAILURE, FAILURE + 160, 6.0), curve(0, 2000), FAILURE)
     assert found.local_iterations == pytest.approx(found.iterations, abs=0.2)
     middle = FAILURE + 110
     assert found.slope_nats_per_iteration == pytest.approx(2.5 / 600 * numpy.exp(-middle / 600), rel=0.02)
@@ -71,7 +71,7 @@ def test_the_standard_error_covers_the_choice_of_chunks() -> None:
     inside = 0
     for _ in range(150):
         recovered = curve(FAILURE, FAILURE + 160, 10.0, pace=rng.normal(0, 8, CHUNKS))
-        found = persistent_lag(recovered, curve(0, 2000), FAILURE)
+        found = paired_lag(recovered, curve(0, 2000), FAILURE)
         inside += abs(found.iterations - 10.0) <= 2 * found.standard_error
     assert 0.87 <= inside / 150 <= 0.99  # 2 standard errors with 15 degrees of freedom: 0.936
 
@@ -81,7 +81,7 @@ def test_the_standard_error_of_a_mean_is_the_textbook_one() -> None:
     recovered, faultfree = curve(FAILURE, FAILURE + 160, 10.0, pace=pace), curve(0, 2000)
     gaps = recovered.between(1060, 1160).losses - faultfree.between(1060, 1160).losses
     expected = gaps.mean(axis=0).std(ddof=1) / numpy.sqrt(CHUNKS)
-    assert persistent_lag(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(expected)
+    assert paired_lag(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(expected)
     at_once = (recovered.losses[0] - faultfree.between(FAILURE, FAILURE).losses[0]).std(ddof=1) / numpy.sqrt(CHUNKS)
     assert transient(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(at_once)
 
@@ -90,7 +90,7 @@ def test_one_chunk_has_no_standard_error() -> None:
     def single(whole: LossCurve) -> LossCurve:
         return LossCurve(whole.iterations, whole.losses[:, :1])
 
-    found = persistent_lag(single(curve(FAILURE, FAILURE + 160, 5.0)), single(curve(0, 2000)), FAILURE)
+    found = paired_lag(single(curve(FAILURE, FAILURE + 160, 5.0)), single(curve(0, 2000)), FAILURE)
     assert found.iterations == pytest.approx(5.0, abs=0.3)
     assert numpy.isnan(found.standard_error)
 
@@ -101,36 +101,36 @@ def test_a_flat_curve_is_refused() -> None:
         losses = 2.0 + wobble * numpy.random.default_rng(0).normal(size=(201, CHUNKS))
         whole = LossCurve(iterations, losses)
         with pytest.raises(ValueError, match="flat from iteration 1060"):
-            persistent_lag(whole, whole, FAILURE)
+            paired_lag(whole, whole, FAILURE)
 
 
 def test_a_rising_curve_is_refused() -> None:
     iterations = numpy.arange(0, 2001, EVERY)
     rising = LossCurve(iterations, numpy.tile(iterations[:, None] * 1e-3, (1, 3)))
     with pytest.raises(ValueError, match="flat"):
-        persistent_lag(rising, rising, FAILURE)
+        paired_lag(rising, rising, FAILURE)
 
 
 def test_missing_points_are_named() -> None:
     good = curve(0, 2000)
     with pytest.raises(ValueError, match="has 0 points 60 to 160 iterations after 1000"):
-        persistent_lag(curve(FAILURE, FAILURE + 50), good, FAILURE)
+        paired_lag(curve(FAILURE, FAILURE + 50), good, FAILURE)
     with pytest.raises(ValueError, match="covers 60 to 120 of the window"):
-        persistent_lag(curve(FAILURE, FAILURE + 120), good, FAILURE)
+        paired_lag(curve(FAILURE, FAILURE + 120), good, FAILURE)
     with pytest.raises(ValueError, match="no point at iteration 1110"):
-        persistent_lag(curve(FAILURE, FAILURE + 160), curve(0, 1100), FAILURE)
+        paired_lag(curve(FAILURE, FAILURE + 160), curve(0, 1100), FAILURE)
     with pytest.raises(ValueError, match="validation chunks"):
-        persistent_lag(LossCurve(good.iterations, good.losses[:, :3]), good, FAILURE)
+        paired_lag(LossCurve(good.iterations, good.losses[:, :3]), good, FAILURE)
     with pytest.raises(ValueError, match="must ascend"):
-        persistent_lag(good, good, FAILURE, window=(160, 60))
+        paired_lag(good, good, FAILURE, window=(160, 60))
 
 
 def test_a_lag_beyond_the_data_is_refused_and_says_how_far_it_is_at_least() -> None:
     with pytest.raises(LagBeyondError, match="at the edge") as ahead:
-        persistent_lag(curve(FAILURE, FAILURE + 160, -40.0), curve(0, 1170), FAILURE)
+        paired_lag(curve(FAILURE, FAILURE + 160, -40.0), curve(0, 1170), FAILURE)
     assert ahead.value.bound_iterations == -10.0  # the window ends at 1160, the fault-free curve at 1170
     with pytest.raises(LagBeyondError, match="at the edge") as behind:
-        persistent_lag(curve(FAILURE, FAILURE + 160, 90.0), curve(0, 2000), FAILURE, max_lag_iterations=60)
+        paired_lag(curve(FAILURE, FAILURE + 160, 90.0), curve(0, 2000), FAILURE, max_lag_iterations=60)
     assert behind.value.bound_iterations == 60.0
 
 

@@ -144,7 +144,7 @@ def test_operators_that_no_rank_reports_follow_the_line(make_history: MakeHistor
 
     predictor = VITPPredictor(**settings, direction="vitp", ranks=Ranks(list, reduce, share=Half()))
     forecast = predictor.forecast(history, target)
-    assert asked == [{"a", "b"}]
+    assert asked == [{"/path"}, {"a", "b"}]
     assert forecast.settings["line_names"] == ["c", "d"]
     line = LinePredictor(**settings).forecast(history, target)
     assert {name: forecast.coefficients[name] for name in "cd"} == {name: line.coefficients[name] for name in "cd"}

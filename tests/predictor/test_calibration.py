@@ -31,9 +31,9 @@ def small_table() -> Table:
 
 
 def test_features_are_what_their_names_say() -> None:
-    setting = Setting(window_iterations=200, reach_iterations=100, base=0.5, direction="vitp")
-    names = {"horizon": 42, "age": 1500, "interval": 50, "decay": 0.5, "window": 200, "reach": 100, "base": 0.5}
-    values = {**names, "bent": 1.0, "log": numpy.log}
+    setting = Setting(window_iterations=200, reach_iterations=100, base=0.0, direction="vitp")
+    names = {"horizon": 42, "age": 1500, "interval": 50, "decay": 0.5, "window": 200, "reach": 100, "bent": 1.0}
+    values = {**names, "straightness": 0.32}
     expected = [eval(name, {"__builtins__": {}}, values) for name in FEATURES]
     assert features(CONTEXT, setting) == pytest.approx(expected)
 
@@ -50,7 +50,7 @@ def test_the_posterior_is_that_of_all_equations_at_once() -> None:
     observations = [
         Observation(CONTEXT, SETTING, -5.0, 3.0),
         Observation(replace(CONTEXT, horizon_iterations=20), replace(SETTING, reach_iterations=200), 4.0, 6.0),
-        Observation(CONTEXT, replace(SETTING, base=1.0), 11.0, 2.0),
+        Observation(CONTEXT, replace(SETTING, window_iterations=100), 11.0, 2.0),
     ]
     terms = numpy.array([features(one.context, one.setting) for one in observations])
     lags = numpy.array([one.lag_iterations for one in observations])
@@ -73,7 +73,7 @@ def test_a_measurement_draws_the_expectation_towards_it_and_makes_it_surer(lag: 
 
 def test_caution_and_curiosity_choose_differently() -> None:
     prior = small_table()
-    near, far = SETTING, replace(SETTING, reach_iterations=124.0, window_iterations=3000.0)
+    near, far = SETTING, replace(SETTING, reach_iterations=124.0, window_iterations=60.0)
     calibration = Calibration(prior)
     assert calibration.expected(CONTEXT, far).lag_iterations < calibration.expected(CONTEXT, near).lag_iterations
     assert calibration.best(CONTEXT, [near, far], 1.0)[0] == near
@@ -88,7 +88,7 @@ def test_a_table_survives_its_file() -> None:
     assert (found.noise_iterations, found.source) == (5.0, {"recoveries": 3})
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"features": ["horizon"]}])
+@pytest.mark.parametrize("change", [{"version": 1}, {"features": ["horizon"]}])
 def test_another_table_is_refused(change: dict[str, object]) -> None:
     content = json.loads(small_table().to_json()) | change
     with pytest.raises(ValueError, match="version"):
@@ -100,6 +100,6 @@ def test_the_shipped_table_is_usable() -> None:
     assert shipped.mean.shape == (len(FEATURES),)
     assert numpy.linalg.eigvalsh(shipped.covariance).min() > 0.0
     assert shipped.noise_iterations > 0.0
-    assert "digits-cosine" not in json.dumps(dict(shipped.source))
+    assert shipped.source["score"] == "end cost"
     expected = Calibration().expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
     assert 0.3 * 42 < expected.lag_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon

@@ -318,7 +318,7 @@ def setting_of(forecast: Forecast) -> Setting:
 def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     forecast = LinePredictor().forecast(history, TARGET)
-    context = context_of(TARGET, history.entries)
+    context = context_of(TARGET, history.entries, straightness=1.0)
     considered = prior_settings(context, windows(history.entries))
     best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS)
     assert setting_of(forecast) == best

@@ -34,13 +34,17 @@ def test_a_stopped_rank_is_left_and_leaves_when_it_goes_on(tmp_path: Path, stopp
     other = 1 - stopped
     with ranks(tmp_path, liveness=HEARD, size=3) as job:
         job.wait_for(stopped, "step", 3)
+        for rank in (other, 2):
+            job.wait_for(rank, "step", 1)
+        steps = {rank: job.notes(rank, "step")[-1]["iteration"] for rank in (other, 2)}
         job.signal(stopped, signal.SIGSTOP)
         since = time.monotonic()
         for rank in (other, 2):
             reason = left(job, rank)
             assert f"rank {stopped}" in reason
-            assert len(job.notes(rank, "dump")) == 1
-            assert job.notes(rank, "dump")[0]["iteration"] >= job.notes(rank, "step")[-1]["iteration"] - 1
+            (dump,) = job.notes(rank, "dump")
+            # The loop goes on beside the dump: how far depends on the load.
+            assert steps[rank] <= dump["iteration"] <= job.notes(rank, "step")[-1]["iteration"] + 1
         assert time.monotonic() - since > 0.7 * HEARTBEAT_SECONDS  # a beat of its own may have been seen late
         assert time.monotonic() - since < HEARTBEAT_SECONDS + LATE_SECONDS
         assert job.running(stopped)

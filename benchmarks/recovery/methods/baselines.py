@@ -98,6 +98,7 @@ BASELINES: dict[str, Callable[..., StatePredictor]] = {
     "line-w400": _line(400),
     "line-x2": partial(LinePredictor, 300, 2.0, "checkpoint", name="line-x2"),
     "line-1.5": partial(LinePredictor, 300, 1.5, "line", name="line-1.5"),
+    "line-base": partial(LinePredictor, 300, 0.0, "line", name="line-base"),
     "mean-3": MeanOfRecent,
     "ridge-ar": RidgeAutoregression,
     "fdd": DenoisedBands,

@@ -18,13 +18,18 @@ from cpsr.predictor.series_predictor import SeriesPredictor
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = [
+    "CHECKFREE",
+    "DOUBLED",
     "HARNESS",
     "HARNESS_VERSION",
     "MOVED",
     "ORACLE",
+    "PLACEBO",
     "PREDICTORS",
     "RECOMPUTE",
+    "SCAR",
     "STALE",
+    "TWIN",
     "Method",
     "find_methods",
     "predictor_source",
@@ -34,11 +39,21 @@ __all__ = [
 STALE = "stale"  # what every method is paired with, beside recomputing
 # Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own.
 MOVED = "recompute-moved"
+# Controls that show what the score is worth. The twin lost nothing: it was trained from the checkpoint to the failure
+# on other batches, and its cost is chance. `doubled` is the true state with twice the `exp_avg_sq`: a lower rate for a
+# while, which must cost something. The placebo moves each tensor of the checkpoint as far as `line` does, in a random
+# direction.
+TWIN = "twin"
+DOUBLED = "doubled"
+PLACEBO = "placebo"
+# What others do where a part is lost.
+SCAR = "scar"
+CHECKFREE = "checkfree"
 # Recomputing costs the horizon by definition, and is not run; the oracle's cost is the error of the measurement.
-HARNESS = (RECOMPUTE, MOVED, ORACLE)
+HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, SCAR, CHECKFREE)
 # Of what the benchmark gives to a predictor and keeps of it: raise it where learning or the kept fields change, and
 # everything is formed again.
-HARNESS_VERSION = 2
+HARNESS_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,7 @@ def find_methods(names: Iterable[str] | None) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no method of that name.
     """
-    known = (RECOMPUTE, MOVED, *PREDICTORS, ORACLE)
+    known = (*HARNESS, *PREDICTORS)
     if names is None:
         return known
     chosen = tuple(dict.fromkeys(names))

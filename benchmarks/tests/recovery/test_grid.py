@@ -22,29 +22,21 @@ from safetensors.torch import load_file, save_file
 from cpsr.benchmarks.recovery import measure
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
-from cpsr.benchmarks.recovery.grid import FULL, QUICK, Cell, Point, points, selection
-from cpsr.benchmarks.recovery.measure import Outcome, PointMeasurement, needed_until
+from cpsr.benchmarks.recovery.grid import FULL, QUICK, Point, points, selection
+from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods import roster as methods
 from cpsr.benchmarks.recovery.methods.roster import Method
-from cpsr.benchmarks.recovery.result import summarise
 from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.statistics import (
-    Mean,
-    Sample,
-    cell_results,
-    grid_mean,
-    mean_interval,
-    samples_of,
-    verdict,
-)
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, measured
 from cpsr.errors import ConfigError, CPSRError
+from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.line import LinePredictor
 
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
+WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 ROOT = Path(__file__).parents[3]
 
 
@@ -63,13 +55,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("cache")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    trajectory(cache).extend(needed_until(POINT))
+    trajectory(cache).extend(TINY.iterations)
     torch.set_num_threads(threads)
     return cache
 
 
 def trajectory(cache: Path, seed: int = 0, task: Task | None = None) -> Trajectory:
     return Trajectory(TINY, task or TinyTask(), seed, cache)
+
+
+def measurement(run: Trajectory, point: Point = POINT) -> PointMeasurement:
+    return PointMeasurement(run, point, WORTH)
 
 
 @pytest.mark.slow
@@ -117,7 +113,7 @@ def test_a_run_interrupted_between_segments_is_bitwise_the_uninterrupted_one(tmp
 
 def test_the_oracle_follows_the_fault_free_run_bit_by_bit(cache: Path) -> None:
     run = trajectory(cache)
-    outcome = PointMeasurement(run, POINT).outcome("oracle")
+    outcome = measurement(run).outcome("oracle")
     assert outcome.curve is not None
     recovered = numpy.array(outcome.curve["losses"])
     on_grid = [at for at in outcome.curve["iterations"] if at % 5 == 0]
@@ -126,11 +122,12 @@ def test_the_oracle_follows_the_fault_free_run_bit_by_bit(cache: Path) -> None:
     assert numpy.array_equal(recovered[1:], run.curve(on_grid[0], on_grid[-1]).losses)
     assert outcome.curve["gaps_nats"] == [0.0] * 33
     assert outcome.curve["lag"]["local_iterations"] == 0.0
+    assert (outcome.final_gap_nats, outcome.end_cost_iterations) == (0.0, 0.0)
 
 
 def test_an_oracle_that_differs_stops_the_benchmark(cache: Path) -> None:
     run = trajectory(cache)
-    PointMeasurement(run, POINT).outcome("oracle")
+    measurement(run).outcome("oracle")
     directory = run.directory / "points" / "T050-f00488"
     formed = json.loads((directory / f"formed-oracle-harness{methods.HARNESS_VERSION}.json").read_text())
     path = directory / f"curve-{formed['state']}.json"
@@ -139,13 +136,38 @@ def test_an_oracle_that_differs_stops_the_benchmark(cache: Path) -> None:
     curve["losses"][20][3] += 1e-9
     path.write_text(json.dumps(curve | {"fitter": "another"}))
     with pytest.raises(CPSRError, match="fault-free losses"):
-        PointMeasurement(run, POINT).outcome("oracle")
+        measurement(run).outcome("oracle")
     path.write_text(kept)
+
+
+def test_a_recovery_is_trained_to_the_end_and_costs_what_is_missing_there(cache: Path) -> None:
+    run = trajectory(cache)
+    outcome = measurement(run).outcome("stale")
+    assert outcome.curve is not None
+    end = run.trainer()
+    end.load(dataclasses.replace(run.at(450).state(), iteration=POINT.failure))
+    end.train_to(TINY.iterations)
+    gap = float((end.final_losses() - run.at(TINY.iterations).final_losses()).mean())
+    assert outcome.final_gap_nats == pytest.approx(gap, abs=1e-12)
+    assert outcome.end_cost_iterations == pytest.approx(gap / WORTH.nats)
+
+
+def test_controls_end_elsewhere_and_a_twin_is_the_run_on_other_batches(cache: Path) -> None:
+    run = trajectory(cache)
+    gaps = {name: measurement(run).outcome(name).final_gap_nats for name in ("twin", "doubled", "placebo", "line")}
+    assert None not in gaps.values()
+    assert len(set(gaps.values())) == 4
+    twin = run.trainer()
+    twin.load(run.at(POINT.checkpoint).state())
+    for _ in range(POINT.horizon):
+        twin.step(batches_of=1000)
+    twin.train_to(TINY.iterations)
+    assert gaps["twin"] == pytest.approx(float((twin.final_losses() - run.final_losses()).mean()), abs=1e-12)
 
 
 def test_stale_starts_with_the_checkpoint_at_the_failures_place(cache: Path) -> None:
     run = trajectory(cache)
-    outcome = PointMeasurement(run, POINT).outcome("stale")
+    outcome = measurement(run).outcome("stale")
     assert outcome.curve is not None
     # Right at injection it has the losses of the checkpoint, 38 iterations earlier.
     assert outcome.curve["losses"][0] == run.curve(450, 450).losses[0].tolist()
@@ -153,40 +175,40 @@ def test_stale_starts_with_the_checkpoint_at_the_failures_place(cache: Path) -> 
 
 
 def test_methods_with_the_same_prediction_share_one_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurement = PointMeasurement(trajectory(cache), POINT)
-    plain = measurement.outcome("line-x2")
+    measured_here = measurement(trajectory(cache))
+    plain = measured_here.outcome("line-x2")
     monkeypatch.setitem(methods.PREDICTORS, "again", Method(partial(LinePredictor, 300, 2.0, "checkpoint")))
-    same = measurement.outcome("again")
+    same = measured_here.outcome("again")
     assert plain.curve == same.curve
     assert plain.lag_iterations is not None
 
 
 def test_a_changed_predictor_is_formed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurement = PointMeasurement(trajectory(cache), POINT)
-    before = measurement.outcome("line")
+    measured_here = measurement(trajectory(cache))
+    before = measured_here.outcome("line")
     monkeypatch.setitem(methods.PREDICTORS, "line", methods.PREDICTORS["line-8-1.5"])
     monkeypatch.setattr(measure, "predictor_source", lambda name: "changed")
-    after = measurement.outcome("line")
+    after = measured_here.outcome("line")
     assert after.curve != before.curve
-    assert after.settings == measurement.outcome("line-8-1.5").settings
+    assert after.settings == measured_here.outcome("line-8-1.5").settings
 
 
 def test_a_method_that_advises_against_itself_costs_the_horizon(cache: Path) -> None:
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
-    outcome = PointMeasurement(trajectory(cache), early).outcome("line")
+    outcome = measurement(trajectory(cache), early).outcome("line")
     assert not outcome.predicted
-    assert outcome.lag_iterations == 48.0
+    assert (outcome.lag_iterations, outcome.end_cost_iterations, outcome.repeated_iterations) == (48.0, 48.0, 48)
     assert "3 usable checkpoints, and there are 2" in outcome.reason
 
 
-def test_a_diverged_recovery_has_no_lag(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_recovery_has_no_cost(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wild(LinePredictor):
         def predict(self, history: Any, forecast: Any) -> Any:
             return ((name, start, values * 1e20) for name, start, values in super().predict(history, forecast))
 
     monkeypatch.setitem(methods.PREDICTORS, "wild", Method(partial(Wild, 300, 1.0, "checkpoint")))
-    outcome = PointMeasurement(trajectory(cache), POINT).outcome("wild")
-    assert outcome.lag_iterations is None
+    outcome = measurement(trajectory(cache)).outcome("wild")
+    assert (outcome.lag_iterations, outcome.final_gap_nats, outcome.end_cost_iterations) == (None, None, None)
     assert "diverged" in outcome.reason
 
 
@@ -261,15 +283,13 @@ def test_failure_points_lie_between_two_checkpoints_and_stay(interval: int, frac
         assert point.checkpoint % interval == 0
         assert 0.68 * interval < point.horizon < interval
         assert abs(point.failure / 3000 - fraction) <= 0.06 + interval / 3000
-        if interval <= 100:
-            assert needed_until(point) <= 3000
 
 
 def test_options_change_the_quick_and_the_full_selection() -> None:
     assert selection() == QUICK
     assert selection(full=True) == FULL
-    chosen = selection(points=2, workloads="digits,gpt-0.8M-cosine", methods="line,stale", infeasible=True)
-    assert chosen.workloads == ("digits-cosine", "digits-constant", "gpt-0.8M-cosine")
+    chosen = selection(points=2, workloads="digits,gpt-0.4M-cosine10-lower", methods="line,stale", infeasible=True)
+    assert chosen.workloads == ("digits-cosine10", "gpt-0.4M-cosine10-lower")
     assert (chosen.points, chosen.methods, chosen.intervals) == (2, ("line", "stale"), (50, 300, 500))
     assert selection(intervals="100, 20,100").intervals == (100, 20)
     for wrong in ({"workloads": "gpt"}, {"methods": "lime"}):
@@ -277,94 +297,12 @@ def test_options_change_the_quick_and_the_full_selection() -> None:
             selection(**wrong)  # type: ignore[arg-type]  # one of two names
 
 
-def outcome(method: str, lag: float | None, checkpoint: int, seed: int = 0, predicted: bool = True) -> Outcome:
-    return Outcome(method, seed, Point(50, 0.5, checkpoint, checkpoint + 40), predicted, "", lag)
-
-
-def test_a_cell_divides_each_lag_by_its_horizon_and_pairs_by_failure() -> None:
-    lags = {500: (10.0, 30.0), 600: (-10.0, 20.0), 700: (20.0, 34.0), 800: (0.0, 16.0)}
-    of = [outcome("line", line, at) for at, (line, _) in lags.items()]
-    of += [outcome("stale", stale, at) for at, (_, stale) in reversed(lags.items())]
-    line, stale = cell_results(Cell("tiny", 50, 0.5), of)
-    assert (line.method, line.points, line.lag_iterations.value) == ("line", 4, 5.0)
-    assert line.lag.value == pytest.approx(0.125)
-    assert line.against_recompute.value == pytest.approx(-0.875)
-    assert line.against_stale is not None
-    assert line.against_stale.value == pytest.approx(-20 / 40)
-    assert line.verdicts == {"recompute": "better", "stale": "better"}
-    assert stale.verdicts == {"recompute": "better"}
-
-
-def test_a_failure_without_a_lag_is_counted_and_forbids_a_verdict() -> None:
-    of = [outcome("line", 10.0, at) for at in (500, 550, 600, 650)] + [outcome("line", None, 700)]
-    (line,) = cell_results(Cell("tiny", 50, 0.5), of)
-    assert (line.points, line.without_lag, line.lag.value) == (4, 1, 0.25)
-    assert line.verdicts == {"recompute": "undetermined"}
-
-
-def test_a_lag_beyond_what_is_looked_for_counts_as_the_bound_and_is_counted_apart() -> None:
-    ahead = [outcome("line", -200.0, at) for at in (500, 700, 900, 1100)]
-    beyond = [dataclasses.replace(one, beyond=True) for one in ahead]
-    behind = dataclasses.replace(outcome("line", 200.0, 1300), beyond=True)
-    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,))
-    lead = summarise(asked, {}, ("line",), {TINY.name: beyond}).mean("line")
-    both = summarise(asked, {}, ("line",), {TINY.name: [*beyond, behind]}).mean("line")
-    assert lead is not None
-    assert both is not None
-    assert (lead.untold, lead.beyond_ahead, lead.beyond_behind, lead.lag.value) == (0, 4, 0, -5.0)
-    assert (both.beyond_ahead, both.beyond_behind, both.lag.value) == (4, 1, -3.0)
-
-
-def test_what_was_declined_is_counted_and_costs_the_horizon() -> None:
-    of = [outcome("line", 40.0, at, predicted=False) for at in (500, 600, 700, 800)]
-    (line,) = cell_results(Cell("tiny", 50, 0.5), of)
-    assert (line.declined, line.lag.value, line.verdicts) == (4, 1.0, {"recompute": "not worse"})
-
-
-def test_failures_close_to_each_other_are_one_cluster() -> None:
-    of = [outcome("line", 10.0, at) for at in (500, 520, 540, 560, 650, 700)]
-    assert {sample.cluster for sample in samples_of(of)} == {(0, 5), (0, 6), (0, 7)}
-
-
-def test_an_interval_draws_clusters_not_points() -> None:
-    spread = [Sample((0, at), float(at % 2)) for at in range(40)]
-    paired = [Sample((0, at // 10), float(at // 10 % 2)) for at in range(40)]
-    assert mean_interval(spread).value == mean_interval(paired).value == 0.5
-    wide, narrow = mean_interval(paired), mean_interval(spread)
-    assert wide.low == 0.0
-    assert narrow.low is not None
-    assert 0.3 < narrow.low < 0.4  # 0.5 - 1.96 * 0.5 / sqrt(40) = 0.345
-
-
-def test_too_few_points_give_no_interval_and_no_verdict() -> None:
-    mean = mean_interval([Sample((0, at), 0.0) for at in range(3)])
-    assert mean == Mean(0.0, None, None)
-    assert verdict(mean) == "undetermined"
-    with pytest.raises(ValueError, match="no samples"):
-        mean_interval([])
-
-
-def test_cells_of_a_grid_count_alike() -> None:
-    many = [Sample((0, at), 1.0) for at in range(30)]
-    few = [Sample((0, at), 0.0) for at in range(4)]
-    assert grid_mean([many, few]) == Mean(0.5, 0.5, 0.5)
-    assert grid_mean([many, few[:3]]) == Mean(0.5, None, None)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0.01, 0.3, "worse"), (-0.3, -0.01, "better"), (-0.2, 0.1, "not worse"), (-0.2, 0.11, "undetermined")],
-)
-def test_verdicts_follow_the_interval(low: float, high: float, expected: str) -> None:
-    assert verdict(Mean(0.0, low, high)) == expected
-    assert verdict(Mean(0.0, low, high), missing=1) == "undetermined"
-
-
 def test_a_call_leaves_figures_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(dataclasses.replace(SELECTION, intervals=(50,), points=4), tmp_path / "cache", tmp_path / "out" / "tiny.json")
     report = json.loads((tmp_path / "out" / "tiny.json").read_text())
     assert {cell["method"] for cell in report["cells"]} == set(METHODS)
-    assert {method: len(lags) for method, lags in report["lags"][TINY.name].items()} == dict.fromkeys(METHODS, 4)
+    assert {method: len(of) for method, of in report["failures"][TINY.name].items()} == dict.fromkeys(METHODS, 4)
+    assert report["worths"][TINY.name]["nats"] > 3 * report["worths"][TINY.name]["standard_error_nats"] > 0
     assert report["machine"]["cpu_model"]
     for name in ("tiny.png", "tiny-gap.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")

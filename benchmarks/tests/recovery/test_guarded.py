@@ -9,12 +9,13 @@ from cpsr.benchmarks.recovery import guarded as guarding
 from cpsr.benchmarks.recovery.form import form, form_moved
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
-from cpsr.benchmarks.recovery.measure import PointMeasurement, needed_until
+from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods.roster import PREDICTORS, predictor_source
 from cpsr.benchmarks.recovery.predict import target_of
 from cpsr.benchmarks.recovery.sources import predictor_files
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.tests.recovery.tiny import TINY, fault_free, one_thread
+from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.line import LinePredictor
 
 POINT = Point(50, 0.5, 450, 488)
@@ -23,7 +24,7 @@ POINT = Point(50, 0.5, 450, 488)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
     with one_thread():
-        return fault_free(tmp_path_factory.mktemp("cache"), needed_until(POINT))
+        return fault_free(tmp_path_factory.mktemp("cache"), TINY.iterations)
 
 
 def guarded(run: Trajectory, predictor: LinePredictor) -> tuple[float | None, str]:
@@ -59,7 +60,7 @@ def test_it_declines_where_recomputing_is_no_dearer(run: Trajectory) -> None:
             predictor.record(outcome)
         moved, reason = guarded(run, predictor)
     assert moved is None
-    assert "recomputing 38 iterations is no dearer" in reason
+    assert "recomputing 38 iterations is the safer choice" in reason
 
 
 def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run: Trajectory) -> None:
@@ -73,7 +74,7 @@ def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run:
             expected = failure.weights[name] + (line.state.weights[name] - checkpoint.weights[name])
             torch.testing.assert_close(values, expected)
         assert all(torch.equal(moved.state.exp_avg[name], failure.exp_avg[name]) for name in failure.exp_avg)
-        outcome = PointMeasurement(run, POINT).outcome("recompute-moved")
+        outcome = PointMeasurement(run, POINT, IterationWorth(2e-5, 1e-6, TINY.iterations)).outcome("recompute-moved")
     assert outcome.curve is not None
     if outcome.lag_iterations is not None:
         assert outcome.lag_iterations == outcome.curve["lag"]["iterations"] + POINT.horizon

@@ -10,17 +10,19 @@ import torch
 from cpsr.benchmarks.harness.files import read_tree
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.learning import learned
-from cpsr.benchmarks.recovery.measure import PointMeasurement, needed_until
+from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods import roster as methods
 from cpsr.benchmarks.recovery.methods.roster import Method, sees_the_run
 from cpsr.benchmarks.recovery.trajectory import Trajectory
-from cpsr.benchmarks.tests.recovery.tiny import fault_free, one_thread
+from cpsr.benchmarks.tests.recovery.tiny import TINY, fault_free, one_thread
 from cpsr.errors import CPSRError
+from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.state.codec import encode
 
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
+WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 
 
 class Watcher(LinePredictor):
@@ -74,8 +76,8 @@ def run(tmp_path: Path) -> Trajectory:
 
 
 def test_a_method_has_seen_every_checkpoint_in_order_and_none_later(tmp_path: Path) -> None:
-    run = fault_free(tmp_path, needed_until(POINT))
-    outcome = PointMeasurement(run, POINT).outcome("watcher")
+    run = fault_free(tmp_path, TINY.iterations)
+    outcome = PointMeasurement(run, POINT, WORTH).outcome("watcher")
     assert outcome.settings is not None
     assert outcome.settings["seen"] == list(range(50, 451, 50))
     assert outcome.accuracy is not None
@@ -83,7 +85,7 @@ def test_a_method_has_seen_every_checkpoint_in_order_and_none_later(tmp_path: Pa
     assert outcome.learning_seconds is not None
     assert outcome.learning_seconds > 0
     assert outcome.lag_iterations is not None
-    assert PointMeasurement(run, POINT).outcome("line").learning_seconds == 0
+    assert PointMeasurement(run, POINT, WORTH).outcome("line").learning_seconds == 0
 
 
 def test_a_later_failure_goes_on_from_what_was_learned_before(run: Trajectory) -> None:

@@ -94,7 +94,7 @@ def measured(path: Path) -> Any:
             }
         return [without_times(value) for value in part] if isinstance(part, list) else part
 
-    return without_times({key: report[key] for key in ("means", "cells", "lags")})
+    return without_times({key: report[key] for key in ("means", "cells", "worths", "failures")})
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import pytest
 
 from cpsr.benchmarks.harness.machine import describe_machine
 from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.ending import Ended, Training
+from cpsr.benchmarks.recovery.workload import TASKS
 from cpsr.benchmarks.tests.recovery.tiny import TinyTask
 from cpsr.benchmarks.tune.report import draw, plain
 from cpsr.benchmarks.tune.run import main
-from cpsr.benchmarks.tune.space import TASKS, Setting, rate_of, settings
+from cpsr.benchmarks.tune.space import Setting, rate_of, settings
 from cpsr.benchmarks.tune.sweep import Rate, Sweep, sweep
-from cpsr.benchmarks.tune.trial import Ended, Trial
 from cpsr.errors import ConfigError, CPSRError
 
 TINY = Setting("tiny", "cosine", 60)
@@ -46,7 +47,7 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_a_training_that_diverges_is_the_worst(tmp_path: Path) -> None:
-    ended = Trial(Setting("tiny", "constant", 100), 200, 0, tmp_path, "cpu").ended()
+    ended = Training(Setting("tiny", "constant", 100).workload(200), 0, tmp_path, "cpu").ended()
     assert ended.loss is None
     assert Rate(200, (ended, Ended(0.1, 0.01, 1.0))).loss == math.inf
 

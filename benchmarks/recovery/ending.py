@@ -1,21 +1,19 @@
-"""One training from beginning to end, kept as a file."""
+"""One training from beginning to end, of which the final loss is kept as a file."""
 
 import hashlib
 import json
 import math
 import time
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
 from cpsr.benchmarks.harness.files import read_json, write_json
-from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trainer import Trainer
-from cpsr.benchmarks.tune.space import TASKS, Setting
+from cpsr.benchmarks.recovery.workload import Workload
 
-__all__ = ["Ended", "Trial"]
+__all__ = ["Ended", "Training", "ended"]
 
 CHECKED_ITERATIONS = 50  # between looks at the loss: what has diverged is not trained on
 
@@ -36,26 +34,24 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A training at one rate with one seed.
+class Training:
+    """A whole training; plain enough to be sent to another process.
 
     Attributes:
-        setting: what is trained.
-        step: of the rate.
+        workload: what is trained.
         seed: of weights and batches.
-        cache: keeps results.
+        cache: the directory that keeps the endings.
         device: `cpu` or `cuda`.
     """
 
-    setting: Setting
-    step: int
+    workload: Workload
     seed: int
     cache: Path
     device: str
 
     def ended(self) -> Ended:
         """Train, or read what was kept."""
-        path = self.cache / f"{self.setting.name}-rate{self.step:+d}-seed{self.seed}-{self._key()}.json"
+        path = self.cache / f"{self.workload.name}-seed{self.seed}-{self._key()}.json"
         kept = read_json(path)
         if kept is None:
             kept = asdict(self._train())
@@ -65,7 +61,7 @@ class Trial:
     def _train(self) -> Ended:
         started = time.perf_counter()
         trainer = self._trainer()
-        while trainer.iteration < self.setting.iterations:
+        while trainer.iteration < self.workload.iterations:
             loss = trainer.step()
             if trainer.iteration % CHECKED_ITERATIONS == 0 and not math.isfinite(loss):
                 return Ended(None, None, time.perf_counter() - started)
@@ -77,11 +73,11 @@ class Trial:
         return Ended(mean, float(losses.std(ddof=1) / math.sqrt(len(losses))), seconds)
 
     def _trainer(self) -> Trainer:
-        return Trainer(self.setting.workload(self.step, TASKS), _task(self.setting.task), self.seed, self.device)
+        return Trainer(self.workload, self.workload.task(), self.seed, self.device)
 
     def _key(self) -> str:
         """Changes with the schedule, the model, its data, and the arithmetic of this machine."""
-        trainer, workload = self._trainer(), self.setting.workload(self.step, TASKS)
+        trainer, workload = self._trainer(), self.workload
         trainer.step()
         rates = [workload.learning_rate(iteration) for iteration in range(workload.iterations)]
         losses = [float(loss).hex() for loss in trainer.validate()]
@@ -89,7 +85,6 @@ class Trial:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-@cache
-def _task(name: str) -> Task:
-    """Reads its data once in a process."""
-    return TASKS[name]()
+def ended(training: Training) -> Ended:
+    """For processes of their own, which import a function."""
+    return training.ended()

@@ -1,0 +1,73 @@
+"""The part of the state that a failure takes: all of it, one ZeRO shard of several, or one pipeline stage."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, get_args
+
+from cpsr.benchmarks.recovery.trainer import State, Tensors
+from cpsr.errors import ConfigError
+
+__all__ = ["LOST", "Lost", "Spans", "completed", "lost_spans"]
+
+# `1/4` is one of four equal shards of all elements in the order of the parameters, as ZeRO cuts them. `stage` is the
+# middle transformer block.
+Lost = Literal["all", "1/2", "1/4", "1/8", "stage"]
+LOST: tuple[Lost, ...] = get_args(Lost)
+Spans = Mapping[str, tuple[int, int]]
+"""First and last element plus one of each parameter's lost part; parameters without one are not in it."""
+BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+def lost_spans(numels: Mapping[str, int], lost: Lost, draw: int) -> Spans:
+    """Which elements are lost.
+
+    Args:
+        numels: elements of each parameter, in the model's order.
+        lost: the part.
+        draw: chooses among the shards.
+
+    Raises:
+        ConfigError: a stage is lost of a model without transformer blocks.
+    """
+    if lost == "all":
+        return {name: (0, numel) for name, numel in numels.items()}
+    if lost == "stage":
+        return _stage(numels)
+    shards = int(lost.removeprefix("1/"))
+    size = -(-sum(numels.values()) // shards)
+    first = draw % shards * size
+    spans, at = {}, 0
+    for name, numel in numels.items():
+        begin, end = max(first - at, 0), min(first + size - at, numel)
+        if begin < end:
+            spans[name] = begin, end
+        at += numel
+    return spans
+
+
+def _stage(numels: Mapping[str, int]) -> Spans:
+    blocks = {name: int(found[1]) for name in numels if (found := BLOCK.match(name))}
+    if not blocks:
+        raise ConfigError("--lost stage needs a model with transformer blocks: name another workload, or another part")
+    middle = (max(blocks.values()) + 1) // 2
+    return {name: (0, numels[name]) for name, block in blocks.items() if block == middle}
+
+
+def completed(formed: State, survived: State, spans: Spans) -> State:
+    """The formed state within the spans, and the survivors' exact one elsewhere, of weights and moments."""
+    return replace(
+        survived,
+        weights=_joined(formed.weights, survived.weights, spans),
+        exp_avg=_joined(formed.exp_avg, survived.exp_avg, spans),
+        exp_avg_sq=_joined(formed.exp_avg_sq, survived.exp_avg_sq, spans),
+    )
+
+
+def _joined(formed: Tensors, survived: Tensors, spans: Spans) -> Tensors:
+    joined = {}
+    for name, kept in survived.items():
+        begin, end = spans.get(name, (0, 0))
+        joined[name] = kept.clone()
+        joined[name][begin:end] = formed[name][begin:end]
+    return joined

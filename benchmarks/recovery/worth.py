@@ -1,0 +1,52 @@
+"""What one more iteration of a workload's schedule is worth, from trainings of other lengths."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.ending import Training, ended
+from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.errors import CPSRError
+from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, iteration_worth
+
+__all__ = ["LENGTH_SHARES", "trainings_for", "worths"]
+
+LENGTH_SHARES = (0.8, 0.9, 1.0, 1.1, 1.2)
+
+
+def trainings_for(workload: Workload, seed: int, cache: Path, device: str) -> list[Training]:
+    """The trainings of one seed that show a workload's worth."""
+    lengths = [round(share * workload.iterations) for share in LENGTH_SHARES]
+    return [Training(workload.of_length(length), seed, cache / "endings", device) for length in lengths]
+
+
+def worths(
+    trainings: Mapping[Workload, Sequence[Training]], workers: Workers, tick: Callable[[int], None]
+) -> dict[str, IterationWorth]:
+    """Train what is missing; the worth by the workload's name.
+
+    Args:
+        trainings: of each workload.
+        workers: processes that train.
+        tick: called with the number of trainings done.
+
+    Raises:
+        CPSRError: a workload's trainings do not show that a longer one ends lower, or one of them diverged.
+    """
+    every = [training for of in trainings.values() for training in of]
+    losses = dict(zip(every, workers.each(ended, every, tick), strict=True))
+    found = {}
+    for workload, of in trainings.items():
+        endings = []
+        for training in of:
+            loss = losses[training].loss
+            if loss is None:
+                raise CPSRError(
+                    f"{training.workload.name}, seed {training.seed}: the training without a failure diverged"
+                )
+            endings.append(Ending(training.seed, training.workload.iterations, loss))
+        try:
+            found[workload.name] = iteration_worth(endings, workload.iterations)
+        except WorthUnknownError as error:
+            raise CPSRError(f"{workload.name}: {error}") from error
+    return found

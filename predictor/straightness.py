@@ -1,0 +1,43 @@
+"""How straight the weights' recent path is: what tells a run that goes somewhere from one that is mostly noise."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from cpsr.predictor.protocol import HistoryEntry
+
+__all__ = ["PATH_ITERATIONS", "TYPICAL_STRAIGHTNESS", "path_places", "straightness"]
+
+PATH_ITERATIONS = 300
+MIN_DIFFERENCES, MAX_DIFFERENCES = 2, 19  # as many as the statistics of a run keep
+# Where the weights are not looked at: the median over the failures that the prior table is fitted to.
+TYPICAL_STRAIGHTNESS = 0.32
+DIGITS = 3  # ranks add their parts up in any order
+
+
+def path_places(points: Sequence[HistoryEntry]) -> tuple[int, int, int]:
+    """Places of the checkpoints that begin, halve and end the path of the last 300 iterations.
+
+    Args:
+        points: ascending, at least 3.
+    """
+    last = len(points) - 1
+    interval = (points[last].iteration - points[last - MIN_DIFFERENCES].iteration) / MIN_DIFFERENCES
+    differences = min(last, MAX_DIFFERENCES, max(MIN_DIFFERENCES, round(PATH_ITERATIONS / interval)))
+    first = last - differences
+    return first, first + differences // 2, last
+
+
+def straightness(products: torch.Tensor) -> float:
+    """Cosine between the displacements over the two halves of the path: 1 on a line, about 0 where all is noise.
+
+    Args:
+        products: `(2, 2)` inner products of the two displacements, over all weights.
+
+    Returns:
+        Rounded; 0 where a half has no length, or is not finite.
+    """
+    scale = math.sqrt(float(products[0, 0]) * float(products[1, 1]))
+    cosine = float(products[0, 1]) / scale if scale > 0.0 else 0.0
+    return round(cosine, DIGITS) if math.isfinite(cosine) else 0.0

@@ -1,0 +1,85 @@
+"""The straightness of the weights' recent path."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.predictor.gram import gram
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import HistoryEntry, Target
+from cpsr.predictor.straightness import path_places, straightness
+from cpsr.predictor.vitp import VITPPredictor
+
+MakeHistory = Callable[..., Any]
+ITERATIONS = list(range(650, 1001, 50))
+
+
+def points(interval: int, count: int) -> list[HistoryEntry]:
+    return [HistoryEntry(place * interval, float(place), 1e-3) for place in range(1, count + 1)]
+
+
+def walk(angle: float) -> list[dict[str, torch.Tensor]]:
+    """Weights that go straight for half of the path, and then turn."""
+    half = len(ITERATIONS) // 2
+    place, path = torch.zeros(2, dtype=torch.float64), []
+    for step in range(len(ITERATIONS)):
+        turned = angle if step > half else 0.0
+        place = place + torch.tensor([math.cos(turned), math.sin(turned)], dtype=torch.float64)
+        path.append({"w": place.float(), "still": torch.ones(3)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("interval", "count", "expected"),
+    [(50, 20, (13, 16, 19)), (100, 8, (4, 5, 7)), (20, 40, (24, 31, 39)), (10, 40, (20, 29, 39)), (300, 3, (0, 1, 2))],
+)
+def test_the_path_is_that_of_300_iterations_in_two_halves(
+    interval: int, count: int, expected: tuple[int, int, int]
+) -> None:
+    assert path_places(points(interval, count)) == expected
+
+
+@given(st.integers(3, 60), st.integers(1, 500))
+def test_both_halves_hold_a_checkpoint(count: int, interval: int) -> None:
+    first, middle, last = path_places(points(interval, count))
+    assert 0 <= first < middle < last == count - 1
+
+
+@pytest.mark.parametrize("angle", [0.0, math.pi / 3, math.pi / 2, math.pi])
+def test_it_is_the_cosine_of_the_turn(make_history: MakeHistory, angle: float) -> None:
+    history = make_history(ITERATIONS, walk(angle))
+    first, middle, last = path_places(history.entries)
+    # Half of the path is three steps, and the turn lies in its middle.
+    assert (first, middle, last) == (1, 4, 7)
+    assert straightness(gram(history, "w", [first, middle, last])) == pytest.approx(math.cos(angle), abs=2e-3)
+
+
+def test_what_never_moved_or_is_damaged_has_none() -> None:
+    assert straightness(torch.zeros(2, 2, dtype=torch.float64)) == 0.0
+    assert straightness(torch.full((2, 2), math.nan, dtype=torch.float64)) == 0.0
+
+
+def test_predictors_measure_it_over_all_weights_from_what_they_learned_or_from_the_history(
+    make_history: MakeHistory,
+) -> None:
+    history = make_history(ITERATIONS, walk(math.pi / 3))
+    target = Target(1030, 1030.0, 1.0)
+    learned, fresh, line = VITPPredictor(), VITPPredictor(), LinePredictor()
+    for _ in learned.learn(history):
+        pass
+    found = [one.forecast(history, target).settings["context"]["straightness"] for one in (learned, fresh, line)]
+    assert found == [pytest.approx(0.5, abs=2e-3)] * 3
+
+
+def test_a_straight_path_promises_more(make_history: MakeHistory) -> None:
+    target = Target(1030, 1030.0, 1.0)
+    costs = [
+        LinePredictor().forecast(make_history(ITERATIONS, walk(angle)), target).expected_lag_iterations
+        for angle in (0.0, math.pi / 2)
+    ]
+    assert costs[0] < costs[1]
