@@ -1,14 +1,15 @@
 """One rank's part of a committed checkpoint, back into memory: everything is checked before anything is written."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
+from cpsr.checkpoint.contents import weights_of
 from cpsr.checkpoint.manifest import (
     Manifest,
     OperatorRecord,
@@ -20,10 +21,12 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.checkpoint.verify import DamagedFileError, check_file, files_left_to, open_tensors, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.state.codec import decode
+from cpsr.state.codec import decode, decode_without_tensors
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "operator_record", "tensor_record"]
+__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record", "tensor_record"]
+
+Kind = Literal["params", "moments", "extra"]
 
 SCALARS = "scalars"  # the names of their tensors begin with it
 
@@ -38,25 +41,34 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
     """
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into)
-    names = [file_name(rank, kind) for kind in ("params", "moments", "extra")]
-    if absent := sorted(set(names) - record.files.keys()):
-        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {absent}")
-    for name, file in record.files.items():
-        check_file(directory / name, file)
     with ExitStack() as stack:
-        saved: dict[str, torch.Tensor] = {}
-        for name in names:
-            saved.update(_open(stack, directory / name))
-        saved.update(_experts(stack, directory, record))
-        saved.update(_left_to_others(stack, directory, manifest, record))
+        saved = _verified(stack, directory, manifest, record, ("params", "moments", "extra"))
         scalars = _scalars(directory / rank_manifest_name(rank), record, saved)
-        pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-    for name, operator in into.operators.items():
-        if operator.iteration != record.operators[name].iteration:
-            into.operators[name] = replace(operator, iteration=record.operators[name].iteration)
+        _copy(directory, saved, into)
+    _take_ages(record, into)
+    return scalars
+
+
+def load_weights(directory: Path, manifest: Manifest, rank: int, into: Shard) -> Any:
+    """Copy one rank's weights into the views of `into`, and return the scalars with `LOST` in the place of tensors.
+
+    Moments and buffers of `into` stay as they are. The files of moments and buffers need not be there.
+
+    Raises:
+        CheckpointCorruptError: a file is damaged; `into` is as it was.
+        UnreadableFileError: the file system refuses to give a file now; `into` is as it was.
+        RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
+        CheckpointError: the checkpoint is partial: its weights are of several iterations, and its scalars not enough.
+    """
+    if manifest.partial:
+        raise CheckpointError(f"{directory} is partial: some ranks' weights are older than it is")
+    record = read_rank_manifest(directory, manifest, rank)
+    _require_same_state(directory, record, into)
+    with ExitStack() as stack:
+        saved = _verified(stack, directory, manifest, record, ("params",))
+        scalars = _decoded(directory / rank_manifest_name(rank), record.scalars)
+        _copy(directory, saved, weights_of(into))
+    _take_ages(record, into)
     return scalars
 
 
@@ -137,9 +149,45 @@ def _described(record: object) -> str:
     return "nothing of that name"
 
 
-def _keys(name: str, operator: OperatorRecord) -> list[str]:
-    """Names of its tensors."""
-    return [f"param/{name}", *(f"moment/{moment}/{name}" for moment in operator.moments)]
+def _keys(name: str, operator: OperatorRecord, kinds: Collection[Kind]) -> list[str]:
+    """Names of its tensors of these kinds."""
+    moments = operator.moments if "moments" in kinds else ()
+    return [f"param/{name}", *(f"moment/{moment}/{name}" for moment in moments)]
+
+
+def _verified(
+    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest, kinds: Sequence[Kind]
+) -> dict[str, torch.Tensor]:
+    """A rank's tensors of these kinds by name, once all of their files are verified."""
+    names = [file_name(record.rank, kind) for kind in kinds]
+    if absent := sorted(set(names) - record.files.keys()):
+        path = directory / rank_manifest_name(record.rank)
+        raise DamagedFileError(path, f"lists {sorted(record.files)}, not {absent}")
+    for name in _of_kinds(record.files, kinds):
+        check_file(directory / name, record.files[name])
+    saved: dict[str, torch.Tensor] = {}
+    for name in names:
+        saved.update(_open(stack, directory / name))
+    saved.update(_experts(stack, directory, record, kinds))
+    saved.update(_left_to_others(stack, directory, manifest, record, kinds))
+    return saved
+
+
+def _of_kinds(names: Iterable[str], kinds: Collection[Kind]) -> list[str]:
+    return [name for name in names if name.split(".")[-2] in kinds]
+
+
+def _copy(directory: Path, saved: dict[str, torch.Tensor], into: Shard) -> None:
+    pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+def _take_ages(record: RankManifest, into: Shard) -> None:
+    for name, operator in into.operators.items():
+        if operator.iteration != record.operators[name].iteration:
+            into.operators[name] = replace(operator, iteration=record.operators[name].iteration)
 
 
 def _open(stack: ExitStack, path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -152,26 +200,29 @@ def _open(stack: ExitStack, path: Path, wanted: Collection[str] | None = None) -
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
 
 
-def _experts(stack: ExitStack, directory: Path, record: RankManifest) -> dict[str, torch.Tensor]:
+def _experts(
+    stack: ExitStack, directory: Path, record: RankManifest, kinds: Collection[Kind]
+) -> dict[str, torch.Tensor]:
     """Experts with files of their own, each from the file of its iteration."""
     found: dict[str, torch.Tensor] = {}
     for taken_at, operators in record.by_iteration().items():
-        keys = {key for name, one in operators.items() for key in _keys(name, one)}
-        for name in expert_files(record.rank, taken_at):
+        keys = {key for name, one in operators.items() for key in _keys(name, one, kinds)}
+        for name in _of_kinds(expert_files(record.rank, taken_at), kinds):
             if name in record.files:
                 found |= _open(stack, directory / name, keys)
     return found
 
 
 def _left_to_others(
-    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest
+    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest, kinds: Collection[Kind]
 ) -> dict[str, torch.Tensor]:
     """The operators in other ranks' files, verified like this rank's own."""
     found: dict[str, torch.Tensor] = {}
     for writer, operators in record.by_writer().items():
-        keys = {key for name, one in operators.items() for key in _keys(name, one)}
-        for name, file in files_left_to(directory, manifest, writer, operators.values()).items():
-            check_file(directory / name, file)
+        keys = {key for name, one in operators.items() for key in _keys(name, one, kinds)}
+        files = files_left_to(directory, manifest, writer, operators.values())
+        for name in _of_kinds(files, kinds):
+            check_file(directory / name, files[name])
             found |= _open(stack, directory / name, keys)
         if lacking := keys - found.keys():
             path = directory / rank_manifest_name(record.rank)
@@ -185,9 +236,10 @@ def _scalars(path: Path, record: RankManifest, saved: dict[str, torch.Tensor]) -
     return _decoded(path, record.scalars, tensors)
 
 
-def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+    """The scalars; without tensors `LOST` is in the place of each."""
     try:
-        return decode(data, tensors)
+        return decode_without_tensors(data) if tensors is None else decode(data, tensors)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
 

@@ -37,8 +37,8 @@ from cpsr.checkpoint.commit import (
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, remove_tree, sync_directory, write_bytes
-from cpsr.checkpoint.loading import load_shard
-from cpsr.checkpoint.manifest import COMMIT, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.loading import load_shard, load_weights
+from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import Drifted, DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
@@ -276,20 +276,19 @@ class CheckpointStore:
             CheckpointError: there is none at that iteration, or it holds the weights only. In every case `into` is as
                 it was.
         """
-        directory = self._step(iteration)
-        if not (directory / COMMIT).exists():
-            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
-        manifest = read_manifest(directory)
-        if manifest.world_size != self._world_size:
-            raise RunMismatchError(
-                f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
-                f"start it with {manifest.world_size} ranks"
-            )
-        if manifest.run_id != self._run_id:
-            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self._run_id!r}")
+        directory, manifest = self._of_this_run(iteration)
         if manifest.partial or is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         return load_shard(directory, manifest, self._rank, into)
+
+    def load_weights(self, iteration: int, into: Shard) -> Any:
+        """Copy this rank's weights of a thinned checkpoint into the views of `into`; see `loading.load_weights`.
+
+        Raises:
+            CheckpointError: as `load`; or it is partial, and has no scalars to restart from.
+        """
+        directory, manifest = self._of_this_run(iteration)
+        return load_weights(directory, manifest, self._rank, into)
 
     def verify(self, iteration: int) -> list[Problem]:
         """Everything that is wrong with one committed checkpoint; reads all bytes of all ranks."""
@@ -365,6 +364,21 @@ class CheckpointStore:
             write_bytes(self.directory.parent / DIFFERING, str(drifted).encode(), fsync=self._fsync)
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
+
+    def _of_this_run(self, iteration: int) -> tuple[Path, Manifest]:
+        """A committed checkpoint of this run, with its manifest."""
+        directory = self._step(iteration)
+        if not (directory / COMMIT).exists():
+            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
+        manifest = read_manifest(directory)
+        if manifest.world_size != self._world_size:
+            raise RunMismatchError(
+                f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
+                f"start it with {manifest.world_size} ranks"
+            )
+        if manifest.run_id != self._run_id:
+            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self._run_id!r}")
+        return directory, manifest
 
     def _readable(self, after: int = -1) -> Catalogue:
         """The catalogue, if every commit record of iterations later than `after` is readable."""
