@@ -17,12 +17,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from cpsr.errors import RecoveryError
+from cpsr.state.codec import same
 from cpsr.state.loader_workers import seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 
 __all__ = ["LoaderHooks", "ResumableLoader", "is_repeating"]
 
 logger = logging.getLogger(__name__)
+
+
+_DRAWN = ("host", "generators")  # of what is captured at the start of a pass: random states
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class ResumableLoader(Iterator[Any]):
     def _open(self) -> Iterator[Any]:
         position = self.position
         moved, self._moved = self._moved, False
+        if moved and position.lacks_random_states:
+            return self._open_without_states(position)
         if moved and position.states is not None:
             self._restore(position.states)
             if position.states_epoch == position.epoch:
@@ -166,6 +172,40 @@ class ResumableLoader(Iterator[Any]):
             self._hooks.on_positioned()
         self.position = replace(position, states=self._capture(), states_epoch=position.epoch)
         return self._pass(position.epoch, skip=position.batch if moved else 0)
+
+    def _open_without_states(self, position: DataPosition) -> Iterator[Any]:
+        """Continue where the random states of the pass are lost."""
+        states = self._capture()
+        iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch, skip=0)
+        self._hooks.on_positioned()
+        self.position = replace(position, states=states, states_epoch=position.epoch)
+        return iterator
+
+    def _undrawn_rest(self, position: DataPosition, states: dict[str, Any]) -> Iterator[Any]:
+        """The rest of a pass, if the batches before it are not drawn from random states.
+
+        Raises:
+            RecoveryError: they are, or that cannot be seen: some data would be repeated, and other left out.
+        """
+        if position.states is not None and position.states_epoch == position.epoch:
+            self._restore_epoch(position.states["epochs"])
+        plain, iterator = _is_plain(self._loader), None
+        if _is_plain(self._loader):
+            self._set_epoch(position.epoch)
+            next(islice(_index_sampler(self._loader), position.batch - 1, None), None)
+        elif not isinstance(self._loader, DataLoader):
+            iterator = self._pass(position.epoch, position.batch)
+        drawn = not same([states[name] for name in _DRAWN], [self._capture()[name] for name in _DRAWN])
+        # Other DataLoaders draw a seed for each pass, which their data may depend on.
+        if drawn or (iterator is None and not plain):
+            raise RecoveryError(
+                f"the order of pass {position.epoch} is lost: the data loader draws it from random states, and the "
+                f"checkpoint that training would go on from keeps the weights alone. After {position.batch} batches of "
+                "that pass, some data would be repeated and other left out, so nothing was trained. Give resume() a "
+                "loader whose order is its own, as that of a DistributedSampler; or start a new run from the weights, "
+                "which 'cpsr export --format safetensors' writes"
+            )
+        return self._pass(position.epoch, position.batch) if iterator is None else iterator
 
     def _pass(self, epoch: int, skip: int) -> Iterator[Any]:
         self._set_epoch(epoch)

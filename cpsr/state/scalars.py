@@ -1,7 +1,7 @@
 """The small exact state of a run: random states, data position, schedule, counters, and registered objects."""
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy
@@ -68,6 +68,16 @@ class DataPosition:
     states_epoch: int = 0
     states: dict[str, Any] | None = None
 
+    def without_random_states(self) -> "DataPosition":
+        """The position where the random states are lost: a pass goes on only if they do not decide its order."""
+        kept = None if self.states is None else {"epochs": self.states.get("epochs", [])}
+        return replace(self, states=kept)
+
+    @property
+    def lacks_random_states(self) -> bool:
+        """Whether the random states that decide the order of the pass are lost."""
+        return self.states is not None and "host" not in self.states
+
     def advanced(self, batches: int) -> "DataPosition":
         """The position so many batches later; crosses the end of a pass if the length is known."""
         epoch, batch = self.epoch, self.batch + batches
@@ -89,9 +99,9 @@ class Scalars:
         cumulative_learning_rate: sum of the learning rates of all applied steps: the predictor's time axis.
         learning_rate: learning rate of the next step.
         peak_learning_rate: largest learning rate so far.
-        origin: `trained`, or `predicted` for every state that descends from a predicted one.
-        lineage: past restarts from a state that was predicted, or had experts older than the rest, as
-            `{"failure_iteration", "checkpoint_iteration"}`.
+        origin: `trained`, or `predicted` for every state that descends from one in `lineage`.
+        lineage: past restarts from a state that was predicted, had experts older than the rest, or had the weights
+            alone, as `{"failure_iteration", "checkpoint_iteration"}`.
         history_start: first iteration whose checkpoints lead to this state; older ones belong to another branch.
         engine: what `EngineAdapter.scalars` returned.
         rng: what `cpsr.engines.random_states` captured.
