@@ -55,12 +55,13 @@ class Checkpoint(BaseModel):
     write_seconds: float | None
     commit_seconds: float | None
     origin: Literal["trained", "predicted"] = Field(
-        description="`predicted`: its state, or one that it was trained from, was predicted."
+        description="`predicted`: its state, or one that it was trained from, was predicted, or restored with "
+        "older experts or from weights alone."
     )
     verified: bool = Field(description="Whether every file was read back and compared when it was written.")
     on_disk: OnDisk = Field(
         description="Of a checkpoint of this iteration in the run directory now: `whole`, training can restart from "
-        "it; `weights`, kept for the predictor alone; `none`.",
+        "it; `weights`, kept for the predictor, and for a restart without any whole one; `none`.",
     )
     created_unix_seconds: float
 

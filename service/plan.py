@@ -152,7 +152,8 @@ class PlanReply(BaseModel):
     last_recovery: Recovery | None
     last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
     descends_from_predicted: bool | None = Field(
-        description="Whether the current state was predicted, or trained on from one; null where it is not known."
+        description="Whether the current state is labelled: it was predicted, or restored with older experts or from "
+        "weights alone, or was trained on from such a state; null where it is not known."
     )
     warnings: list[str] = Field(description="What could not be read and is missing above.")
 

@@ -52,7 +52,8 @@ class Recovery(BaseModel):
     restored_iteration: int
     method: str = Field(
         description="`exact`; `departure`: an emergency dump of all ranks; `stale`: exact but for experts "
-        "that were saved before the checkpoint; else the name of what predicted it: `line`, or `vitp` (a turned line)."
+        "that were saved before the checkpoint; `weights`: the weights of the checkpoint alone, with an optimizer that "
+        "began anew; else the name of what predicted it: `line`, or `vitp` (a turned line)."
     )
     requested_mode: str
     feasible: list[str] = Field(description="Methods that could have been taken.")

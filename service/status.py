@@ -153,7 +153,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
         lines.append(f"others would choose: {', '.join(shown)}")
     lines += [line for line in (_checkpoint_line(plan), _recovery_line(plan), _rehearsal_line(plan)) if line]
     if plan["descends_from_predicted"]:
-        lines.append("[yellow]the state descends from a predicted one[/]")
+        lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
 
 

@@ -41,7 +41,7 @@ class CheckpointInfo:
     Attributes:
         iteration: iteration of the state.
         directory: where it lies.
-        full: False for thinned and partial checkpoints; training can restart from full ones only.
+        full: False for thinned and partial checkpoints; training can restart exactly from full ones only.
         bytes: tensor bytes on disk, all ranks together.
         world_size: ranks that wrote it.
         label: what the state came from (`scalars["origin"]`), None where that is not recorded.

@@ -11,6 +11,7 @@ from cpsr.state.device_values import DeviceValues, number
 
 __all__ = [
     "advance_steps",
+    "as_new",
     "create_absent",
     "flat_view",
     "hyperparameters",
@@ -184,6 +185,13 @@ def load_step_scalars(
     for master, numbers in zip(masters, scalars, strict=True):
         for key, saved in numbers.items():
             _set_number(optimizer.state[master], key, saved)
+
+
+def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
+    """An engine's `scalars()` with the counts of an optimizer that has taken no step; the rest is as given."""
+    counts = [{key: type(value)(0) for key, value in one.items()} for one in scalars["optimizer_steps"]]
+    groups = [{**group, "step": 0} if "step" in group else group for group in scalars["param_groups"]]
+    return {**scalars, "optimizer_steps": counts, "param_groups": groups}
 
 
 def advance_steps(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], iterations: int) -> None:

@@ -76,7 +76,7 @@ class CheckpointRow:
     """One checkpoint that was due: committed, skipped or failed.
 
     `bytes` and the seconds are None for steps that did not happen. `origin` is `predicted` if the state, or any state
-    that it was trained from, was predicted.
+    that it was trained from, was predicted, or restored with older experts or from weights alone.
     """
 
     life: int

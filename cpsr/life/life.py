@@ -113,7 +113,7 @@ class Life:
             run.memory.pool,
             ladder,
             StatePrediction(job, run.store, self.loop.learning.predictor, self.loop.probes),
-            older_experts=asked != "exact",
+            inexact=asked != "exact",
         )
 
     def _restore(self) -> None:

@@ -29,7 +29,7 @@ def recovery_message(restored: Restored, cause: str | None) -> str:
         cause: how the last life ended, as a clause that begins in lower case; None if it ended in good order, or there
             was none.
     """
-    parts = [_lost(restored, cause), _source(restored), _cost(restored), _check(restored)]
+    parts = [_lost(restored, cause), _source(restored), _without_moments(restored), _cost(restored), _check(restored)]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
 
 
@@ -71,10 +71,22 @@ def _from(restored: Restored, tier: str) -> str:
             if restored.beginning is Beginning.EMERGENCY_DUMP
             else "exact from memory"
         )
+    if restored.beginning is Beginning.WEIGHTS:
+        return f"from the weights of checkpoint {restored.checkpoint_iteration} alone"
     place = "memory" if tier == "memory" else f"checkpoint {restored.checkpoint_iteration}"
     if restored.beginning is Beginning.OLDER_EXPERTS:
         return f"from {place}, with older experts as they were saved"
     return f"exact from {place}"
+
+
+def _without_moments(restored: Restored) -> str:
+    if restored.beginning is not Beginning.WEIGHTS:
+        return ""
+    damaged = f" (damaged and set aside: {', '.join(restored.damaged)})" if restored.damaged else ""
+    return (
+        f"no whole checkpoint is left{damaged}, so the optimizer's moments are lost and begin at zero. Schedule and "
+        "place in the data are the checkpoint's, random states the script's"
+    )
 
 
 def _cost(restored: Restored) -> str:

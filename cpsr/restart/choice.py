@@ -65,7 +65,7 @@ class Circumstances:
 
     Attributes:
         mode: `exact` excludes states near the failure that are not exact.
-        older_experts: whether a checkpoint with experts that were saved before it is acceptable.
+        inexact: whether a checkpoint is acceptable with experts that were saved before it, or with weights alone.
         failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
         ranks: their number.
         planned: the mode that the plan expects to cost less at a failure, `predict` or `recompute`; None if unknown.
@@ -75,7 +75,7 @@ class Circumstances:
     """
 
     mode: Mode
-    older_experts: bool
+    inexact: bool
     failure_iteration: int | None
     ranks: int
     planned: str | None = None
@@ -108,7 +108,12 @@ def all_from(tier: Tier, iteration: int, ranks: int) -> tuple[Source, ...]:
 
 
 def candidates(
-    found: Decision, checkpoint_iteration: int | None, known: Circumstances, *, older_experts: bool
+    found: Decision,
+    checkpoint_iteration: int | None,
+    known: Circumstances,
+    *,
+    older_experts: bool,
+    weights_iteration: int | None = None,
 ) -> list[Candidate]:
     """Every state that training could continue from.
 
@@ -117,9 +122,12 @@ def candidates(
         checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
         known: the number of ranks and the step of the failure are looked at.
         older_experts: whether some experts of that checkpoint were saved before it.
+        weights_iteration: the newest checkpoint of weights alone; looked at where there is no c.
     """
     c, f = checkpoint_iteration, known.failure_iteration
     there = [Candidate(Beginning.EXACT, found.exact)] if found.exact and found.exact[0].tier == "memory" else []
+    if c is None and weights_iteration is not None:
+        return [*there, Candidate(Beginning.WEIGHTS, all_from("disk", weights_iteration, known.ranks))]
     if c is None:
         return [*there, Candidate(Beginning.SCRATCH)]
     whole = Beginning.OLDER_EXPERTS if older_experts else Beginning.EXACT
@@ -137,21 +145,27 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
 
     A whole state at the failure or after it comes first: nothing is lost. Else a state near the failure, where it is
     allowed: the one with most ranks' state, so that only lost state is predicted. Then whole states, the newest first.
+    Weights alone come last: an older whole state has lost less.
 
     Args:
         there: what there is, in any order.
         known: what the choice depends on beside that.
     """
     whole = [one for one in there if not one.near_failure]
-    if not known.older_experts:
-        whole = [one for one in whole if one.beginning is not Beginning.OLDER_EXPERTS]
-    whole.sort(key=lambda one: (one.iteration, one.beginning is Beginning.EXACT), reverse=True)
+    if not known.inexact:
+        whole = [one for one in whole if one.beginning not in (Beginning.OLDER_EXPERTS, Beginning.WEIGHTS)]
+    whole.sort(key=_preference, reverse=True)
     f = known.failure_iteration
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
         return Choice(tuple(whole))
     near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
     near, refusal = _allowed(near, known)
     return Choice((*near[:1], *whole), refusal)
+
+
+def _preference(whole: Candidate) -> tuple[bool, int, bool]:
+    beginning = whole.beginning
+    return beginning is not Beginning.WEIGHTS, whole.iteration, beginning is Beginning.EXACT
 
 
 def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidate], Refusal | None]:

@@ -82,6 +82,8 @@ class EngineState:
 
     def _take_over(self, learned: dict[str, Any]) -> None:
         """Load the predictor's learned state; if another kind or version wrote it, log that and start without."""
+        if not learned:
+            return
         try:
             self._predictor.load_state_dict(learned)
         except ValueError as error:

@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import UnreadableFileError
-from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
+from cpsr.errors import RecoveryError
 from cpsr.ranks.group import Group
+from cpsr.restart.agreement import load_together
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.older_experts import older_experts
+from cpsr.restart.weights_alone import NewestWeights, WeightsAlone
 
 __all__ = ["NewestCheckpoint"]
 
@@ -26,26 +28,34 @@ class NewestCheckpoint:
         target: where copies of them may come from.
         pool: the host buffers; what is loaded stays in the recovery buffer.
         ladder: finds whether a state in memory can replace a checkpoint.
+        weights: finds a checkpoint of weights where none is whole.
 
     Attributes:
         damaged: iteration -> what is wrong with a checkpoint that was skipped.
     """
 
     def __init__(
-        self, group: Group, store: CheckpointStore, target: CheckpointTarget, pool: SnapshotPool, ladder: Ladder
+        self,
+        group: Group,
+        store: CheckpointStore,
+        target: CheckpointTarget,
+        pool: SnapshotPool,
+        ladder: Ladder,
+        weights: NewestWeights,
     ) -> None:
         self._group = group
         self._store = store
         self._target = target
         self._pool = pool
         self._ladder = ladder
+        self._weights = weights
         self.damaged: dict[int, str] = {}
 
-    def load(self, *, older_allowed: bool) -> Snapshot | None:
+    def load(self, *, inexact: bool) -> Snapshot | WeightsAlone | None:
         """Load the newest checkpoint that can be used; damaged newer ones are set aside.
 
         Args:
-            older_allowed: whether a checkpoint with experts that were saved before it is acceptable.
+            inexact: whether a checkpoint is acceptable with experts that were saved before it, or with weights alone.
 
         Returns:
             This rank's part; None where the run has never committed a checkpoint.
@@ -60,7 +70,7 @@ class NewestCheckpoint:
             if snapshot is None:
                 raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
             problem = self.load_into(snapshot)
-            if problem is None and not older_allowed and self._only_with_older_experts(snapshot):
+            if problem is None and not inexact and self._only_with_older_experts(snapshot):
                 logger.warning("checkpoint %d has experts that are older: mode 'exact' goes behind it", iteration)
                 self._pool.release(snapshot)
                 passed_over.append(iteration)
@@ -72,8 +82,7 @@ class NewestCheckpoint:
             self._pool.release(snapshot)
             self.damaged[iteration] = problem
             logger.error("checkpoint %d cannot be used; trying the next older one. %s", iteration, problem)
-        self._require_none(passed_over)
-        return None
+        return self._weights_alone(passed_over, allowed=inexact)
 
     def load_into(self, snapshot: Snapshot) -> str | None:
         """Load this rank's part of the checkpoint of the snapshot's iteration.
@@ -86,23 +95,11 @@ class NewestCheckpoint:
             RecoveryError: a file system cannot read a file now: the checkpoint may be whole, and continuing from an
                 older one would abandon it; every rank raises it.
         """
-        iteration = snapshot.iteration
-        damage = mismatch = unreadable = None
-        try:
-            snapshot.scalars = self._store.load(iteration, snapshot.shard)
-        except RunMismatchError as error:
-            mismatch = f"rank {self._group.rank}: {error}"
-        except UnreadableFileError as error:
-            unreadable = f"rank {self._group.rank}: {error}"
-        except CheckpointError as error:
-            damage = f"rank {self._group.rank}: {error}"
-        gathered = self._group.gather({"damage": damage, "mismatch": mismatch, "unreadable": unreadable})
-        problems = {kind: [part[kind] for part in gathered if part[kind] is not None] for kind in gathered[0]}
-        if problems["mismatch"]:
-            raise RunMismatchError("; ".join(problems["mismatch"]))
-        if problems["unreadable"]:
-            raise RecoveryError(f"checkpoint {iteration} cannot be read now. {'; '.join(problems['unreadable'])}")
-        return "; ".join(problems["damage"]) or None
+
+        def load() -> None:
+            snapshot.scalars = self._store.load(snapshot.iteration, snapshot.shard)
+
+        return load_together(self._group, snapshot.iteration, load)
 
     def _newest_usable(self, passed_over: Sequence[int]) -> int | None:
         """The newest checkpoint that was not skipped, fetched first where the target has a newer one."""
@@ -128,22 +125,43 @@ class NewestCheckpoint:
                 self._store.quarantine(iteration, problem)
         self._group.barrier()
 
-    def _require_none(self, passed_over: Sequence[int]) -> None:
-        """Refuse to start a run from scratch after a commit.
+    def _weights_alone(self, passed_over: Sequence[int], *, allowed: bool) -> WeightsAlone | None:
+        """The newest checkpoint of weights; a run never starts from scratch after a commit.
+
+        Returns:
+            None where nothing was committed.
 
         Raises:
-            RecoveryError: something was committed.
+            RecoveryError: something was committed, and it cannot be used, or is not allowed.
         """
         remains = self._group.broadcast(self._store.remains())
+        if not remains:
+            return None
+        found = None if passed_over else self._weights.load()
+        self.damaged |= self._weights.damaged
+        if found is None or not allowed:
+            self._refuse(passed_over, remains, found)
+        assert found is not None
+        self._set_damaged_aside()
+        asides = [name for name in self._group.broadcast(self._store.remains()) if name.startswith("damaged-")]
+        return WeightsAlone(found, tuple(asides))
+
+    def _refuse(self, passed_over: Sequence[int], remains: Sequence[str], weights: Snapshot | None) -> NoReturn:
         if passed_over:
             raise RecoveryError(
                 f"checkpoints {passed_over} hold experts that are older than they are, and no older checkpoint is left "
                 "whose experts are all of one iteration, as mode 'exact' needs. Nothing was changed: start with mode "
                 "'auto', which predicts these experts or goes on with them as they are"
             )
-        if remains:
-            raise RecoveryError(
-                f"none of the checkpoints of this run can be restored: "
-                f"{'; '.join(self.damaged.values()) or 'none is whole'}. Nothing was changed; the directory holds "
-                f"{', '.join(remains)}. Put a whole one back from a copy, or use another run_dir to start anew"
-            )
+        other = "Put a whole one back from a copy, or use another run_dir to start anew"
+        if weights is not None:
+            in_memory = self._ladder.decide(None, None, None).exact_iteration
+            how = f"from weights alone, those of checkpoint {weights.iteration}, with the optimizer's moments at zero"
+            how = how if in_memory is None else f"exactly, from the state of iteration {in_memory} in memory"
+            other = f"Mode 'auto' would go on {how}. Or p{other[1:]}"
+        obstacles = [f". Checkpoint {at} keeps weights alone, and {why}" for at, why in self._weights.obstacles.items()]
+        raise RecoveryError(
+            f"none of the checkpoints of this run can be restored: "
+            f"{'; '.join(self.damaged.values()) or 'none is whole'}{''.join(obstacles[:1])}. Nothing was changed; the "
+            f"directory holds {', '.join(remains)}. {other}"
+        )

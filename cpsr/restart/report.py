@@ -42,6 +42,12 @@ def report_recovery(journal: RankJournal, restored: Restored, cause: str | None,
     return row.id
 
 
+def _feasible(restored: Restored) -> list[str]:
+    if restored.beginning is Beginning.WEIGHTS:
+        return [restored.method]
+    return ["predicted", "exact"] if restored.forecast is not None and restored.forecast.feasible else ["exact"]
+
+
 def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> RecoveryRow:
     forecast = restored.forecast
     vetoed = restored.recomputes in (Recomputes.DUMP_REFUSED, Recomputes.PREDICTION_REFUSED)
@@ -53,7 +59,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         restored_iteration=restored.restored_iteration,
         method=restored.method,
         requested_mode=mode,
-        feasible=["predicted", "exact"] if forecast is not None and forecast.feasible else ["exact"],
+        feasible=_feasible(restored),
         expected_lag_iterations=None if forecast is None else forecast.expected_lag_iterations,
         settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
         reason=restored.reason,

@@ -20,7 +20,17 @@ from cpsr.restart.newest_checkpoint import NewestCheckpoint
 from cpsr.restart.older_experts import older_experts, older_operators
 from cpsr.restart.prediction import Forecaster, PredictionSettings, StatePrediction
 from cpsr.restart.restored import Refusal, Restored
-from cpsr.restart.sources import FromCheckpoint, FromMemory, FromScratch, RefusedError, Restart, StateSource, bring
+from cpsr.restart.sources import (
+    FromCheckpoint,
+    FromMemory,
+    FromScratch,
+    FromWeights,
+    RefusedError,
+    Restart,
+    StateSource,
+    bring,
+)
+from cpsr.restart.weights_alone import NewestWeights, WeightsAlone
 from cpsr.state.scalars import Scalars
 
 __all__ = ["Restored", "Restorer"]
@@ -38,8 +48,8 @@ class Restorer:
         pool: the host buffers; the restored checkpoint stays in its recovery buffer.
         ladder: states in host memory.
         prediction: predicts the state at the failure.
-        older_experts: whether a checkpoint with experts that were saved before it is acceptable; False where the
-            user asked for mode `exact`.
+        inexact: whether a checkpoint is acceptable with experts that were saved before it, or with weights alone;
+            False where the user asked for mode `exact`.
     """
 
     def __init__(
@@ -51,15 +61,16 @@ class Restorer:
         ladder: Ladder,
         prediction: StatePrediction,
         *,
-        older_experts: bool = True,
+        inexact: bool = True,
     ) -> None:
         self._job = job
         self._pool = pool
         self._ladder = ladder
         self._prediction = prediction
-        self._older_experts = older_experts
+        self._inexact = inexact
         self._engine = EngineState(job.adapter, prediction.predictor)
-        self._newest = NewestCheckpoint(job.group, store, target, pool, ladder)
+        weights = NewestWeights(job.adapter, job.group, store, pool)
+        self._newest = NewestCheckpoint(job.group, store, target, pool, ladder, weights)
         self._near = NearFailure(job, ladder, prediction)
 
     @property
@@ -78,9 +89,13 @@ class Restorer:
             RunMismatchError: the checkpoints belong to another model or to other slices of it.
         """
         started = time.perf_counter()
-        checkpoint = self._newest.load(older_allowed=self._older_experts)
-        sources, refusal = self._choose(mode, checkpoint, started)
+        found = self._newest.load(inexact=self._inexact)
+        weights = found if isinstance(found, WeightsAlone) else None
+        checkpoint = None if isinstance(found, WeightsAlone) else found
+        sources, refusal = self._choose(mode, checkpoint, weights, started)
         restored = bring(sources, refusal)
+        if weights is not None:
+            self._pool.release(weights.snapshot)
         if restored is None:
             at = "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.iteration}"
             raise RecoveryError(
@@ -91,7 +106,7 @@ class Restorer:
         return restored
 
     def _choose(
-        self, mode: Mode, checkpoint: Snapshot | None, started: float
+        self, mode: Mode, checkpoint: Snapshot | None, weights: WeightsAlone | None, started: float
     ) -> tuple[list[StateSource], Refusal | None]:
         group = self._job.group
         c = None if checkpoint is None else checkpoint.iteration
@@ -101,14 +116,18 @@ class Restorer:
         shard = None if checkpoint is None else checkpoint.shard
         found = self._ladder.decide(c, published, shard, stale=older is not None)
         failed_at = 0 if published is None else found.failure_after(published)
-        f = failed_at if failed_at > (c or 0) else None  # else nothing is lost
+        at = None if weights is None else weights.snapshot.iteration
+        f = failed_at if failed_at > (c or at or 0) else None  # else nothing is lost
         known = self._circumstances(mode, checkpoint, f)
-        choice = choose(candidates(found, c, known, older_experts=older is not None), known)
+        there = candidates(found, c, known, older_experts=older is not None, weights_iteration=at)
+        choice = choose(there, known)
         restart = Restart(mode, c, f, progress, time.perf_counter() - started)
 
         def source(candidate: Candidate) -> StateSource:
             if candidate.in_memory:
                 return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool)
+            if weights is not None:
+                return FromWeights(candidate, restart, self._engine, weights)
             if checkpoint is None:
                 return FromScratch(candidate, self._job.adapter.iteration)
             if candidate.near_failure:
@@ -123,7 +142,7 @@ class Restorer:
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
-        known = Circumstances(mode, self._older_experts, failure_iteration, group.size)
+        known = Circumstances(mode, self._inexact, failure_iteration, group.size)
         if checkpoint is None or failure_iteration is None or mode == "exact":
             return known
         failures, last_failure = self._near.failures.of(checkpoint.iteration)

@@ -49,7 +49,8 @@ class Restored:
     """How a life of the run began.
 
     Attributes:
-        beginning: what the state is: from scratch, exact, left by the ranks, with older experts, or predicted.
+        beginning: what the state is: from scratch, exact, left by the ranks, with older experts, weights alone, or
+            predicted.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.
@@ -58,6 +59,7 @@ class Restored:
         data: where the data continues.
         sources: where each rank's state comes from, by rank; empty from scratch.
         taken_at: this rank's operators that were taken before the state that they come with -> when.
+        damaged: names of checkpoints that were set aside, where no whole one was left.
         recomputes: why nothing near the failure is continued from, where the mode allows it.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the state near the failure, where there was one.
@@ -74,6 +76,7 @@ class Restored:
     data: DataPosition = field(default_factory=DataPosition)
     sources: tuple[Source, ...] = ()
     taken_at: dict[str, int] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
     recomputes: Recomputes | None = None
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)

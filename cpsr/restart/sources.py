@@ -1,4 +1,4 @@
-"""Sources of state behind one interface: the checkpoint on the disk, a snapshot in host memory, or from scratch."""
+"""Sources of state behind one interface: a checkpoint on the disk, a snapshot in host memory, or from scratch."""
 
 import logging
 import time
@@ -15,8 +15,10 @@ from cpsr.restart.engine_state import EngineState
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.older_experts import OlderExperts, older_operators
 from cpsr.restart.restored import Refusal, Restored
+from cpsr.restart.weights_alone import WeightsAlone
 
-__all__ = ["FromCheckpoint", "FromMemory", "FromScratch", "RefusedError", "Restart", "StateSource", "bring"]
+__all__ = ["FromCheckpoint", "FromMemory", "FromScratch", "FromWeights", "RefusedError", "Restart", "StateSource"]
+__all__ += ["bring"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,39 @@ class FromCheckpoint:
             reason=f"{restored.reason}; {self.older.parameters} parameters of experts were saved up to {before} "
             f"iterations before the checkpoint and go on as they were{how}",
             taken_at=older_operators(self.snapshot),
+        )
+
+
+@dataclass(frozen=True)
+class FromWeights:
+    """A checkpoint that keeps the weights alone: the optimizer begins anew.
+
+    Attributes:
+        candidate: which state.
+        restart: what all sources know.
+        engine: takes the state.
+        weights: this rank's part.
+    """
+
+    candidate: Candidate
+    restart: Restart
+    engine: EngineState
+    weights: WeightsAlone
+
+    def bring(self, refusal: Refusal | None) -> Restored:
+        """Put the weights and zero moments into the engine."""
+        snapshot, restart, damaged = self.weights.snapshot, self.restart, self.weights.damaged
+        seconds, failure = restart.load_seconds, restart.failure_iteration
+        restored = self.engine.restore(snapshot, self.candidate.parts, snapshot.iteration, failure, seconds)
+        lost = 0 if failure is None else self.candidate.cost_iterations(failure)
+        recomputed = f"; {lost} iterations are recomputed from there" if lost else ""
+        return replace(
+            restored,
+            beginning=Beginning.WEIGHTS,
+            damaged=damaged,
+            reason=f"no whole checkpoint is left ({', '.join(damaged) or 'none was found'}): the weights, the learning "
+            f"rate, the schedule and the place in the data are those of checkpoint {snapshot.iteration}; moments and "
+            f"step count of the optimizer are zero, random states are as the script has set them{recomputed}",
         )
 
 

@@ -15,6 +15,7 @@ from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.journal import Beginning
 from cpsr.planner.cadence import Cadence, Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
@@ -66,9 +67,11 @@ class Saver(Part):
         self._planner = planner
         self._cadence = Cadence(job.group.rank, restored.restored_iteration)
         self._last_due = restored.restored_iteration
+        weights_alone = restored.beginning is Beginning.WEIGHTS
         self._origins: dict[int, Origin] = {}
         self._partial: set[int] = set()  # partial checkpoints under way
-        self._partial_iteration: int | None = None  # newest partial one; on the disk if it was committed
+        # Newest one that is not whole; on the disk if it was committed.
+        self._partial_iteration = restored.checkpoint_iteration if weights_alone else None
         self._carried: Snapshot | None = None  # submitted together with the other ranks' copies
         self._experts = experts
         self._writes = writes
@@ -79,7 +82,7 @@ class Saver(Part):
             self._sparse_iterations.add(restored.restored_iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
-        self.saved_iteration = restored.checkpoint_iteration
+        self.saved_iteration = None if weights_alone else restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))

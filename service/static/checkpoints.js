@@ -22,7 +22,7 @@ function checkpointTable(rows, total) {
       { title: "Iteration", numeric: true, value: (one) => number(one.iteration, 9) },
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Status", value: (one) => (one.reason ? `${one.status}: ${one.reason}` : one.status) },
-      { title: "State", value: (one) => (one.origin === "predicted" ? "descends from a predicted one" : "trained") },
+      { title: "State", value: (one) => (one.origin === "predicted" ? "descends from a predicted one, or one restored in part" : "trained") },
       { title: "Size", numeric: true, value: (one) => bytes(one.bytes) },
       { title: "Training waited", numeric: true, value: (one) => duration(one.stall_seconds) },
       { title: "Durable after", numeric: true, value: (one) => duration(durable(one)) },

@@ -65,5 +65,5 @@ function source({ inputs }) {
 
 function state({ descends_from_predicted: predicted }) {
   if (predicted === null) return "not known";
-  return predicted ? "a predicted state" : "trained states";
+  return predicted ? "a predicted state, or one restored in part" : "trained states";
 }

@@ -50,6 +50,14 @@ PREDICTED = Restored(
             "cost: 12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
         ),
         (
+            replace(EXACT, beginning=Beginning.WEIGHTS, damaged=("damaged-step-0000000090-0",)),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from the weights of "
+            "checkpoint 80 alone. No whole checkpoint is left (damaged and set aside: damaged-step-0000000090-0), so "
+            "the optimizer's moments are lost and begin at zero. Schedule and place in the data are the checkpoint's, "
+            "random states the script's. 11 iterations are recomputed.",
+        ),
+        (
             replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "

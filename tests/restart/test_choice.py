@@ -51,7 +51,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
     known = Circumstances(
         mode=mode,
         # False is what a user has asked for, and then the mode is exact.
-        older_experts=mode != "exact" or draw(st.booleans()),
+        inexact=mode != "exact" or draw(st.booleans()),
         failure_iteration=f,
         ranks=ranks,
         planned=draw(st.sampled_from([None, "predict", "recompute"])),
@@ -83,7 +83,7 @@ def test_no_better_whole_state_comes_after_a_worse_one(situation: tuple[list[Can
         if better.iteration == worse.iteration:
             assert better.beginning is Beginning.EXACT
     allowed = [one for one in there if not one.near_failure]
-    if known.older_experts:
+    if known.inexact:
         assert set(whole) == set(allowed), "each of them can take the place of one that cannot be read"
 
 
@@ -124,7 +124,7 @@ def test_mode_exact_takes_nothing_that_the_run_never_had(situation: tuple[list[C
     assert choice.refusal is None
     for one in choice.order:
         assert {part.tier for part in one.parts} <= set(EXACT_TIERS)
-        assert known.older_experts or not one.beginning.labelled
+        assert known.inexact or not one.beginning.labelled
 
 
 @given(situations())
@@ -152,7 +152,7 @@ def test_it_says_why_iterations_are_recomputed_that_need_not_be(
 
 
 def known(**changes: Any) -> Circumstances:
-    values: dict[str, Any] = {"mode": "auto", "older_experts": True, "failure_iteration": 23, "ranks": RANKS}
+    values: dict[str, Any] = {"mode": "auto", "inexact": True, "failure_iteration": 23, "ranks": RANKS}
     return Circumstances(**(values | changes))
 
 
@@ -206,7 +206,7 @@ def test_younger_experts_in_memory_go_before_the_checkpoint_of_the_same_iteratio
     memory, older = Candidate(Beginning.EXACT, in_memory(C)), Candidate(Beginning.OLDER_EXPERTS, DISK)
     found, at_checkpoint = Decision(memory.parts), known(failure_iteration=None)
     assert chosen(found, at_checkpoint, older=True).order == (memory, older)
-    asked = known(failure_iteration=None, mode="exact", older_experts=False)
+    asked = known(failure_iteration=None, mode="exact", inexact=False)
     assert chosen(found, asked, older=True).order == (memory,)
 
 
@@ -215,3 +215,15 @@ def test_without_a_checkpoint_what_is_in_memory_goes_before_nothing() -> None:
     memory = Candidate(Beginning.EXACT, in_memory(3))
     for found, order in ((Decision(()), (scratch,)), (Decision(memory.parts), (memory, scratch))):
         assert choose(candidates(found, None, known(), older_experts=False), known()).order == order
+
+
+def test_weights_alone_come_after_every_whole_state_and_never_where_all_must_be_exact() -> None:
+    memory, weights = Candidate(Beginning.EXACT, in_memory(3)), Candidate(Beginning.WEIGHTS, all_from("disk", 8, RANKS))
+
+    def order(found: Decision, **changes: Any) -> tuple[Candidate, ...]:
+        there = candidates(found, None, known(**changes), older_experts=False, weights_iteration=8)
+        return choose(there, known(**changes)).order
+
+    assert order(Decision(())) == (weights,), "a run that has committed does not start from scratch"
+    assert order(Decision(memory.parts)) == (memory, weights)
+    assert order(Decision(memory.parts), mode="exact", inexact=False) == (memory,)

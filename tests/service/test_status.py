@@ -77,7 +77,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "newest checkpoint: iteration 50, 2.5 MB",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "last rehearsal: at iteration 70, measured, a lag of -7 iterations",
-        "the state descends from a predicted one",
+        "the state descends from a predicted one, or from one that was restored in part",
         "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
         "snapshots were copied in 12.5%; 1.5 s past",
     ):
