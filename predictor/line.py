@@ -14,7 +14,7 @@ from cpsr.predictor.gram import gram
 from cpsr.predictor.obstacles import too_far, too_few, window_start
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
-from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_places, straightness
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, straightness
 
 __all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
@@ -133,12 +133,12 @@ class LinePredictor(SeriesPredictor):
     def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
         self._straightness = TYPICAL_STRAIGHTNESS
         if len(usable) >= prior.MIN_CHECKPOINTS:
-            places = path_places([history.entries[position] for position in usable])
-            self._straightness = straightness(self._path(history, [usable[place] for place in places]))
+            self._straightness = straightness(self._path(history, usable))
         return super()._plan(history, target, usable)
 
-    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
-        """Products `(2, 2)` of the displacements between three entries of the history, over all weights."""
+    def _path(self, history: History, usable: Sequence[int]) -> torch.Tensor:
+        """Products `(2, 2)` of the displacements over the two halves of the recent path, over all weights."""
+        positions = path_positions(history, usable)
         total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for operator in history.operators:
             total += gram(history, operator, positions, max(2, self._chunk_elements))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cpsr.predictor.protocol import HistoryEntry
+from cpsr.predictor.protocol import History, HistoryEntry
 
-__all__ = ["PATH_ITERATIONS", "TYPICAL_STRAIGHTNESS", "path_places", "straightness"]
+__all__ = ["PATH_ITERATIONS", "TYPICAL_STRAIGHTNESS", "path_places", "path_positions", "straightness"]
 
 PATH_ITERATIONS = 300
 MIN_DIFFERENCES, MAX_DIFFERENCES = 2, 19  # as many as the statistics of a run keep
@@ -27,6 +27,16 @@ def path_places(points: Sequence[HistoryEntry]) -> tuple[int, int, int]:
     differences = min(last, MAX_DIFFERENCES, max(MIN_DIFFERENCES, round(PATH_ITERATIONS / interval)))
     first = last - differences
     return first, first + differences // 2, last
+
+
+def path_positions(history: History, usable: Sequence[int]) -> list[int]:
+    """Positions of these checkpoints in the history.
+
+    Args:
+        history: whose entries are meant.
+        usable: positions that may be read, ascending, at least 3.
+    """
+    return [usable[place] for place in path_places([history.entries[position] for position in usable])]
 
 
 def straightness(products: torch.Tensor) -> float:

@@ -14,11 +14,13 @@ from cpsr.predictor.footprint import Footprint, fitted
 from cpsr.predictor.gram import gram
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.obstacles import window_start
+from cpsr.predictor.prior import MIN_CHECKPOINTS
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.ranks import ALONE, Ranks
 from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit
 from cpsr.predictor.statistics import SLICE_ELEMENTS, MotionStatistics, OperatorMotion
+from cpsr.predictor.straightness import path_positions
 from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 
@@ -324,7 +326,12 @@ class VITPPredictor(LinePredictor):
             return (self._forced,)
         return ("line", "vitp") if self._updates >= MIN_UPDATES else ("line",)
 
-    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
+    def _path(self, history: History, usable: Sequence[int]) -> torch.Tensor:
+        # The newest checkpoint may not have been learned from yet: the path up to the one before it need not be read.
+        seen = set(self._statistics.seen)
+        before = usable[:-1] if history.entries[usable[-1]].iteration not in seen else usable
+        learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in seen
+        positions = path_positions(history, before if learned else usable)
         iterations = [history.entries[position].iteration for position in positions]
         total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for operator in filter(self._is_mine, history.operators):

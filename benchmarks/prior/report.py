@@ -7,6 +7,7 @@ from rich.table import Table as TextTable
 from scipy import stats
 
 from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_without
+from cpsr.benchmarks.recovery.plot import COLOURS
 from cpsr.predictor.calibration import FEATURES, Table
 from cpsr.tables import print_table
 
@@ -44,9 +45,9 @@ def draw(recoveries: Recoveries) -> Figure:
     """Expected against measured end cost; each run by the table without it."""
     figure = Figure(figsize=(6.5, 6), layout="constrained")
     axes = figure.subplots()
-    for name in sorted(set(recoveries.runs)):
-        expected, measured = expected_without(recoveries, name)
-        axes.plot(numpy.clip(expected, *SHOWN_ITERATIONS), numpy.clip(measured, *SHOWN_ITERATIONS), ".", label=name)
+    for place, name in enumerate(sorted(set(recoveries.runs))):
+        found = (numpy.clip(costs, *SHOWN_ITERATIONS) for costs in expected_without(recoveries, name))
+        axes.plot(*found, ".", color=COLOURS[place % len(COLOURS)], label=name)
     axes.plot(SHOWN_ITERATIONS, SHOWN_ITERATIONS, color="black", lw=0.8)
     axes.set_xlabel("expected end cost, iterations (by the table without the run)")
     axes.set_ylabel("measured end cost, iterations")

@@ -19,7 +19,7 @@ __all__ = ["COLOURS", "COST_RANGE", "ZERO_WITHIN_NATS", "draw_cost", "draw_gaps"
 
 COLOURS = [to_hex(matplotlib.colormaps["tab20"](place)) for place in range(20)]
 GROUP_WIDTH = 0.76  # of the room between two cells; the methods stand side by side in it
-COST_RANGE = (-4.0, 2.2)  # horizons; what lies outside is drawn at the edge
+COST_RANGE = (-1.5, 3.0)  # horizons; what lies outside is drawn at the edge
 PANEL_HEIGHT = 2.6
 ZERO_WITHIN_NATS = 0.01  # the gap's axis is linear up to here
 

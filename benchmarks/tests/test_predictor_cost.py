@@ -112,7 +112,9 @@ def test_the_history_is_a_runs_own_and_what_is_there_is_kept(tmp_path: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-@pytest.mark.parametrize(("method", "checkpoints"), [("default", 1.0), ("line", 4.0)])
+@pytest.mark.parametrize(
+    ("method", "checkpoints"), [("default", 1.0), ("line", 7.0)]
+)  # the line: its four, and three for the path
 def test_what_was_learned_from_is_not_read_to_decide(tmp_path: Path, method: str, checkpoints: float) -> None:
     history = SyntheticHistory(tmp_path / "h", TINY, checkpoints=4)
     history.write(lambda: None)

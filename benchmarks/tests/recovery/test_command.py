@@ -22,7 +22,7 @@ from tests.device import DEVICE
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(WORKLOADS, QUIET.name, QUIET)
-    monkeypatch.setattr(warm_up, "PLACES", (150, 400))
+    monkeypatch.setattr(warm_up, "PLACES", (150, 800))
     with one_thread():
         yield
 
@@ -64,10 +64,10 @@ def test_warm_up(cache: Path, tmp_path: Path) -> None:
     report = call(cache, tmp_path / "out.json", "--warm-up", "--methods", "recompute,line,vitp")
     # At 142 there are two checkpoints: both recompute there.
     declined = {(place["method"], place["iteration"]): place["declined"] for place in report["places"]}
-    assert declined == {("line", 142): 1, ("vitp", 142): 1, ("line", 392): 0, ("vitp", 392): 0}
+    assert declined == {("line", 142): 1, ("vitp", 142): 1, ("line", 792): 0, ("vitp", 792): 0}
     (scores,) = report["accuracy"]
     assert scores["method"] == "vitp"
-    assert [score["iteration"] for score in scores["scores"]] == [300, 350]
+    assert [score["iteration"] for score in scores["scores"]] == list(range(300, 751, 50))
 
 
 @pytest.mark.parametrize(
