@@ -62,6 +62,7 @@ def form(
     point: Point,
     checkpoint: State,
     complete: Callable[[State], State] = lambda state: state,
+    lost_share: float = 1.0,
 ) -> Formed:
     """The state at the failure as `method` predicts it, injected into a trainer once to time it.
 
@@ -71,6 +72,7 @@ def form(
         point: where it fails.
         checkpoint: the true state at the last checkpoint, whose moments every method keeps, counting on from f.
         complete: adds what survived to what was predicted.
+        lost_share: of the state, that is predicted.
     """
     lessons = learned(method, trajectory, point.interval, point.checkpoint)
     trainer = trajectory.trainer()
@@ -81,7 +83,9 @@ def form(
         predictor.load_state_dict(lessons.state)
     asked = predictor, history, trajectory.workload, point.failure, checkpoint
     guarded = PREDICTORS[method].guarded
-    forecast, state = guarded_state(*asked, trainer, complete) if guarded else predicted_state(*asked, complete)
+    forecast, state = (
+        guarded_state(*asked, trainer, complete, lost_share) if guarded else predicted_state(*asked, complete)
+    )
     if state is not None:
         trainer.load(state)
     seconds = time.perf_counter() - started

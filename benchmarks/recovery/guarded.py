@@ -23,6 +23,7 @@ def guarded_state(
     checkpoint: State,
     trainer: Trainer,
     complete: Callable[[State], State] = lambda state: state,
+    lost_share: float = 1.0,
 ) -> tuple[Forecast, State | None]:
     """The forecast, and the state that training goes on from; None where recomputing is chosen instead.
 
@@ -34,13 +35,14 @@ def guarded_state(
         checkpoint: the run's state at the last checkpoint; its moments are kept.
         trainer: evaluates the probes; its state is lost.
         complete: adds what survived to what was predicted.
+        lost_share: of the state, that is predicted: as much of the expected cost is charged.
     """
     forecast = predictor.forecast(history, target_of(workload, failure))
     if not forecast.feasible:
         return forecast, None
     horizon = failure - checkpoint.iteration
     deviation = float(forecast.settings.get("expected_deviation_iterations", 0.0))
-    if forecast.expected_lag_iterations + deviation >= horizon:
+    if lost_share * (forecast.expected_lag_iterations + deviation) >= horizon:
         reason = f"recomputing {horizon} iterations is the safer choice; {forecast.reason}"
         return replace(forecast, feasible=False, reason=reason), None
     guard = Guard()

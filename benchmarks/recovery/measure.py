@@ -200,7 +200,9 @@ class PointMeasurement:
             CHECKFREE: lambda: form_checkfree(failure, spans),
         }
         if method not in controls:
-            return form(method, trajectory, point, self._checkpoint, complete)
+            lost = sum(end - begin for begin, end in spans.values())
+            share = lost / sum(values.numel() for values in failure.weights.values())
+            return form(method, trajectory, point, self._checkpoint, complete, share)
         formed = controls[method]()
         return formed if formed.state is None else replace(formed, state=complete(formed.state))
 

@@ -59,8 +59,13 @@ def test_it_declines_where_recomputing_is_no_dearer(run: Trajectory) -> None:
             outcome = {"settings": forecast.settings, "lag_iterations": 90.0, "standard_error_iterations": 0.0}
             predictor.record(outcome)
         moved, reason = guarded(run, predictor)
+        history = run.history(POINT.checkpoint, POINT.interval)
+        checkpoint = run.at(POINT.checkpoint).state()
+        asked = predictor, history, TINY, POINT.failure, checkpoint, run.trainer()
+        _, quarter = guarded_state(*asked, lost_share=0.25)
     assert moved is None
     assert "recomputing 38 iterations is the safer choice" in reason
+    assert quarter is not None, "a quarter of the state costs a quarter of what the whole is expected to"
 
 
 def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run: Trajectory) -> None:
