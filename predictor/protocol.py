@@ -85,6 +85,11 @@ class Forecast:
     reason: str
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def expected_deviation_iterations(self) -> float:
+        """Standard deviation of the expected cost; 0 where the predictor knows none."""
+        return float(self.settings.get("expected_deviation_iterations", 0.0))
+
 
 class StatePredictor(Protocol):
     """Predicts the weights at a failure step from the history before it."""

@@ -335,20 +335,23 @@ class VITPPredictor(LinePredictor):
         iterations = [history.entries[position].iteration for position in positions]
         total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for operator in filter(self._is_mine, history.operators):
-            known = self._statistics.operators.get(operator)
-            found = None if known is None or known.numel != history.numel(operator) else known.between(iterations)
-            total += gram(history, operator, positions, self._slice_elements) if found is None else found
+            total += self._gram(history, operator, positions, iterations)
         return self._ranks.reduce({PATH: total})[PATH]
 
     def _products(self, history: History, operator: str, asked: OperatorFit) -> torch.Tensor:
-        """Gram matrix over the window: from the statistics, or read now if they lack the newest checkpoint."""
-        known = self._statistics.operators.get(operator)
-        if known is not None and known.numel == history.numel(operator):
-            products = known.between([point.iteration for point in asked.points])
-            if products is not None:
-                return products
+        """Gram matrix over the window."""
         positions = [asked.series.indices[place] for place in asked.window]
-        return gram(history, operator, positions, self._slice_elements)
+        return self._gram(history, operator, positions, [point.iteration for point in asked.points])
+
+    def _gram(
+        self, history: History, operator: str, positions: Sequence[int], iterations: Sequence[int]
+    ) -> torch.Tensor:
+        """Gram matrix between the snapshots of `iterations`: from the statistics, else read at `positions`."""
+        known = self._statistics.operators.get(operator)
+        products = None
+        if known is not None and known.numel == history.numel(operator):
+            products = known.between(iterations)
+        return gram(history, operator, positions, self._slice_elements) if products is None else products
 
     def _settled(self, forecast: Forecast) -> dict[str, OperatorFit]:
         """Those asked for when no more checkpoints were left out."""

@@ -13,14 +13,10 @@ import torch
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.prior.runs import PriorRun
-from cpsr.benchmarks.recovery.ending import Training
 from cpsr.benchmarks.recovery.predict import target_of
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import CachedHistory, Trajectory
-from cpsr.benchmarks.recovery.worth import trainings_for, worths
-from cpsr.demo.device import CPU
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.end_cost import IterationWorth
 from cpsr.fitter.lag import paired_lag
 from cpsr.predictor.combine import combine
 from cpsr.predictor.gram import gram
@@ -29,7 +25,7 @@ from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 
-__all__ = ["Asked", "collect", "read_rows", "worths_of"]
+__all__ = ["Asked", "collect", "read_rows"]
 
 SEED = 0  # of what is drawn
 INTERVALS = (10, 20, 30, 50, 70, 100)
@@ -100,20 +96,6 @@ def collect(
     return workers.each(_measured, asked, tick)
 
 
-def worths_of(
-    runs: Sequence[PriorRun], cache: Path, workers: Workers, tick: Callable[[int], None] = lambda done: None
-) -> dict[str, IterationWorth]:
-    """What an iteration is worth in each run, by its workload's name.
-
-    Raises:
-        CPSRError: the trainings of a run do not show it.
-    """
-    trainings: dict[Any, list[Training]] = {
-        run.workload: trainings_for(run.workload, run.seed, cache, CPU) for run in runs
-    }
-    return worths(trainings, workers, tick)
-
-
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """What was measured, one failure a line; nothing where there is no file."""
     if path.exists():
@@ -126,7 +108,7 @@ def _measured(asked: Asked) -> dict[str, Any]:
     if kept is None:
         torch.set_num_threads(1)
         run = asked.run
-        trajectory = Trajectory(run.workload, run.workload.task(), run.seed, asked.cache)
+        trajectory = run.in_cache(asked.cache).trajectory()
         trajectory.extend(run.workload.iterations)
         name = run.workload.name
         kept = {"run": name, "index": asked.index} | _measure(asked, trajectory, _draws(f"{name} {asked.index}"))

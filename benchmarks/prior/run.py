@@ -8,10 +8,11 @@ from typing import Any
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
-from cpsr.benchmarks.prior.collect import collect, read_rows, worths_of
+from cpsr.benchmarks.prior.collect import collect, read_rows
 from cpsr.benchmarks.prior.fit import Recoveries, fit, leave_one_run_out, recoveries_of
 from cpsr.benchmarks.prior.report import draw, show
 from cpsr.benchmarks.prior.runs import RUNS
+from cpsr.benchmarks.recovery.jobs import worths_of
 from cpsr.fitter.end_cost import IterationWorth
 
 __all__ = ["CACHE", "DATA", "main", "read"]
@@ -47,10 +48,9 @@ def main(
     data.mkdir(parents=True, exist_ok=True)
     with measuring("prior", json_path, place=data, timed=False) as call:
         if failures:
-            lengths = call.progress.add_task("trainings of other lengths", total=None)
             bar = call.progress.add_task("failures", total=failures * len(RUNS))
             with Workers(workers) as pool:
-                worths = worths_of(RUNS, cache, pool, lambda done: call.progress.update(lengths, completed=done))
+                worths = worths_of([run.in_cache(cache) for run in RUNS], pool, call.progress)
                 rows = collect(
                     RUNS, failures, settings, cache, pool, lambda done: call.progress.update(bar, completed=done)
                 )

@@ -1,7 +1,9 @@
 """The training runs that the prior is fitted on; none of them is one that is reported on."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from cpsr.benchmarks.recovery.jobs import Run
 from cpsr.benchmarks.recovery.schedule import Schedule
 from cpsr.benchmarks.recovery.workload import ITERATIONS, RATE_STEP, TASKS, Workload
 
@@ -14,6 +16,10 @@ class PriorRun:
 
     workload: Workload
     seed: int
+
+    def in_cache(self, cache: Path) -> Run:
+        """The run as it is trained, kept there."""
+        return Run(self.workload, self.seed, cache)
 
 
 # Best peak rates of the small GPT and the digits net, as `cpsr bench tune` found them, and how far the runs go from

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
 from cpsr.benchmarks.recovery.learning import learned
+from cpsr.benchmarks.recovery.lost import LostPart
 from cpsr.benchmarks.recovery.methods.checkfree import mean_of_neighbours
 from cpsr.benchmarks.recovery.methods.roster import PREDICTORS
 from cpsr.benchmarks.recovery.methods.scar import running_checkpoint
@@ -61,8 +62,7 @@ def form(
     trajectory: Trajectory,
     point: Point,
     checkpoint: State,
-    complete: Callable[[State], State] = lambda state: state,
-    lost_share: float = 1.0,
+    part: LostPart | None = None,
 ) -> Formed:
     """The state at the failure as `method` predicts it, injected into a trainer once to time it.
 
@@ -71,8 +71,7 @@ def form(
         trajectory: the run that fails; its checkpoints are the history.
         point: where it fails.
         checkpoint: the true state at the last checkpoint, whose moments every method keeps, counting on from f.
-        complete: adds what survived to what was predicted.
-        lost_share: of the state, that is predicted.
+        part: that is lost; None: all.
     """
     lessons = learned(method, trajectory, point.interval, point.checkpoint)
     trainer = trajectory.trainer()
@@ -83,9 +82,7 @@ def form(
         predictor.load_state_dict(lessons.state)
     asked = predictor, history, trajectory.workload, point.failure, checkpoint
     guarded = PREDICTORS[method].guarded
-    forecast, state = (
-        guarded_state(*asked, trainer, complete, lost_share) if guarded else predicted_state(*asked, complete)
-    )
+    forecast, state = guarded_state(*asked, trainer, part) if guarded else predicted_state(*asked, part)
     if state is not None:
         trainer.load(state)
     seconds = time.perf_counter() - started

@@ -1,8 +1,8 @@
 """One prediction under the guard, as `CPSRRecovery` makes it in mode `auto`; the watch afterwards is not played."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from cpsr.benchmarks.recovery.lost import LostPart
 from cpsr.benchmarks.recovery.predict import applied, target_of
 from cpsr.benchmarks.recovery.trainer import State, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
@@ -22,8 +22,7 @@ def guarded_state(
     failure: int,
     checkpoint: State,
     trainer: Trainer,
-    complete: Callable[[State], State] = lambda state: state,
-    lost_share: float = 1.0,
+    part: LostPart | None = None,
 ) -> tuple[Forecast, State | None]:
     """The forecast, and the state that training goes on from; None where recomputing is chosen instead.
 
@@ -34,15 +33,14 @@ def guarded_state(
         failure: iteration at which the run is lost.
         checkpoint: the run's state at the last checkpoint; its moments are kept.
         trainer: evaluates the probes; its state is lost.
-        complete: adds what survived to what was predicted.
-        lost_share: of the state, that is predicted: as much of the expected cost is charged.
+        part: that is lost, whose share of the expected cost is charged; None: all.
     """
     forecast = predictor.forecast(history, target_of(workload, failure))
     if not forecast.feasible:
         return forecast, None
     horizon = failure - checkpoint.iteration
-    deviation = float(forecast.settings.get("expected_deviation_iterations", 0.0))
-    if lost_share * (forecast.expected_lag_iterations + deviation) >= horizon:
+    share = 1.0 if part is None else part.share
+    if share * (forecast.expected_lag_iterations + forecast.expected_deviation_iterations) >= horizon:
         reason = f"recomputing {horizon} iterations is the safer choice; {forecast.reason}"
         return replace(forecast, feasible=False, reason=reason), None
     guard = Guard()
@@ -54,7 +52,7 @@ def guarded_state(
     before = trainer.probe(checkpoint, PROBE_BATCHES)
     for length in LENGTHS:
         tried = of_length(limited, length)
-        state = complete(applied(predictor, history, tried, failure, checkpoint))
+        state = applied(predictor, history, tried, failure, checkpoint, part)
         decision = guard.veto(before, trainer.probe(replace(state, iteration=checkpoint.iteration), PROBE_BATCHES))
         if decision.accepted:
             return replace(tried, reason=f"{tried.reason}; {decision.reason}"), state

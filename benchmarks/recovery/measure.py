@@ -26,7 +26,7 @@ from cpsr.benchmarks.recovery.form import (
     form_twin,
 )
 from cpsr.benchmarks.recovery.grid import Point
-from cpsr.benchmarks.recovery.lost import completed, lost_spans
+from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.methods.roster import (
     CHECKFREE,
     DOUBLED,
@@ -46,8 +46,7 @@ from cpsr.benchmarks.recovery.trajectory import VALIDATION_ITERATIONS, Trajector
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
-from cpsr.fitter.lag import paired_lag as lag
-from cpsr.fitter.lag import transient
+from cpsr.fitter.lag import paired_lag, transient
 
 __all__ = ["MEASURED_ITERATIONS", "Outcome", "PointMeasurement"]
 
@@ -146,12 +145,11 @@ class PointMeasurement:
             return self._costed(outcome)
         curve = self._curve(method, formed["state"])
         repeated = _repeated(method, point)
-        diverged = "training diverged after the recovery: a loss is not finite"
         return self._costed(
             replace(
                 outcome,
                 predicted=True,
-                reason=diverged if curve["final_gap_nats"] is None else outcome.reason,
+                reason=curve["obstacle"] if curve["final_gap_nats"] is None else outcome.reason,
                 final_gap_nats=curve["final_gap_nats"],
                 repeated_iterations=repeated,
                 lag_iterations=None if curve["lag"] is None else curve["lag"]["iterations"] + repeated,
@@ -181,15 +179,7 @@ class PointMeasurement:
     def _formed_by(self, method: str) -> Formed:
         """The state that a method goes on from: its own where something was lost, and exact elsewhere."""
         trajectory, point, failure = self._trajectory, self._point, self._failure[0]
-        spans = lost_spans(
-            {name: values.numel() for name, values in failure.weights.items()},
-            point.lost,
-            point.checkpoint // point.interval,
-        )
-
-        def complete(formed: State) -> State:
-            return completed(formed, failure, spans)
-
+        part = lost_part(point.lost, failure, point.checkpoint // point.interval)
         controls = {
             ORACLE: lambda: form_truth(trajectory, failure),
             MOVED: lambda: form_moved(trajectory, point, self._checkpoint, failure),
@@ -197,14 +187,12 @@ class PointMeasurement:
             DOUBLED: lambda: form_doubled(failure),
             PLACEBO: lambda: form_placebo(trajectory, point, self._checkpoint),
             SCAR: lambda: form_scar(trajectory, point),
-            CHECKFREE: lambda: form_checkfree(failure, spans),
+            CHECKFREE: lambda: form_checkfree(failure, part.spans),
         }
         if method not in controls:
-            lost = sum(end - begin for begin, end in spans.values())
-            share = lost / sum(values.numel() for values in failure.weights.values())
-            return form(method, trajectory, point, self._checkpoint, complete, share)
+            return form(method, trajectory, point, self._checkpoint, part)
         formed = controls[method]()
-        return formed if formed.state is None else replace(formed, state=complete(formed.state))
+        return formed if formed.state is None else replace(formed, state=part.complete(formed.state))
 
     def _curve(self, method: str, key: str) -> dict[str, Any]:
         """What followed after the state of that key, with figures by the present fitter."""
@@ -322,7 +310,7 @@ def _figures(curve: dict[str, Any], fault_free: LossCurve, point: Point) -> dict
         "gaps_nats": gaps.tolist(),
     }
     try:
-        found = lag(recovered, fault_free, point.failure, max_lag_iterations=max_lag(point))
+        found = paired_lag(recovered, fault_free, point.failure, max_lag_iterations=max_lag(point))
     except ValueError as error:
         return figures | {"obstacle": f"no lag can be determined: {error}"}
     return figures | {"lag": asdict(found) | {"window": list(found.window)}}

@@ -1,9 +1,8 @@
 """One prediction of a training state."""
 
-from collections.abc import Callable
-
 import torch
 
+from cpsr.benchmarks.recovery.lost import LostPart
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
@@ -22,7 +21,7 @@ def predicted_state(
     workload: Workload,
     failure: int,
     checkpoint: State,
-    complete: Callable[[State], State] = lambda state: state,
+    part: LostPart | None = None,
 ) -> tuple[Forecast, State | None]:
     """The forecast, and the state that training goes on from; None where the forecast advises against itself.
 
@@ -32,17 +31,23 @@ def predicted_state(
         workload: whose schedule gives the times.
         failure: iteration at which the run is lost.
         checkpoint: the run's state at the last checkpoint; its moments are kept.
-        complete: adds what survived to what was predicted.
+        part: that is lost; None: all.
     """
     forecast = predictor.forecast(history, target_of(workload, failure))
-    if not forecast.feasible:
-        return forecast, None
-    return forecast, complete(applied(predictor, history, forecast, failure, checkpoint))
+    return forecast, applied(predictor, history, forecast, failure, checkpoint, part) if forecast.feasible else None
 
 
-def applied(predictor: StatePredictor, history: History, forecast: Forecast, failure: int, checkpoint: State) -> State:
-    """The state of a feasible forecast."""
+def applied(
+    predictor: StatePredictor,
+    history: History,
+    forecast: Forecast,
+    failure: int,
+    checkpoint: State,
+    part: LostPart | None = None,
+) -> State:
+    """The state of a feasible forecast, exact outside of the lost part."""
     weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
     for name, start, values in predictor.predict(history, forecast):
         weights[name][start : start + values.numel()] = values
-    return State(failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq)
+    formed = State(failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq)
+    return formed if part is None else part.complete(formed)

@@ -141,7 +141,6 @@ class NewestCheckpoint:
         self.damaged |= self._weights.damaged
         if found is None or not allowed:
             self._refuse(passed_over, remains, found)
-        assert found is not None
         self._set_damaged_aside()
         asides = [name for name in self._group.broadcast(self._store.remains()) if name.startswith("damaged-")]
         return WeightsAlone(found, tuple(asides))

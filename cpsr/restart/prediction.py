@@ -259,7 +259,7 @@ def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
     expected, recomputed = forecast.expected_lag_iterations, settings.recomputed_iterations
     if settings.older_experts:  # of the state taken with the checkpoint
         expected = float(forecast.settings.get("expected_lag_iterations", expected))
-    deviation = settings.lost_share * float(forecast.settings.get("expected_deviation_iterations", 0.0))
+    deviation = settings.lost_share * forecast.expected_deviation_iterations
     expected *= settings.lost_share
     if recomputed is not None and expected + deviation >= recomputed:
         return (

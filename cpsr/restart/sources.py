@@ -17,8 +17,16 @@ from cpsr.restart.older_experts import OlderExperts, older_operators
 from cpsr.restart.restored import Refusal, Restored
 from cpsr.restart.weights_alone import WeightsAlone
 
-__all__ = ["FromCheckpoint", "FromMemory", "FromScratch", "FromWeights", "RefusedError", "Restart", "StateSource"]
-__all__ += ["bring"]
+__all__ = [
+    "FromCheckpoint",
+    "FromMemory",
+    "FromScratch",
+    "FromWeights",
+    "RefusedError",
+    "Restart",
+    "StateSource",
+    "bring",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,12 @@
 """CheckFree: a lost pipeline stage as the weighted mean of its neighbours, without any checkpoint."""
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 
+from cpsr.benchmarks.recovery.lost import BLOCK
 from cpsr.benchmarks.recovery.trainer import State, Tensors
 
 __all__ = ["mean_of_neighbours"]
-
-BLOCK = re.compile(r"(blocks\.)(\d+)(\..*)")
 
 
 def mean_of_neighbours(survived: State, lost: Collection[str]) -> State | None:
@@ -19,13 +17,9 @@ def mean_of_neighbours(survived: State, lost: Collection[str]) -> State | None:
     Source: Blagoev et al., All is Not Lost: LLM Recovery without Checkpoints, Algorithm 1; there with the gradients of
     the last iteration.
     """
-    matches = {name: BLOCK.fullmatch(name) for name in lost}
-    if not all(matches.values()):
+    if not all(BLOCK.match(name) for name in lost):
         return None
-    beside = {
-        side: {name: f"{match[1]}{int(match[2]) + side}{match[3]}" for name, match in matches.items() if match}
-        for side in (-1, 1)
-    }
+    beside = {side: {name: _beside(name, side) for name in lost} for side in (-1, 1)}
     norms = {
         side: sum(float(survived.exp_avg_sq[name].sum()) for name in names.values()) for side, names in beside.items()
     }
@@ -41,3 +35,8 @@ def mean_of_neighbours(survived: State, lost: Collection[str]) -> State | None:
         exp_avg=formed(survived.exp_avg),
         exp_avg_sq=formed(survived.exp_avg_sq),
     )
+
+
+def _beside(name: str, side: int) -> str:
+    """The same parameter of the block so many further on."""
+    return BLOCK.sub(lambda block: f"blocks.{int(block[1]) + side}.", name, count=1)

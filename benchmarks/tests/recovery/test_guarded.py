@@ -9,6 +9,7 @@ from cpsr.benchmarks.recovery import guarded as guarding
 from cpsr.benchmarks.recovery.form import form, form_moved
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.guarded import guarded_state
+from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods.roster import PREDICTORS, predictor_source
 from cpsr.benchmarks.recovery.predict import target_of
@@ -62,7 +63,7 @@ def test_it_declines_where_recomputing_is_no_dearer(run: Trajectory) -> None:
         history = run.history(POINT.checkpoint, POINT.interval)
         checkpoint = run.at(POINT.checkpoint).state()
         asked = predictor, history, TINY, POINT.failure, checkpoint, run.trainer()
-        _, quarter = guarded_state(*asked, lost_share=0.25)
+        _, quarter = guarded_state(*asked, lost_part("1/4", run.at(POINT.failure).state(), 0))
     assert moved is None
     assert "recomputing 38 iterations is the safer choice" in reason
     assert quarter is not None, "a quarter of the state costs a quarter of what the whole is expected to"
