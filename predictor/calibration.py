@@ -57,13 +57,11 @@ class Setting:
     Attributes:
         window_iterations: it is fitted over the checkpoints at most this far before the newest.
         reach_iterations: how far it is followed, at the checkpoint's pace; the gain is this over the horizon.
-        base: where it begins: 0 the checkpoint's weights, 1 the fitted line's value there.
         direction: of the displacement: the line's, or as the network bends it.
     """
 
     window_iterations: float
     reach_iterations: float
-    base: float
     direction: Direction = "line"
 
 

@@ -90,8 +90,7 @@ def of_length(forecast: Forecast, length: float) -> Forecast:
     if length == 1.0:
         return forecast
     shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
-    numbers = ("gain", "base")
-    scaled: dict[str, Any] = {key: forecast.settings[key] * length for key in numbers if key in forecast.settings}
+    scaled: dict[str, Any] = {"gain": forecast.settings["gain"] * length} if "gain" in forecast.settings else {}
     horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_lag_iterations))
     expected = horizon + length * (forecast.expected_lag_iterations - horizon)
     if "expected_lag_iterations" in forecast.settings:

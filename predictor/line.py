@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -36,7 +36,7 @@ REHEARSAL_DEVIATION_ITERATIONS = 30.0
 class LinePredictor(SeriesPredictor):
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + base * (line(c) - x_c) + gain * slope * (time_f - time_c)`. Window and gain are those of the
+    Predicts `x_c + gain * slope * (time_f - time_c)`. Window and gain are those of the
     lowest expected cost, by the offline table and by what this run has measured; where even that is no less than
     recomputing, the forecast's `expected_lag_iterations` shows it. It needs three usable checkpoints within the window,
     and goes no further ahead than the line is fitted over, nor 10 intervals.
@@ -44,7 +44,6 @@ class LinePredictor(SeriesPredictor):
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
         gain: factor on the fitted displacement; None: by expected cost.
-        base: start from the checkpoint's weights or from the line's value there; None: from the checkpoint's.
         chunk_elements: elements per piece; memory is about four such pieces of float32.
         agree: as in `SeriesPredictor`.
         name: as in `SeriesPredictor`.
@@ -54,12 +53,12 @@ class LinePredictor(SeriesPredictor):
     """
 
     name = "line"
+    _base = 0.0  # 1: from the line's own value at the checkpoint, a control of the benchmarks
 
     def __init__(
         self,
         window_iterations: int | None = None,
         gain: float | None = None,
-        base: Literal["checkpoint", "line"] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         agree: Callable[[Sequence[int]], Sequence[int]] | None = None,
         name: str | None = None,
@@ -71,7 +70,6 @@ class LinePredictor(SeriesPredictor):
             raise ValueError(f"gain = {gain}: expected a finite number, 0 or larger")
         self._window_iterations = window_iterations
         self._gain = gain
-        self._base = float(base == "line")
         self._calibration = Calibration()
         self._deviations = CAUTION_DEVIATIONS
         self._direction: Direction = "line"
@@ -164,11 +162,10 @@ class LinePredictor(SeriesPredictor):
         window = int(setting.window_iterations)
         gain = setting.reach_iterations / context.horizon_iterations
         start = window_start(points, window)
-        row = line_coefficients([point.time for point in points[start:]], target.time, gain, setting.base)
+        row = line_coefficients([point.time for point in points[start:]], target.time, gain, self._base)
         settings = {
             "window_iterations": window,
             "gain": gain,
-            "base": setting.base,
             "direction": setting.direction,
             "expected_lag_iterations": lag,
             "expected_deviation_iterations": expected.deviation_iterations,
@@ -179,7 +176,7 @@ class LinePredictor(SeriesPredictor):
     def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
         directions = self._directions()
-        considered = prior.settings(context, windows, self._base, self._gain, directions)
+        considered = prior.settings(context, windows, self._gain, directions)
         best = self._calibration.best(context, considered, self._deviations)
         usual = [setting for setting in considered if setting.direction == self._direction]
         if best[0].direction != self._direction and usual:
@@ -195,7 +192,7 @@ class LinePredictor(SeriesPredictor):
     def _sentence(self, settings: Mapping[str, Any]) -> str:
         return (
             f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
-            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f}, base {settings['base']:.2f}, "
+            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f}, "
             f"{settings['horizon_iterations']} iterations ahead; expected lag "
             f"{settings['expected_lag_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
         )
@@ -215,20 +212,21 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
 def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
     """Measured lags of settings of the line, from outcomes of any kind.
 
-    If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting.
+    If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting. Neither
+    is it if the displacement began at the line's value (`base`, up to 0.1.0).
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
         if lag is None or "context" not in settings:
             continue
-        if settings.get("limited_operators") or settings.get("own_series_operators"):
+        if any(settings.get(key) for key in ("limited_operators", "own_series_operators", "base")):
             continue
         try:
             context = Context(**settings["context"])
         except TypeError as error:
             raise ValueError(f"an outcome of another version: {error}") from error
         reach = settings["gain"] * context.horizon_iterations
-        setting = Setting(settings["window_iterations"], reach, settings["base"], settings["direction"])
+        setting = Setting(settings["window_iterations"], reach, settings["direction"])
         deviation = math.hypot(float(outcome.get("standard_error_iterations", math.nan)), LAG_DEVIATION_ITERATIONS)
         if outcome.get("kind") == "rehearsal":
             deviation = math.hypot(deviation, REHEARSAL_DEVIATION_ITERATIONS)

@@ -78,14 +78,13 @@ def reaches(horizon: float, window: float) -> list[float]:
 def settings(
     context: Context,
     windows_iterations: Sequence[float],
-    base: float = 0.0,
     gain: float | None = None,
     directions: Sequence[Direction] = ("line",),
 ) -> list[Setting]:
     """Every combination; where `gain` is given, the line is followed that many horizons."""
     horizon = context.horizon_iterations
     return [
-        Setting(window, reach, base, direction)
+        Setting(window, reach, direction)
         for window in windows_iterations
         for reach in (reaches(horizon, window) if gain is None else [gain * horizon])
         for direction in directions

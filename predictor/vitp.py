@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -38,10 +38,10 @@ MAX_ACCURACIES = 256
 class VITPPredictor(LinePredictor):
     """The line with a learned direction for each operator (a `StatePredictor`).
 
-    What the line adds to its base, gain times slope times time, keeps its length and is turned: by a row over the
+    What the line adds to the checkpoint, gain times slope times time, keeps its length and is turned: by a row over the
     operator's snapshots that a small network chooses from the Gram matrix of their differences. The network starts
     with the line's direction exactly. It is trained on the run's own past, as checkpoints arrive (`learn`), to point
-    to where the weights moved later; scale, base and window are not learned here. Fewer than four snapshots, an
+    to where the weights moved later; scale and window are not learned here. Fewer than four snapshots, an
     operator that never moved, and products that are not finite leave the line's row.
 
     Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
@@ -56,7 +56,6 @@ class VITPPredictor(LinePredictor):
     Args:
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
-        base: as in `LinePredictor`.
         chunk_elements: as in `LinePredictor`.
         direction: whose direction is taken. None: that of the lower expected lag, the line's until the network has
             been trained on four checkpoints.
@@ -73,13 +72,12 @@ class VITPPredictor(LinePredictor):
         self,
         window_iterations: int | None = None,
         gain: float | None = None,
-        base: Literal["checkpoint", "line"] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         *,
         direction: Direction | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        super().__init__(window_iterations, gain, base, chunk_elements, ranks.agree)
+        super().__init__(window_iterations, gain, chunk_elements, ranks.agree)
         if direction not in (None, "line", "vitp"):
             raise ValueError(f"direction = {direction!r}: expected 'line', 'vitp' or None")
         self._forced = direction

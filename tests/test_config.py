@@ -98,6 +98,15 @@ def test_the_one_value_of_a_removed_key_that_still_holds_is_accepted(caplog: pyt
     assert "experts.memory was removed, delete it" in caplog.text
 
 
+@pytest.mark.parametrize("base", ["checkpoint", "line", None])
+def test_the_removed_base_of_a_prediction_has_no_effect_and_is_named(
+    base: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = CPSRConfig.load({"run_dir": "x", "predictor": {"base": base, "gain": 2.0}})
+    assert found == CPSRConfig.load({"run_dir": "x", "predictor": {"gain": 2.0}})
+    assert "predictor.base was removed, delete it from the configuration: a prediction begins at" in caplog.text
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         CPSRConfig.load(tmp_path / "absent.yaml")

@@ -29,7 +29,7 @@ __all__ = ["METHODS", "MethodSamples", "Repeat", "find_methods", "measure_method
 # Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
 METHODS: dict[str, Callable[..., StatePredictor]] = {
     **BASELINES,
-    "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0, "checkpoint"),
+    "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0),
     # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
     # checkpoint, which it need not read again to find them finite.
     "default": partial(
@@ -38,11 +38,10 @@ METHODS: dict[str, Callable[..., StatePredictor]] = {
             **PredictorConfig().settings(),
             "window_iterations": SPAN_ITERATIONS,
             "gain": 2.0,
-            "base": "checkpoint",
         },
     ),
     # In its own direction from the start, as it is after some training.
-    "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, "checkpoint", direction="vitp"),
+    "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, direction="vitp"),
     "vitp-elementwise": ElementwisePredictor,
 }
 

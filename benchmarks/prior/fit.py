@@ -123,8 +123,8 @@ def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
         straightness=_straightness(row),
     )
     if setting is None:  # the checkpoint itself: no window matters where nothing is followed
-        return features(context, Setting(float(row["interval"]), 0.0, 0.0))
-    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon, setting["base"]))
+        return features(context, Setting(float(row["interval"]), 0.0))
+    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon))
 
 
 def _straightness(row: Mapping[str, Any]) -> float:

@@ -32,7 +32,7 @@ def drawn(runs: int, failures: int, settings: int, noise: float) -> tuple[Recove
             context = Context(draw.uniform(5, 90), draw.uniform(300, 2000), draw.choice([20, 50, 100]), draw.uniform())
             for place in range(settings):
                 reach = 0.0 if place == 0 else draw.uniform(10, 200)
-                setting = Setting(draw.choice([200, 300, 400]), reach, draw.choice([0.0, 1.0]) if place else 0.0)
+                setting = Setting(draw.choice([200, 300, 400]), reach)
                 terms.append(features(context, setting))
                 costs.append(context.horizon_iterations - share * reach + draw.normal(0.0, noise))
                 horizons.append(context.horizon_iterations)
@@ -45,7 +45,7 @@ def drawn(runs: int, failures: int, settings: int, noise: float) -> tuple[Recove
 def test_the_fit_finds_the_mean_and_how_runs_differ() -> None:
     recoveries, shares = drawn(runs=8, failures=12, settings=8, noise=4.0)
     found = fit(recoveries, {})
-    at = features(Context(40, 1500, 50, 0.6), Setting(300, 100, 0.0))
+    at = features(Context(40, 1500, 50, 0.6), Setting(300, 100))
     assert at @ found.mean == pytest.approx(40 - 100 * numpy.mean(shares), abs=6.0)
     deviation = numpy.sqrt(at @ found.covariance @ at)
     assert 0.5 < deviation / (100 * numpy.std(shares, ddof=1)) < 2.0
@@ -64,7 +64,7 @@ def test_a_wild_cost_hardly_moves_the_fit() -> None:
     recoveries, _ = drawn(runs=6, failures=10, settings=6, noise=2.0)
     before = fit(recoveries, {}).mean
     recoveries.costs[7] += 5000.0
-    at = features(Context(40, 1500, 50, 0.6), Setting(300, 100, 0.0))
+    at = features(Context(40, 1500, 50, 0.6), Setting(300, 100))
     assert at @ fit(recoveries, {}).mean == pytest.approx(at @ before, abs=3.0)
 
 

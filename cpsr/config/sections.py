@@ -152,14 +152,17 @@ class FitterConfig(Section):
         return self
 
 
+_PREDICTOR_BASE = (
+    "a prediction begins at the checkpoint's weights; from the line's value it cost a horizon more early in training, "
+    "and no less later (docs/prediction.md)"
+)
+
+
 class PredictorConfig(Section):
     """How the state at the failure is predicted; null leaves a choice to the prior."""
 
     window_iterations: int | None = Field(default=None, ge=2, description="Span of history the line is fitted over.")
     gain: float | None = Field(default=None, ge=0, le=1000, description="Factor on the fitted displacement.")
-    base: Literal["checkpoint", "line"] | None = Field(
-        default=None, description="Start from the checkpoint's weights or from the fitted line's value there."
-    )
     direction: Literal["line", "vitp"] | None = Field(
         default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
@@ -169,6 +172,15 @@ class PredictorConfig(Section):
         description="Elements predicted at a time: bounds the predictor's memory. A MiB of each checkpoint stays in a "
         "processor's cache while it is combined; with four it took half as long again.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, data: Any) -> Any:
+        """Accept `base` for one version, without effect, and say so."""
+        if isinstance(data, dict) and "base" in data:
+            logger.warning("predictor.base was removed, delete it from the configuration: %s", _PREDICTOR_BASE)
+            return {key: value for key, value in data.items() if key != "base"}
+        return data
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the predictor."""

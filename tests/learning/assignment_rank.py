@@ -25,7 +25,7 @@ INTERVAL, COUNT = 50, 11
 LEFT = 6  # checkpoints that rank 1 takes in where it lags
 SCENARIOS = ("even", "lagging", "not finite")
 SIZES = {"embedding": 900, "attention": 300, "first": 250, "second": 250, "bias": 20}
-SETTINGS: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "base": "checkpoint", "direction": "vitp"}
+SETTINGS: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "direction": "vitp"}
 COMMIT_SECONDS = 20.0
 
 

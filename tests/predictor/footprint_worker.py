@@ -79,7 +79,7 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
         often its network was trained.
     """
     _settle()
-    predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20, direction="vitp")
+    predictor = VITPPredictor(400, 2.0, 1 << 20, direction="vitp")
     with MemoryPeak() as memory:
         footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
         newest = checkpoints * INTERVAL
@@ -96,7 +96,7 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
 def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int]:
     """Predict without learning, and hand on what was learned before; returns the first two of `peak_bytes`."""
     _settle()
-    predictor = VITPPredictor(400, 2.0, "checkpoint", 1 << 20)
+    predictor = VITPPredictor(400, 2.0, 1 << 20)
     with MemoryPeak() as memory:
         predictor.follow_line()
         footprint = predictor.stay_within(limit_bytes, operators, checkpoints)

@@ -131,7 +131,7 @@ def test_own_operators_are_all_that_is_seen(make_history: MakeHistory) -> None:
 
 
 def test_operators_that_no_rank_reports_follow_the_line(make_history: MakeHistory) -> None:
-    settings: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "base": "checkpoint"}
+    settings: dict[str, Any] = {"window_iterations": 300, "gain": 1.0}
     generator = torch.Generator().manual_seed(0)
     steps = [{name: torch.randn(9, generator=generator) for name in ORDER} for _ in range(8)]
     history = make_history([50 * place for place in range(8)], steps)

@@ -107,7 +107,7 @@ def test_nothing_is_taken_on_the_device_that_the_training_loop_works_on(make_his
     )
 
     def predicted() -> dict[str, torch.Tensor]:
-        predictor = VITPPredictor(200, 2.0, "checkpoint", direction="vitp")
+        predictor = VITPPredictor(200, 2.0, direction="vitp")
         for _ in predictor.learn(history):
             pass
         forecast = predictor.forecast(history, Target(255, 255.0, 1.0))

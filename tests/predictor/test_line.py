@@ -38,10 +38,9 @@ def test_it_is_a_state_predictor() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, 1.5, 2.0])
-@pytest.mark.parametrize("base", ["checkpoint", "line"])
-def test_weights_on_a_line_move_along_it(make_history: MakeHistory, gain: float, base: Any) -> None:
+def test_weights_on_a_line_move_along_it(make_history: MakeHistory, gain: float) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor(window_iterations=300, gain=gain, base=base, chunk_elements=3)
+    predictor = LinePredictor(window_iterations=300, gain=gain, chunk_elements=3)
     out = predicted(predictor, history, predictor.forecast(history, Target(1030, 1030.0, 1.0)))
     expected = 0.5 + torch.linspace(-1, 1, 7) * ((1000 + gain * 30) / 1000)
     torch.testing.assert_close(out["w"], expected, rtol=1e-6, atol=1e-6)
@@ -89,7 +88,7 @@ def test_precision_is_kept_for_small_steps_on_large_weights(make_history: MakeHi
         {"w": (start + 1e-3 * torch.randn(512, generator=generator, dtype=torch.float64)).float()} for _ in ITERATIONS
     ]
     history = make_history(ITERATIONS, weights)
-    predictor = LinePredictor(window_iterations=300, gain=2.0, base="line")
+    predictor = LinePredictor(window_iterations=300, gain=2.0)
     forecast = predictor.forecast(history, Target(1100, 1100.0, 1.0))
     exact = sum(c * w["w"].double() for c, w in zip(forecast.coefficients["w"], weights, strict=True))
     assert isinstance(exact, torch.Tensor)
@@ -101,7 +100,7 @@ def test_horizon_zero_is_the_checkpoint_itself(make_history: MakeHistory) -> Non
         iterations = ITERATIONS[-count:]
         weights = [{"w": torch.randn(5)} for _ in iterations]
         history = make_history(iterations, weights)
-        predictor = LinePredictor(base="line")
+        predictor = LinePredictor()
         forecast = predictor.forecast(history, Target(1000, 1000.0, 1.0))
         assert forecast.feasible
         assert forecast.expected_lag_iterations == 0.0
@@ -312,7 +311,7 @@ TARGET = Target(1030, 1030.0, 1.0)
 
 def setting_of(forecast: Forecast) -> Setting:
     chosen = forecast.settings
-    return Setting(chosen["window_iterations"], chosen["gain"] * 30, chosen["base"], chosen["direction"])
+    return Setting(chosen["window_iterations"], chosen["gain"] * 30, chosen["direction"])
 
 
 def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history: MakeHistory) -> None:
@@ -350,6 +349,15 @@ def test_outcomes_without_a_lag_change_nothing(make_history: MakeHistory) -> Non
     assert predictor.forecast(history, TARGET) == before
 
 
+def test_what_began_at_the_line_s_value_is_no_measurement(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, straight(ITERATIONS))
+    predictor = LinePredictor()
+    before = predictor.forecast(history, TARGET)
+    settings = {**before.settings, "base": 1.0}  # as version 0.1.0 wrote it
+    predictor.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 5.0})
+    assert predictor.forecast(history, TARGET) == before
+
+
 def test_it_says_where_recomputing_is_expected_to_be_cheaper(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     predictor = LinePredictor()
@@ -374,8 +382,8 @@ def test_a_rehearsal_tries_what_may_be_best(make_history: MakeHistory) -> None:
 
 def test_given_settings_are_taken(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
-    given_ones = LinePredictor(150, 1.2, "line").forecast(history, Target(1030, 1030.0, 1.0)).settings
-    assert (given_ones["window_iterations"], given_ones["gain"], given_ones["base"]) == (150, 1.2, 1.0)
+    given_ones = LinePredictor(150, 1.2).forecast(history, Target(1030, 1030.0, 1.0)).settings
+    assert (given_ones["window_iterations"], given_ones["gain"]) == (150, 1.2)
     assert given_ones["used_iterations"] == [850, 900, 950, 1000]
 
 

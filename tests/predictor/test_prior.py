@@ -74,7 +74,6 @@ def test_a_gain_fixes_how_far_the_line_is_followed() -> None:
     context = context_of(Target(1540, 1.0, PEAK), series(1500, 50))
     found = settings(context, [300], gain=2.0, directions=("line", "vitp"))
     assert {setting.reach_iterations for setting in found} == {80.0}
-    assert {setting.base for setting in found} == {0.0}
     assert {setting.direction for setting in found} == {"line", "vitp"}
 
 

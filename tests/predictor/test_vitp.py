@@ -25,7 +25,7 @@ MakeHistory = Callable[..., Any]
 Steps = list[dict[str, torch.Tensor]]
 INTERVAL = 50
 SPAN = 9  # checkpoints that the history holds: 400 iterations
-LINE: dict[str, Any] = {"window_iterations": 300, "gain": 1.0, "base": "checkpoint"}
+LINE: dict[str, Any] = {"window_iterations": 300, "gain": 1.0}
 OPERATORS = tuple(f"layer.{place}.weight" for place in range(8))
 SIZE = 200
 
@@ -132,28 +132,25 @@ def loaded(state: dict[str, Any], **options: Any) -> VITPPredictor:
 
 def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     history = until(make_history, noisy(circle, 12), 12)
-    for base in ("checkpoint", "line"):
-        options: dict[str, Any] = {**LINE, "base": base}
-        expected = LinePredictor(**options).forecast(history, ahead(history))
-        found = VITPPredictor(**options, direction="vitp").forecast(history, ahead(history))
-        assert found.coefficients == expected.coefficients
-        assert found.settings["direction"] == "vitp"
+    expected = LinePredictor(**LINE).forecast(history, ahead(history))
+    found = VITPPredictor(**LINE, direction="vitp").forecast(history, ahead(history))
+    assert found.coefficients == expected.coefficients
+    assert found.settings["direction"] == "vitp"
 
 
 def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str, Any]) -> None:
     steps = noisy(circle, 16)
     history = until(make_history, steps, 16)
-    for base in ("checkpoint", "line"):
-        options: dict[str, Any] = {**LINE, "base": base, "gain": 2.0}
-        line, vitp = LinePredictor(**options), loaded(taught, **options)
-        rest = LinePredictor(**{**options, "gain": 0.0})
-        start, straight_on, turned = (
-            predicted(one, history, one.forecast(history, ahead(history))) for one in (rest, line, vitp)
-        )
-        for name in OPERATORS:
-            moved, expected = turned[name] - start[name], straight_on[name] - start[name]
-            torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
-            assert torch.cosine_similarity(moved, expected, dim=0) < 0.97
+    options: dict[str, Any] = {**LINE, "gain": 2.0}
+    line, vitp = LinePredictor(**options), loaded(taught, **options)
+    rest = LinePredictor(**{**options, "gain": 0.0})
+    start, straight_on, turned = (
+        predicted(one, history, one.forecast(history, ahead(history))) for one in (rest, line, vitp)
+    )
+    for name in OPERATORS:
+        moved, expected = turned[name] - start[name], straight_on[name] - start[name]
+        torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
+        assert torch.cosine_similarity(moved, expected, dim=0) < 0.97
 
 
 def test_it_says_what_it_did(make_history: MakeHistory, taught: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ WHOLE, PARTIAL, FAILURE = 20, 24, 26
 GAIN = 0.5
 SETTINGS: dict[str, Any] = {
     "planner": {"intervals": "per_rank"},
-    "predictor": {"window_iterations": 100, "gain": GAIN, "base": "checkpoint", "direction": "line"},
+    "predictor": {"window_iterations": 100, "gain": GAIN, "direction": "line"},
     "restart": {"displacement_limit": 1e9, "loss_tolerance_nats": 1e9},
 }
 

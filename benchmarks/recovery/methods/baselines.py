@@ -84,9 +84,15 @@ def _bands_start(points: Sequence[HistoryEntry]) -> int:
     return prior.start_of_three(points, BANDS_WINDOW_ITERATIONS)
 
 
+class LineValue(LinePredictor):
+    """The line from its own value at the checkpoint, in place of the checkpoint's weights."""
+
+    _base = 1.0
+
+
 def _line(window_iterations: int) -> Callable[..., StatePredictor]:
     """The plain line over a fixed window: its own value at the failure."""
-    return partial(LinePredictor, window_iterations, 1.0, "line", name=f"line-w{window_iterations}")
+    return partial(LineValue, window_iterations, 1.0, name=f"line-w{window_iterations}")
 
 
 BASELINES: dict[str, Callable[..., StatePredictor]] = {
@@ -96,9 +102,9 @@ BASELINES: dict[str, Callable[..., StatePredictor]] = {
     "line-w200": _line(200),
     "line-w300": _line(300),
     "line-w400": _line(400),
-    "line-x2": partial(LinePredictor, 300, 2.0, "checkpoint", name="line-x2"),
-    "line-1.5": partial(LinePredictor, 300, 1.5, "line", name="line-1.5"),
-    "line-base": partial(LinePredictor, 300, 0.0, "line", name="line-base"),
+    "line-x2": partial(LinePredictor, 300, 2.0, name="line-x2"),
+    "line-1.5": partial(LineValue, 300, 1.5, name="line-1.5"),
+    "line-base": partial(LineValue, 300, 0.0, name="line-base"),
     "mean-3": MeanOfRecent,
     "ridge-ar": RidgeAutoregression,
     "fdd": DenoisedBands,

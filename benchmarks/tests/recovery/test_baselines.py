@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.recovery.methods.baselines import BASELINES
+from cpsr.benchmarks.recovery.methods.baselines import BASELINES, LineValue
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
 
@@ -81,24 +81,24 @@ def test_the_simple_ones_are_what_they_are_called(make_history: MakeHistory) -> 
 
 
 @pytest.mark.parametrize(
-    ("method", "window", "gain", "base"),
+    ("method", "line", "window", "gain"),
     [
-        ("line-w100", 100, 1.0, "line"),
-        ("line-w200", 200, 1.0, "line"),
-        ("line-w300", 300, 1.0, "line"),
-        ("line-w400", 400, 1.0, "line"),
-        ("line-x2", 300, 2.0, "checkpoint"),
-        ("line-1.5", 300, 1.5, "line"),
-        ("line", None, None, None),
+        ("line-w100", LineValue, 100, 1.0),
+        ("line-w200", LineValue, 200, 1.0),
+        ("line-w300", LineValue, 300, 1.0),
+        ("line-w400", LineValue, 400, 1.0),
+        ("line-x2", LinePredictor, 300, 2.0),
+        ("line-1.5", LineValue, 300, 1.5),
+        ("line", LinePredictor, None, None),
     ],
 )
 def test_the_lines_are_lines_of_these_settings(
-    make_history: MakeHistory, method: str, window: Any, gain: Any, base: Any
+    make_history: MakeHistory, method: str, line: type[LinePredictor], window: Any, gain: Any
 ) -> None:
     iterations = list(range(400, 1001, 50))
     history = make_history(iterations, [{"w": torch.randn(5)} for _ in iterations])
     target = Target(1030, 1030.0, 1.0)
-    expected = LinePredictor(window, gain, base).forecast(history, target)
+    expected = line(window, gain).forecast(history, target)
     assert BASELINES[method]().forecast(history, target).coefficients == expected.coefficients
     if window is not None:
         assert expected.settings["used_iterations"][0] == 1000 - window

@@ -177,7 +177,7 @@ def test_stale_starts_with_the_checkpoint_at_the_failures_place(cache: Path) -> 
 def test_methods_with_the_same_prediction_share_one_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_here = measurement(trajectory(cache))
     plain = measured_here.outcome("line-x2")
-    monkeypatch.setitem(methods.PREDICTORS, "again", Method(partial(LinePredictor, 300, 2.0, "checkpoint")))
+    monkeypatch.setitem(methods.PREDICTORS, "again", Method(partial(LinePredictor, 300, 2.0)))
     same = measured_here.outcome("again")
     assert plain.curve == same.curve
     assert plain.lag_iterations is not None
@@ -206,7 +206,7 @@ def test_a_diverged_recovery_has_no_cost(cache: Path, monkeypatch: pytest.Monkey
         def predict(self, history: Any, forecast: Any) -> Any:
             return ((name, start, values * 1e20) for name, start, values in super().predict(history, forecast))
 
-    monkeypatch.setitem(methods.PREDICTORS, "wild", Method(partial(Wild, 300, 1.0, "checkpoint")))
+    monkeypatch.setitem(methods.PREDICTORS, "wild", Method(partial(Wild, 300, 1.0)))
     outcome = measurement(trajectory(cache)).outcome("wild")
     assert (outcome.lag_iterations, outcome.final_gap_nats, outcome.end_cost_iterations) == (None, None, None)
     assert "diverged" in outcome.reason

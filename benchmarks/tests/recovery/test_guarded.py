@@ -42,12 +42,12 @@ def guarded(run: Trajectory, predictor: LinePredictor) -> tuple[float | None, st
 
 def test_a_sound_prediction_passes_and_a_wild_one_is_cut_to_the_path_or_vetoed(run: Trajectory) -> None:
     with one_thread():
-        plain, reason = guarded(run, LinePredictor(300, 1.0, "checkpoint"))
+        plain, reason = guarded(run, LinePredictor(300, 1.0))
         assert plain is not None
         assert "accepted" in reason
-        double, _ = guarded(run, LinePredictor(300, 2.0, "checkpoint"))
+        double, _ = guarded(run, LinePredictor(300, 2.0))
         assert double == pytest.approx(2 * plain, rel=1e-4)
-        wild, reason = guarded(run, LinePredictor(300, 1000.0, "checkpoint"))
+        wild, reason = guarded(run, LinePredictor(300, 1000.0))
         assert wild is None or wild < 100 * plain  # the path of the history at most
 
 

@@ -344,7 +344,7 @@ class JobPlanner:
     def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve | None, Predictable | None]:
         """Expected cost of a predicted recovery (None if impossible), and the longest interval for it."""
         settings = self._config.predictor
-        prior = LinePredictor(settings.window_iterations, settings.gain, settings.base)
+        prior = LinePredictor(settings.window_iterations, settings.gain)
         expected = expected_lags(prior, situation.schedule, self._config.checkpoint)
         if self._config.mode == "exact" or expected is None:
             return None, None
