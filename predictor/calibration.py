@@ -1,4 +1,4 @@
-"""Expected cost of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
+"""Expected end cost of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
 
 The cost is the end cost (`cpsr.fitter.end_cost`): the gap in the final loss, in iterations of equal worth. Errors per
 element, curvature and the loss at injection do not find the setting of the lowest cost. So the cost itself is modelled,
@@ -77,17 +77,17 @@ class Observation:
 
 @dataclass(frozen=True)
 class Expected:
-    """Cost that a setting is expected to have, and the standard deviation of that expectation, in iterations.
+    """End cost that a setting is expected to have, and the standard deviation of that expectation, in iterations.
 
-    The standard deviation is that of the mean cost of such recoveries in this run; a single one scatters more.
+    The standard deviation is that of the mean of such recoveries in this run; a single one scatters more.
     """
 
-    lag_iterations: float
+    end_cost_iterations: float
     deviation_iterations: float
 
     def bound(self, deviations: float) -> float:
         """The cost plus so many standard deviations."""
-        return self.lag_iterations + deviations * self.deviation_iterations
+        return self.end_cost_iterations + deviations * self.deviation_iterations
 
 
 FEATURES = (
@@ -175,7 +175,7 @@ def table() -> Table:
 
 
 class Calibration:
-    """Expected cost of settings: from the table and this run's measurements.
+    """Expected end cost of settings: from the table and this run's measurements.
 
     Args:
         prior: the offline fit; None: the shipped one.
@@ -203,7 +203,7 @@ class Calibration:
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
     def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
-        """The setting of the lowest bound, and its expected cost.
+        """The setting of the lowest bound, and its expected end cost.
 
         Args:
             context: of the failure.

@@ -81,7 +81,7 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
 def of_length(forecast: Forecast, length: float) -> Forecast:
     """The forecast with all of its displacement this much as long; its settings record it.
 
-    The lag to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
+    The end cost to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
 
     Args:
         forecast: a feasible one.
@@ -91,11 +91,11 @@ def of_length(forecast: Forecast, length: float) -> Forecast:
         return forecast
     shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
     scaled: dict[str, Any] = {"gain": forecast.settings["gain"] * length} if "gain" in forecast.settings else {}
-    horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_lag_iterations))
-    expected = horizon + length * (forecast.expected_lag_iterations - horizon)
-    if "expected_lag_iterations" in forecast.settings:
-        scaled["expected_lag_iterations"] = expected
-    return replace(shorter, settings={**forecast.settings, **scaled}, expected_lag_iterations=expected)
+    horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_end_cost_iterations))
+    expected = horizon + length * (forecast.expected_end_cost_iterations - horizon)
+    if "expected_end_cost_iterations" in forecast.settings:
+        scaled["expected_end_cost_iterations"] = expected
+    return replace(shorter, settings={**forecast.settings, **scaled}, expected_end_cost_iterations=expected)
 
 
 def _zeros(*shape: int) -> torch.Tensor:

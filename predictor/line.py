@@ -18,11 +18,11 @@ from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, st
 
 __all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
-# A setting's standard deviation counts against it: its expected lag must be low and certain.
+# A setting's standard deviation counts against it: its expected end cost must be low and certain.
 CAUTION_DEVIATIONS = 1.0
 # A rehearsal explores: it prefers settings that may be good and are uncertain.
 CURIOSITY_DEVIATIONS = -1.0
-# The other direction must promise this much less lag before a change, or the two would alternate: recoveries from
+# The other direction must promise so much lower a cost before a change, or the two would alternate: recoveries from
 # one failure scatter by as much.
 HYSTERESIS_ITERATIONS = 5.0
 # How far the end cost lies from the lag after 60 to 160 iterations: 27 iterations, at 159 recoveries of 12 small runs
@@ -36,10 +36,10 @@ REHEARSAL_DEVIATION_ITERATIONS = 30.0
 class LinePredictor(SeriesPredictor):
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + gain * slope * (time_f - time_c)`. Window and gain are those of the
-    lowest expected cost, by the offline table and by what this run has measured; where even that is no less than
-    recomputing, the forecast's `expected_lag_iterations` shows it. It needs three usable checkpoints within the window,
-    and goes no further ahead than the line is fitted over, nor 10 intervals.
+    Predicts `x_c + gain * slope * (time_f - time_c)`. Window and gain are those of the lowest expected end cost, by the
+    offline table and by what this run has measured; where even that is no less than recomputing, the forecast's
+    `expected_end_cost_iterations` shows it. It needs three usable checkpoints within the window, and goes no further
+    ahead than the line is fitted over, nor 10 intervals.
 
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
@@ -86,7 +86,7 @@ class LinePredictor(SeriesPredictor):
         return [curious.forecast(history, target)]
 
     def expected(self, points: Sequence[HistoryEntry], target: Target) -> Expected | str:
-        """Expected cost of a prediction from checkpoints at `points`, or why there would be none; reads no weights.
+        """Expected end cost of a prediction from checkpoints at `points`, or why there would be none; reads no weights.
 
         Args:
             points: when the checkpoints would be taken, ascending.
@@ -102,7 +102,7 @@ class LinePredictor(SeriesPredictor):
         return undecided._choose(context, points, target)[1]
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Record the outcome of a recovery or rehearsal; a measured lag updates the expected lags of settings.
+        """Record the outcome of a recovery or rehearsal; a measured lag updates the expected end costs.
 
         Raises:
             ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
@@ -156,9 +156,9 @@ class LinePredictor(SeriesPredictor):
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
         context = prior.context_of(target, points, self._straightness)
         setting, expected = self._choose(context, points, target)
-        lag = expected.lag_iterations
+        cost = expected.end_cost_iterations
         if context.horizon_iterations > prior.HORIZON_ITERATIONS:
-            lag = max(lag, context.horizon_iterations)
+            cost = max(cost, context.horizon_iterations)
         window = int(setting.window_iterations)
         gain = setting.reach_iterations / context.horizon_iterations
         start = window_start(points, window)
@@ -167,7 +167,7 @@ class LinePredictor(SeriesPredictor):
             "window_iterations": window,
             "gain": gain,
             "direction": setting.direction,
-            "expected_lag_iterations": lag,
+            "expected_end_cost_iterations": cost,
             "expected_deviation_iterations": expected.deviation_iterations,
             "context": asdict(context),
         }
@@ -193,8 +193,8 @@ class LinePredictor(SeriesPredictor):
         return (
             f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
             f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f}, "
-            f"{settings['horizon_iterations']} iterations ahead; expected lag "
-            f"{settings['expected_lag_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
+            f"{settings['horizon_iterations']} iterations ahead; expected end cost "
+            f"{settings['expected_end_cost_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
         )
 
 

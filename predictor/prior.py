@@ -25,7 +25,7 @@ WINDOWS_ITERATIONS = (100, 150, 200, 300, 400)
 # A young run turns: lines over most of its life ended up to 12 nats above the checkpoint when followed.
 WINDOW_SHARE_OF_AGE = 0.5
 # How far the line is followed: these shares of its window, and these multiples of the horizon. The table is fitted to
-# 0.8 windows and 3 horizons; beyond half a window lags still fall a little, but the loss at injection rises fast.
+# 0.8 windows and 3 horizons; beyond half a window costs still fall a little, but the loss at injection rises fast.
 REACH_OF_WINDOW = (0.1, 0.2, 0.3, 0.4, 0.5)
 REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
 # The furthest failure in the table's fit; there is no expectation beyond it.

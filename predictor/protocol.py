@@ -73,7 +73,7 @@ class Forecast:
         method: how the state is formed: the direction that was taken, where a predictor has several, else its name.
         feasible: False where the predictor advises against itself; `reason` has the cause.
         coefficients: operator -> one float per history entry.
-        expected_lag_iterations: expected cost of this recovery, from the prior or from measurements.
+        expected_end_cost_iterations: expected end cost of this recovery, from the prior or from measurements.
         reason: one sentence for the user.
         settings: the numbers behind it, for the journal.
     """
@@ -81,13 +81,13 @@ class Forecast:
     method: str
     feasible: bool
     coefficients: dict[str, tuple[float, ...]]
-    expected_lag_iterations: float
+    expected_end_cost_iterations: float
     reason: str
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def expected_deviation_iterations(self) -> float:
-        """Standard deviation of the expected cost; 0 where the predictor knows none."""
+        """Standard deviation of the expected end cost; 0 where the predictor knows none."""
         return float(self.settings.get("expected_deviation_iterations", 0.0))
 
 

@@ -35,7 +35,7 @@ class Fit:
             whose coefficient is not.
         obstacle: why there is no row.
         note: one sentence for the user, instead of the predictor's own.
-        settings: the numbers behind it; `expected_lag_iterations` where that is known.
+        settings: the numbers behind it; `expected_end_cost_iterations` where that is known.
     """
 
     row: tuple[float, ...]
@@ -266,8 +266,10 @@ class SeriesPredictor(ABC):
         reason = plan.fit.note or self._sentence(settings)
         # Without a measurement there is no expected gain: recomputing costs the horizon and is exact. The state is no
         # better than the worst of its operators.
-        lag = max(float(one.settings.get("expected_lag_iterations", horizon)) for one in (plan.fit, *plan.own_fits))
-        return Forecast(self.name, True, dict(plan.rows), lag, reason + aside, settings)
+        cost = max(
+            float(one.settings.get("expected_end_cost_iterations", horizon)) for one in (plan.fit, *plan.own_fits)
+        )
+        return Forecast(self.name, True, dict(plan.rows), cost, reason + aside, settings)
 
     def _sentence(self, settings: Mapping[str, Any]) -> str:
         used = len(settings["used_iterations"])
@@ -289,7 +291,7 @@ def newest_row(count: int) -> tuple[float, ...]:
 
 
 def _unchanged(count: int, note: str) -> Fit:
-    return Fit(newest_row(count), note=note, settings={"expected_lag_iterations": 0.0})
+    return Fit(newest_row(count), note=note, settings={"expected_end_cost_iterations": 0.0})
 
 
 def _spread(row: Sequence[float], indices: Sequence[int], count: int) -> tuple[float, ...]:

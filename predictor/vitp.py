@@ -57,7 +57,7 @@ class VITPPredictor(LinePredictor):
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
         chunk_elements: as in `LinePredictor`.
-        direction: whose direction is taken. None: that of the lower expected lag, the line's until the network has
+        direction: whose direction is taken. None: that of the lower expected end cost, the line's until the network has
             been trained on four checkpoints.
         ranks: the other ranks that predict together. Its `reduce` and `broadcast` are called exactly once a forecast.
             Where slices of one operator were taken at different iterations, each has a name of its own in `reduce`.

@@ -31,10 +31,10 @@ class Recovery(BaseModel):
                     "feasible": ["predicted", "exact"],
                     "outcome": "kept",
                     "labelled": True,
-                    "expected_lag_iterations": -30.0,
+                    "expected_end_cost_iterations": 55.0,
                     "reason": "121 iterations past the checkpoint",
-                    "settings": {"window_iterations": 100},
-                    "guard": {"lag": {"lag_iterations": -12.0, "standard_error_iterations": 8.0}},
+                    "settings": {"window_iterations": 100, "expected_deviation_iterations": 20.0},
+                    "guard": {"lag": {"lag_iterations": 12.0, "standard_error_iterations": 8.0}},
                     "sources": [{"rank": 0, "source": "disk", "iteration": 4200}],
                     "load_seconds": 1.2,
                     "predict_seconds": 0.8,
@@ -59,10 +59,15 @@ class Recovery(BaseModel):
     feasible: list[str] = Field(description="Methods that could have been taken.")
     outcome: Literal["kept", "vetoed", "rolled_back", "watching"]
     labelled: bool = Field(description="Whether checkpoints taken from there on are labelled `predicted`.")
-    expected_lag_iterations: float | None
+    expected_end_cost_iterations: float | None = Field(
+        description="Of a prediction: the gap in the final loss, in iterations of equal worth. Recomputing costs "
+        "failure_iteration - checkpoint_iteration. settings.expected_deviation_iterations is its standard deviation."
+    )
     reason: str
     settings: dict[str, Any]
-    guard: dict[str, Any] = Field(description="What the guard measured; `lag` once the losses have given it.")
+    guard: dict[str, Any] = Field(
+        description="What the guard measured; `lag`, after 60 to 160 iterations, once the losses have given it."
+    )
     sources: list[dict[str, Any]] = Field(description="Where each rank's state came from.")
     load_seconds: float | None
     predict_seconds: float | None

@@ -51,7 +51,9 @@ class Rehearsal(BaseModel):
     method: str
     settings: dict[str, Any]
     guard: dict[str, Any]
-    lag_iterations: float | None = Field(description="How far behind the run would have stayed; negative: ahead.")
+    lag_iterations: float | None = Field(
+        description="How far behind the rehearsed run was over the second half of its iterations; negative: ahead."
+    )
     lag_standard_error_iterations: float | None
     cost_seconds: float | None = Field(description="How long training waited for it.")
     cost_iterations: float | None

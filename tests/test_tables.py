@@ -28,7 +28,7 @@ from cpsr.tables import print_table
 ROOT = Path(__file__).parents[1]
 WIDTH = 80
 REASON = (
-    "line over 8 checkpoints (300 iterations), gain 2.00, base 0.00, 12345 iterations ahead; expected lag -38 +- 12; "
+    "line over 8 checkpoints (300 iterations), gain 2.00, 12345 iterations ahead; expected end cost -38 +- 12; "
     "[rank 1] the loss of 4 probe batches is 1.2345 nats, 0.0123 below the checkpoint's; rank 1's state was lost with "
     "/mnt/storage/experiments/llama-7b/run-2026-11-23/checkpoints/step-0001234567/rank-00001.params.safetensors"
 )
@@ -36,7 +36,7 @@ PLAN: dict[str, Any] = {
     "iteration_seconds": 0.6,
     "checkpoint": {"state_bytes": 4e9, "snapshot_bytes_per_second": 5e9, "persist_bytes_per_second": 1e9},
     "failures": {"mtbf_hours": 0.5, "restart_seconds": 120},
-    "recovery": {"predictable_interval_iterations": 200, "lag": {"per_horizon_iteration": 0.3}},
+    "recovery": {"predictable_interval_iterations": 200, "end_cost": {"per_horizon_iteration": 0.3}},
     "fixed_interval_iterations": 1000,
     "intervals": "per_rank",
     "ranks": [{"count": 7}, {"state_bytes": 4e10}],

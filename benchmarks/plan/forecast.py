@@ -132,7 +132,7 @@ class FailureCost:
         method: of the recovery.
         outcome: of the recovery.
         repeated: iterations that were to be trained again.
-        expected_lag: what the recovery itself expected, in iterations.
+        expected_end_cost: what the recovery itself expected, in iterations.
         reason: of the recovery.
     """
 
@@ -145,7 +145,7 @@ class FailureCost:
     method: str
     outcome: str
     repeated: int
-    expected_lag: float | None
+    expected_end_cost: float | None
     reason: str
 
 
@@ -344,7 +344,7 @@ def each_failure(
             method=row.method,
             outcome=row.outcome,
             repeated=row.failure_iteration - row.restored_iteration,
-            expected_lag=row.expected_lag_iterations,
+            expected_end_cost=row.expected_end_cost_iterations,
             reason=row.reason,
         )
 
@@ -362,12 +362,12 @@ def realised(failures: Sequence[FailureCost], course: Sequence[tuple[int, float,
     at, lags = [point for point, _, _ in course], [lag for _, lag, _ in course]
     found = []
     for failure, following in zip(failures, [*(one.iteration for one in failures[1:]), end], strict=True):
-        if failure.expected_lag is None or failure.repeated:
+        if failure.expected_end_cost is None or failure.repeated:
             continue
         before = numpy.interp(failure.iteration - BEFORE_ITERATIONS, at, lags)
         after = numpy.interp(min(failure.iteration + AFTER_ITERATIONS, following), at, lags)
         quiet = following - failure.iteration
-        found.append(Realised(failure.iteration, quiet, failure.expected_lag, float(after - before)))
+        found.append(Realised(failure.iteration, quiet, failure.expected_end_cost, float(after - before)))
     return found
 
 

@@ -89,7 +89,9 @@ class JobResult:
     def recoveries_lag_iterations(self) -> float:
         """What the recoveries themselves expected, each knowing its horizon; recomputing costs what it repeats."""
         return sum(
-            float(failure.repeated) if failure.expected_lag is None or failure.repeated else failure.expected_lag
+            float(failure.repeated)
+            if failure.expected_end_cost is None or failure.repeated
+            else failure.expected_end_cost
             for failure in self.failures
         )
 

@@ -11,7 +11,7 @@ from cpsr.config import LifeConfig
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PhaseInputs, PlannerInputs
 from cpsr.planner.plan import make_plan
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 
 __all__ = ["KINDS", "Timing", "measure"]
 
@@ -20,7 +20,7 @@ PIPELINE_STAGES = 64  # more than any pipeline that has been published
 LIMITS = Limits(10, 500, 200)
 PHASE = PhaseInputs(1000, 3000, 3e-4, 1.8, 0.05, -9.0, 1e-6, 355_000_000)
 # A lead up to 60 iterations behind the checkpoint, at a failure every ten minutes: nothing is left out of the cost.
-LAG = LagCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
+LAG = EndCostCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
 JOB = PlannerInputs(
     0.6,
     0.9,

@@ -40,7 +40,7 @@ def guarded_state(
         return forecast, None
     horizon = failure - checkpoint.iteration
     share = 1.0 if part is None else part.share
-    if share * (forecast.expected_lag_iterations + forecast.expected_deviation_iterations) >= horizon:
+    if share * (forecast.expected_end_cost_iterations + forecast.expected_deviation_iterations) >= horizon:
         reason = f"recomputing {horizon} iterations is the safer choice; {forecast.reason}"
         return replace(forecast, feasible=False, reason=reason), None
     guard = Guard()

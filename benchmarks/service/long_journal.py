@@ -12,7 +12,7 @@ from cpsr.journal.thinning import thin
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 
 __all__ = ["copied", "journal_of", "thin_out"]
 
@@ -20,9 +20,8 @@ ROWS_AT_ONCE = 200_000
 PHASE_ITERATIONS = 1_000  # the longest that a phase may be: the most phases that a run can have
 PHASES_MAX = 1_000
 ITERATION_SECONDS = 0.6
-JOB = PlannerInputs(
-    ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, LagCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
-)
+CURVE = EndCostCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
+JOB = PlannerInputs(ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, CURVE)
 
 
 def journal_of(cache: Path, steps: int, checkpoints: int, on_rows: Callable[[int], None]) -> Path:

@@ -18,7 +18,7 @@ from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.outcome import Outcome
 from cpsr.simulate.run import simulate
-from cpsr.simulate.system import Checkpoints, Job, LinearLag, Prediction, Recovery, Rollback, System
+from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Rollback, System
 
 __all__ = [
     "LAG_POINTS",
@@ -71,10 +71,10 @@ LAG_POINTS = (
 # Curves for planned intervals. The measured lag is u less a lead that hardly depends on u or on the interval: -58
 # iterations where it is -3.63 u, -37 where it is -0.95 u, +3 where it is +0.03 u (README, 2026-11-21) are a lead of 75.
 CURVES = {
-    "u - 75, measured": LinearLag(1.0, 75.0),
-    "0.03 u, plain line": LinearLag(0.03),
-    "0.93 u, prediction alone": LinearLag(0.93),
-    "u, recomputing": LinearLag(1.0),
+    "u - 75, measured": LinearCost(1.0, 75.0),
+    "0.03 u, plain line": LinearCost(0.03),
+    "0.93 u, prediction alone": LinearCost(0.93),
+    "u, recomputing": LinearCost(1.0),
 }
 
 
@@ -188,7 +188,7 @@ def sweeps(workload: Workload = WORKLOADS[1]) -> list[Sweep]:
     return [_sweep(workload, name, lag) for name, lag in CURVES.items()]
 
 
-def _sweep(workload: Workload, name: str, lag: LinearLag) -> Sweep:
+def _sweep(workload: Workload, name: str, lag: LinearCost) -> Sweep:
     intervals: list[int] = []
     modes: list[str] = []
     over_checkfreq: list[float] = []
@@ -210,7 +210,7 @@ def _sweep(workload: Workload, name: str, lag: LinearLag) -> Sweep:
     return Sweep(workload.name, name, intervals, modes, over_checkfreq, over_young)
 
 
-def _inputs(workload: Workload, mtbf_seconds: float, lag: LinearLag | None = None) -> PlannerInputs:
+def _inputs(workload: Workload, mtbf_seconds: float, lag: LinearCost | None = None) -> PlannerInputs:
     return PlannerInputs(
         iteration_seconds=workload.iteration_seconds,
         stall_seconds=workload.stall_seconds(workload.checkfreq_interval),
@@ -223,13 +223,13 @@ def _inputs(workload: Workload, mtbf_seconds: float, lag: LinearLag | None = Non
     )
 
 
-def _prediction(workload: Workload, lag: LinearLag) -> Prediction:
+def _prediction(workload: Workload, lag: LinearCost) -> Prediction:
     return Prediction(lag, PREDICT_ITERATIONS * workload.iteration_seconds, WATCH_ITERATIONS, LEAD_AFTER_ITERATIONS)
 
 
 def _cpsr(workload: Workload, interval: int, share: float, mtbf_seconds: float) -> float:
     stall = workload.stall_seconds(workload.checkfreq_interval)
-    return _cost(workload, interval, stall, _prediction(workload, LinearLag(share)), mtbf_seconds)
+    return _cost(workload, interval, stall, _prediction(workload, LinearCost(share)), mtbf_seconds)
 
 
 def _cost(workload: Workload, interval: int, stall: float, recovery: Recovery, mtbf_seconds: float) -> float:

@@ -16,7 +16,7 @@ from cpsr.planner.ranks import optima
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.run import simulate
-from cpsr.simulate.system import Checkpoints, Job, LinearLag, Prediction, Recovery, Rollback, System
+from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Rollback, System
 
 __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "unavoidable_excess", "worst"]
 
@@ -27,7 +27,12 @@ MTBF_MINUTES = (10, 30, 60, 180, 720)
 # Stall and persist seconds of a small, a middling and a large state.
 STATES = {"small": (0.3, 5.0), "middling": (3.0, 40.0), "large": (20.0, 150.0)}
 # Lag over u early in a run and later (README, warm-up: +0.73, +0.29, 0.02 to 0.05), and a lead of a few iterations.
-PHASES = {"early": LinearLag(0.73), "middle": LinearLag(0.29), "late": LinearLag(0.04), "ahead": LinearLag(0.4, 4.0)}
+PHASES = {
+    "early": LinearCost(0.73),
+    "middle": LinearCost(0.29),
+    "late": LinearCost(0.04),
+    "ahead": LinearCost(0.4, 4.0),
+}
 # The planner's curve over the true one.
 ERRORS = (1.0, 0.7, 1.3)
 # Measured slopes near the break-even of the two modes.
@@ -46,7 +51,7 @@ class Case:
     """One cell of the grid; costs are shares of the wall time, restarts apart.
 
     Attributes:
-        curve_error: the planner's lag over the true one.
+        curve_error: the planner's end cost over the true one.
         interval_iterations: planned, with its mode.
         cost: simulated, with the true curve.
         brute_cost: least of all intervals and modes inside the same bounds; that interval and mode.
@@ -93,7 +98,7 @@ def _cell(minutes: int, state: str, phase: str) -> Iterator[Case]:
     rival_cost, rival, rival_interval = min(_rivals(truth))
     for error in ERRORS:
         true_lag = PHASES[phase]
-        believed = _inputs(minutes, state, LinearLag(true_lag.slope * error, true_lag.lead_iterations * error))
+        believed = _inputs(minutes, state, LinearCost(true_lag.slope * error, true_lag.lead_iterations * error))
         plan = make_plan([believed], LIMITS)
         assert plan.mode is not None
         cost = _cost(truth, plan.interval_iterations, plan.mode)
@@ -115,7 +120,7 @@ def _cell(minutes: int, state: str, phase: str) -> Iterator[Case]:
         )
 
 
-def _inputs(minutes: int, state: str, lag: LinearLag) -> PlannerInputs:
+def _inputs(minutes: int, state: str, lag: LinearCost) -> PlannerInputs:
     stall, persist = STATES[state]
     rate = 1 / (minutes * 60.0)
     return PlannerInputs(
@@ -179,7 +184,7 @@ def unavoidable_excess(minutes: int, state: str) -> float:
     """
 
     def least(mode: Mode, slope: float) -> float:
-        (best,) = optima([_inputs(minutes, state, LinearLag(slope))], LIMITS, mode)
+        (best,) = optima([_inputs(minutes, state, LinearCost(slope))], LIMITS, mode)
         assert best is not None
         return best.cost_per_second
 

@@ -29,7 +29,7 @@ A description, all of it, as job.yaml (more keys are in docs/planning.md):
     failures: {mtbf_hours: 12, restart_seconds: 30}
     recovery:
       predictable_interval_iterations: 200
-      lag: {per_horizon_iteration: 0.8}
+      end_cost: {per_horizon_iteration: 0.5}
 """
 SIMULATE_HELP = """Simulate what failures cost a job, by checkpoint policy; nothing is trained.
 
@@ -43,7 +43,7 @@ simulation.yaml (more keys are in docs/simulation.md):
     recovery:
       predict_seconds: 10
       predictable_interval_iterations: 300
-      lag: {per_horizon_iteration: 0.3}
+      end_cost: {per_horizon_iteration: 0.5}
     wall_days: 54
     policies:
       - young

@@ -42,6 +42,8 @@ PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
     "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
 )
+END_COSTS_SINCE_VERSION = 6
+RECOVERIES_OF_VERSION_5 = select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")
 # Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
@@ -326,6 +328,8 @@ class JournalReader:
     def _select(self, row_type: type[Any]) -> str:
         if row_type is PlanRow and self._version() < PLAN_MODES_SINCE_VERSION:
             return PLANS_OF_VERSION_2
+        if row_type is RecoveryRow and self._version() < END_COSTS_SINCE_VERSION:
+            return RECOVERIES_OF_VERSION_5
         return select_sql(row_type)
 
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:

@@ -118,7 +118,7 @@ class RecoveryRow:
     `method` is the text of a `Beginning`, or the name of the predictor: `line` if the state followed the line through
     the checkpoints, `vitp` if the network turned that line (older journals have `vitp` for both). Training continues at
     `restored_iteration`; `failure_iteration` is None if the run had not failed. `feasible` lists the possible methods,
-    `expected_lag_iterations` is the expected cost of the recovery, `guard` contains the guard's measurements. If
+    `expected_end_cost_iterations` is that of the prediction, `guard` contains the guard's measurements. If
     `outcome` is `vetoed` or `rolled_back`, the state at `checkpoint_iteration` replaced the predicted one. After a
     roll-back `guard["rolled_back_to"]` is the text of its `Beginning`; older journals lack it.
     """
@@ -131,7 +131,7 @@ class RecoveryRow:
     method: str
     requested_mode: str
     feasible: Sequence[str] = ()
-    expected_lag_iterations: float | None = None
+    expected_end_cost_iterations: float | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
     load_seconds: float | None = None

@@ -44,7 +44,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
@@ -156,6 +156,7 @@ CREATE TABLE bubbles (
     copied_bytes INTEGER, copied_beside_bytes INTEGER, created_unix_seconds REAL NOT NULL);
 CREATE INDEX events_by_kind ON events (kind);
 """,
+    6: "ALTER TABLE recoveries RENAME COLUMN expected_lag_iterations TO expected_end_cost_iterations",
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.

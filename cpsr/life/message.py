@@ -94,7 +94,7 @@ def _cost(restored: Restored) -> str:
     if f is None:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
     if restored.predicted:
-        lag = None if restored.forecast is None else restored.forecast.expected_lag_iterations
+        lag = None if restored.forecast is None else restored.forecast.expected_end_cost_iterations
         recomputing = f - (restored.checkpoint_iteration or 0)
         return f"expected cost: {max(lag or 0.0, 0.0):.0f} iterations (recomputing: {recomputing})"
     if restored.beginning is Beginning.EMERGENCY_DUMP:

@@ -12,7 +12,7 @@ from cpsr.planner.choice import SHORTEST_TAKEN, Rule
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs
 from cpsr.planner.ranks import Optimum
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 
 __all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
@@ -40,7 +40,7 @@ INPUT_FIELDS = (
     "lead_after_iterations",
 )
 
-# The coefficients of a lag curve: with them a plan can be recomputed from its explanation.
+# The coefficients of an end-cost curve: with them a plan can be recomputed from its explanation.
 RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
 
 
@@ -105,7 +105,7 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
     figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
     figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
-    if isinstance(job.recovery, LagCurve):
+    if isinstance(job.recovery, EndCostCurve):
         figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
     if job.phase is not None:
         figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}

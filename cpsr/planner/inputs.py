@@ -15,15 +15,15 @@ Array = NDArray[numpy.float64]
 class RecoveryCost(Protocol):
     """Cost of a failure that is recovered by prediction; a line in the horizon.
 
-    The planner evaluates it at the mean horizon of a failure: for a line that is the mean lag.
+    The planner evaluates it at the mean horizon of a failure: for a line that is the mean cost.
     """
 
     @property
     def source(self) -> str:
         """Origin of the curve, for the plan's explanation."""
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Permanent lag in iterations (negative: ahead) after a failure that far past its checkpoint.
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """End cost in iterations (negative: the run ends better) of a failure that far past its checkpoint.
 
         Args:
             horizon_iterations: `u = f - c` of the failures.

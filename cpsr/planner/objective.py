@@ -31,7 +31,7 @@ class Costs:
 
     A predicted recovery that gets ahead of the run without failure does so only after `lead_after_iterations`. If the
     next failure comes earlier, but after a durable checkpoint of that life, training continues without the lead: that
-    recovery then costs only its lag, if any. Without a durable checkpoint, the next recovery replaces it.
+    recovery then costs only what is above zero. Without a durable checkpoint, the next recovery replaces it.
 
     Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
 
@@ -66,12 +66,12 @@ class Costs:
         """Mean cost of a failure in seconds.
 
         With recomputing, all training since the newest durable checkpoint. With prediction, the step under way, the
-        time to predict, which a further failure repeats, and the lag. Failures in a row without a durable checkpoint
-        between them have one lag in common, by the distance of the last one.
+        time to predict, which a further failure repeats, and the end cost. Failures in a row without a durable
+        checkpoint between them have one end cost in common, by the distance of the last one.
 
         Args:
             intervals: in iterations.
-            mode: predict, at the lag of the recovery-cost curve and the time to predict; or recompute.
+            mode: predict, at the end cost of the curve and the time to predict; or recompute.
 
         Returns:
             Seconds; negative if predicted recoveries get ahead.
@@ -84,9 +84,9 @@ class Costs:
             if mode == "recompute":
                 return numpy.asarray(life.redone_seconds)
             horizons = self._horizons(life, mode)
-            mean = self._lag_iterations(horizons, intervals)
-            lags = 0.5 + life.renewed * mean + self._lost_lead(life, horizons, mean, intervals)
-            lost = life.failures_per_second * lags * self._iteration_seconds
+            mean = self._end_cost_iterations(horizons, intervals)
+            costs = 0.5 + life.renewed * mean + self._lost_lead(life, horizons, mean, intervals)
+            lost = life.failures_per_second * costs * self._iteration_seconds
             before = -life.failures_per_second * self._seconds_before(mode)
             share = -numpy.expm1(before) + numpy.exp(before) * lost
             return numpy.asarray(share / life.failures_per_second)
@@ -130,7 +130,7 @@ class Costs:
         with numpy.errstate(all="ignore"):
             life = self._life(intervals, mode)
             horizons = self._horizons(life, mode)
-            return self._lost_lead(life, horizons, self._lag_iterations(horizons, intervals), intervals)
+            return self._lost_lead(life, horizons, self._end_cost_iterations(horizons, intervals), intervals)
 
     def _horizons(self, life: "_Life", mode: Mode) -> Array:
         """Mean distances, without the unfinished last step of each life."""
@@ -156,23 +156,23 @@ class Costs:
         """From a restart to the first checkpoint."""
         return numpy.maximum(intervals, self._watch_iterations) if mode == "predict" else intervals
 
-    def _lost_lead(self, life: "_Life", horizons: Array, lags: Array, intervals: Array) -> Array:
+    def _lost_lead(self, life: "_Life", horizons: Array, costs: Array, intervals: Array) -> Array:
         """Mean lead of a life's recovery that is lost because its failure comes too early, in iterations.
 
         The duration of a life does not depend on the distance of the previous failure from its checkpoint. So the lost
-        lead is the mean over these distances, times its probability. It uses the line through two lags.
+        lead is the mean over these distances, times its probability. It uses the line through two end costs.
 
         Args:
             life: of the intervals.
             horizons: mean distance of a failure from its checkpoint.
-            lags: there.
+            costs: there.
             intervals: in iterations.
         """
         lost = self._too_early(life, intervals)
         some = lost > 0
         if not some.any():
             return numpy.zeros_like(lost)
-        slopes = (self._lag_iterations(horizons + intervals, intervals) - lags) / intervals
+        slopes = (self._end_cost_iterations(horizons + intervals, intervals) - costs) / intervals
 
         def where(figures: Array) -> Array:
             return numpy.asarray(numpy.broadcast_to(figures, some.shape)[some])
@@ -185,7 +185,7 @@ class Costs:
             where(self._stall_seconds / iteration_seconds),
             where(self._persist_seconds / iteration_seconds),
         )
-        lost[some] *= _mean_lead(distances, where(horizons), where(lags), where(slopes))
+        lost[some] *= _mean_lead(distances, where(horizons), where(costs), where(slopes))
         return lost
 
     def _too_early(self, life: "_Life", intervals: Array) -> Array:
@@ -198,13 +198,13 @@ class Costs:
         between = numpy.maximum(had - durable, 0.0)
         return numpy.asarray(life.renewed * -numpy.expm1(-life.failures_per_second * between))
 
-    def _lag_iterations(self, horizons: Array, intervals: Array) -> Array:
-        intervals, lags = numpy.broadcast_to(intervals, horizons.shape), numpy.empty(horizons.shape)
+    def _end_cost_iterations(self, horizons: Array, intervals: Array) -> Array:
+        intervals, costs = numpy.broadcast_to(intervals, horizons.shape), numpy.empty(horizons.shape)
         for curve, places in self._curves:
             if curve is None:
                 raise ValueError("inputs without a recovery-cost curve allow recomputing only")
-            lags[places] = curve.lag_iterations(horizons[places], intervals[places])
-        return lags
+            costs[places] = curve.end_cost_iterations(horizons[places], intervals[places])
+        return costs
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,14 @@ class _Life:
     renewed: Array
 
 
-def _mean_lead(distances: Horizons, horizons: Array, lags: Array, slopes: Array) -> Array:
-    """Mean over the distances of the negative part of the line through mean distance and lag."""
-    even = horizons - lags / slopes  # at this distance the lag is 0
+def _mean_lead(distances: Horizons, horizons: Array, costs: Array, slopes: Array) -> Array:
+    """Mean over the distances of the negative part of the line through mean distance and end cost."""
+    even = horizons - costs / slopes  # at this distance the end cost is 0
     # Half a step more: the step under way is lost, and a horizon counts whole iterations.
     nearer = distances.mean_shortfall(even + 0.5)
     leads = numpy.where(slopes > 0, slopes * nearer, -slopes * (horizons - even + nearer))
     # At a slope of 0 the mean suffices; and no mean of leads is smaller than the lead of the mean.
-    return numpy.asarray(numpy.fmax(numpy.where(slopes == 0, -lags, leads), numpy.maximum(-lags, 0.0)))
+    return numpy.asarray(numpy.fmax(numpy.where(slopes == 0, -costs, leads), numpy.maximum(-costs, 0.0)))
 
 
 def cost_per_second(inputs: PlannerInputs, interval_iterations: Array, mode: Mode) -> Array:

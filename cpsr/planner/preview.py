@@ -8,7 +8,7 @@ from cpsr.planner.bounds import Limits
 from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
 from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.units import SECONDS_PER_HOUR
 
 __all__ = ["Basis", "Change", "basis_of", "preview"]
@@ -125,7 +125,7 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
     if recorded["recovery_curve"] != "none":
         line = [float(recorded["recovery_line"][name]) for name in RECOVERY_LINE]
         scatter = CERTAIN_SCATTER_ITERATIONS
-        figures["recovery"] = LagCurve.with_independent_prior(line, CERTAIN, scatter, recorded["recovery_curve"])
+        figures["recovery"] = EndCostCurve.with_independent_prior(line, CERTAIN, scatter, recorded["recovery_curve"])
     origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
     return PlannerInputs(**figures, origins=origins)
 

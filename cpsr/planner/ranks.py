@@ -54,11 +54,11 @@ class _MeanCurve:
     def source(self) -> str:
         return f"mean over {self.ranks} ranks; the first: {self.curves[0][0].source}"
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        lags = numpy.zeros(numpy.broadcast_shapes(numpy.shape(horizon_iterations), numpy.shape(interval_iterations)))
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        costs = numpy.zeros(numpy.broadcast_shapes(numpy.shape(horizon_iterations), numpy.shape(interval_iterations)))
         for curve, count in self.curves:
-            lags += count / self.ranks * curve.lag_iterations(horizon_iterations, interval_iterations)
-        return lags
+            costs += count / self.ranks * curve.end_cost_iterations(horizon_iterations, interval_iterations)
+        return costs
 
 
 def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:

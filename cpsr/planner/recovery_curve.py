@@ -1,4 +1,4 @@
-"""The cost of a predicted recovery: a line through measured lags, and the paper's curve."""
+"""The end cost of a predicted recovery: a line through what the run has measured, and the paper's curve."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
-__all__ = ["LEAD_AFTER_ITERATIONS", "LagCurve", "LagObservation", "PaperCurve"]
+__all__ = ["LEAD_AFTER_ITERATIONS", "CostObservation", "EndCostCurve", "PaperCurve"]
 
 # A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
 # parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
@@ -34,14 +34,14 @@ Row = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
-class LagObservation:
-    """One measured lag of a rehearsal or a recovery.
+class CostObservation:
+    """What one rehearsal or recovery tells about the end cost.
 
     Attributes:
         horizon_iterations: from the checkpoint to the failure.
         interval_iterations: spacing of the checkpoints that the prediction rested on.
-        lag_iterations: permanent; negative if it was ahead.
-        standard_error_iterations: of the lag as a measurement.
+        end_cost_iterations: its lag, or what was recomputed; negative if it was ahead.
+        standard_error_iterations: how far the end cost may lie from that.
 
     Raises:
         ValueError: a figure is not finite, or a standard error is negative.
@@ -49,19 +49,19 @@ class LagObservation:
 
     horizon_iterations: float
     interval_iterations: float
-    lag_iterations: float
+    end_cost_iterations: float
     standard_error_iterations: float
 
     def __post_init__(self) -> None:
         figures = asdict(self)
         wrong = [name for name, value in figures.items() if not math.isfinite(value)]
         if wrong or self.standard_error_iterations < 0:
-            raise ValueError(f"a lag that was not measured carries no information: {figures}; leave it out")
+            raise ValueError(f"a cost that was not measured carries no information: {figures}; leave it out")
 
 
 @dataclass(frozen=True)
-class LagCurve:
-    """Bayesian linear regression of the lag, `lag = a + b u + c T_c`, updated by measured recoveries.
+class EndCostCurve:
+    """Bayesian linear regression of the end cost, `cost = a + b u + c T_c`, updated by measured recoveries.
 
     Measurements count by their standard errors and by the scatter of recoveries among themselves, which is estimated
     with them. One that disagrees with all others and the prior is an outlier; two such count, since vetoed and
@@ -82,23 +82,23 @@ class LagCurve:
     prior_mean: Row
     prior_covariance: tuple[Row, Row, Row]
     scatter_iterations: float
-    observations: tuple[LagObservation, ...] = ()
+    observations: tuple[CostObservation, ...] = ()
     prior_source: str = "prior"
 
     def __post_init__(self) -> None:
         mean, covariance = numpy.array(self.prior_mean), numpy.array(self.prior_covariance)
         finite = numpy.isfinite(mean).all() and numpy.isfinite(covariance).all()
         if mean.shape != (3,) or covariance.shape != (3, 3) or not finite:
-            raise ValueError("the prior of a lag curve needs 3 finite means and 3 x 3 finite covariances")
+            raise ValueError("the prior of an end-cost curve needs 3 finite means and 3 x 3 finite covariances")
         if not numpy.array_equal(covariance, covariance.T) or numpy.linalg.eigvalsh(covariance)[0] <= 0:
-            raise ValueError("the covariance of a lag curve's prior must be symmetric and positive definite")
+            raise ValueError("the covariance of an end-cost curve's prior must be symmetric and positive definite")
         if not (math.isfinite(self.scatter_iterations) and self.scatter_iterations > 0):
             raise ValueError(f"scatter_iterations must be positive, not {self.scatter_iterations}")
 
     @classmethod
     def with_independent_prior(
         cls, mean: Sequence[float], standard_errors: Sequence[float], scatter_iterations: float, source: str = "prior"
-    ) -> "LagCurve":
+    ) -> "EndCostCurve":
         """A curve whose three coefficients are uncertain independently of each other.
 
         Args:
@@ -119,7 +119,7 @@ class LagCurve:
             return self.prior_source
         used = len(self.observations) - (self._fit.outlier is not None)
         aside = "" if self._fit.outlier is None else ", 1 set aside as an outlier"
-        return f"{used} measured lags{aside}, on {self.prior_source}"
+        return f"{used} measured recoveries{aside}, on {self.prior_source}"
 
     @property
     def coefficients(self) -> Row:
@@ -131,13 +131,13 @@ class LagCurve:
         """Posterior covariance of the coefficients, `(3, 3)`."""
         return self._fit.covariance
 
-    def with_observation(self, observation: LagObservation) -> "LagCurve":
+    def with_observation(self, observation: CostObservation) -> "EndCostCurve":
         """The curve after one more measurement; beyond OBSERVATIONS_MAX the oldest is dropped."""
         kept = (*self.observations, observation)[-OBSERVATIONS_MAX:]
-        return LagCurve(self.prior_mean, self.prior_covariance, self.scatter_iterations, kept, self.prior_source)
+        return EndCostCurve(self.prior_mean, self.prior_covariance, self.scatter_iterations, kept, self.prior_source)
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Expected permanent lag (negative: ahead) after a failure that far past its checkpoint.
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """Expected end cost (negative: the run ends better) of a failure that far past its checkpoint.
 
         Args:
             horizon_iterations: `u = f - c` of the failures.
@@ -152,23 +152,23 @@ class LagCurve:
             return _Fit(self.prior_mean, numpy.array(self.prior_covariance), None)
         data = numpy.array([tuple(asdict(observation).values()) for observation in self.observations])
         rows = numpy.column_stack([numpy.ones(len(data)), data[:, 0], data[:, 1]])
-        lags, variances = data[:, 2], data[:, 3] ** 2
-        deviations = [self._deviation(rows, lags, variances, left_out) for left_out in range(len(data))]
+        costs, variances = data[:, 2], data[:, 3] ** 2
+        deviations = [self._deviation(rows, costs, variances, left_out) for left_out in range(len(data))]
         strange = [place for place, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS]
         outlier = strange[0] if len(strange) == 1 else None
         kept = numpy.arange(len(data)) != outlier
-        mean, covariance, _ = self._posterior(rows[kept], lags[kept], variances[kept])
+        mean, covariance, _ = self._posterior(rows[kept], costs[kept], variances[kept])
         return _Fit(_row(mean), covariance, outlier)
 
-    def _deviation(self, rows: Array, lags: Array, variances: Array, left_out: int) -> float:
+    def _deviation(self, rows: Array, costs: Array, variances: Array, left_out: int) -> float:
         """Distance of one measurement from the prediction of all others, in standard deviations."""
-        kept = numpy.arange(len(lags)) != left_out
-        mean, covariance, scatter_variance = self._posterior(rows[kept], lags[kept], variances[kept])
+        kept = numpy.arange(len(costs)) != left_out
+        mean, covariance, scatter_variance = self._posterior(rows[kept], costs[kept], variances[kept])
         row = rows[left_out]
         variance = row @ covariance @ row + variances[left_out] + scatter_variance
-        return float(abs(lags[left_out] - row @ mean) / math.sqrt(variance))
+        return float(abs(costs[left_out] - row @ mean) / math.sqrt(variance))
 
-    def _posterior(self, rows: Array, lags: Array, variances: Array) -> tuple[Array, Array, float]:
+    def _posterior(self, rows: Array, costs: Array, variances: Array) -> tuple[Array, Array, float]:
         """Mean and covariance of the coefficients, and the variance of single recoveries."""
         prior_mean, prior_precision = numpy.array(self.prior_mean), numpy.linalg.inv(numpy.array(self.prior_covariance))
         scatter_prior = self.scatter_iterations**2
@@ -176,10 +176,10 @@ class LagCurve:
         for _ in range(SCATTER_ROUNDS):
             weights = 1 / (variances + scatter)
             covariance = numpy.linalg.inv(prior_precision + (rows.T * weights) @ rows)
-            mean = covariance @ (prior_precision @ prior_mean + rows.T @ (weights * lags))
-            excess = max(0.0, float(numpy.sum((lags - rows @ mean) ** 2 - variances)))
+            mean = covariance @ (prior_precision @ prior_mean + rows.T @ (weights * costs))
+            excess = max(0.0, float(numpy.sum((costs - rows @ mean) ** 2 - variances)))
             weight = SCATTER_PRIOR_OBSERVATIONS
-            scatter = (weight * scatter_prior + excess) / (weight + len(lags))
+            scatter = (weight * scatter_prior + excess) / (weight + len(costs))
         return numpy.asarray(mean), numpy.asarray(covariance), scatter
 
 
@@ -224,7 +224,7 @@ class PaperCurve:
         phase = self.phase
         return f"Eq. 13 of the paper over iterations {phase.first_iteration} to {phase.last_iteration}"
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
         """Mean iterations behind after a failure in the phase; the same for every horizon.
 
         Args:
@@ -237,9 +237,9 @@ class PaperCurve:
         size = phase.xi / 2 * phase.parameters
         start = (math.log(size) if size > 0 else -math.inf) + phase.tau2 - phase.alpha2
         exponents = start + (phase.alpha1_per_iteration - phase.tau1_per_checkpoint / intervals) * times
-        lags = numpy.logaddexp(0.0, exponents) @ PHASE_WEIGHTS / phase.alpha1_per_iteration
-        shape = numpy.broadcast_shapes(lags.shape, numpy.shape(horizon_iterations))
-        return numpy.broadcast_to(lags, shape)
+        costs = numpy.logaddexp(0.0, exponents) @ PHASE_WEIGHTS / phase.alpha1_per_iteration
+        shape = numpy.broadcast_shapes(costs.shape, numpy.shape(horizon_iterations))
+        return numpy.broadcast_to(costs, shape)
 
 
 def _row(values: Any) -> Row:

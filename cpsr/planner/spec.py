@@ -8,14 +8,15 @@ For example:
     recovery:
       predict_seconds: 2
       predictable_interval_iterations: 200
-      lag: {constant_iterations: -20, per_horizon_iteration: 0.8}
+      end_cost: {per_horizon_iteration: 0.5}
     limits: {interval_min_iterations: 10, interval_max_iterations: 1000}
     ranks: [{count: 7}, {state_bytes: 5e9}]
 """
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,7 +24,7 @@ from cpsr.config import LifeConfig, read_model
 from cpsr.planner.baselines import TOLERANCE_FRACTION, Baseline, baselines
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.planner.units import ITERATIONS_MAX, SECONDS_PER_HOUR
 
 __all__ = ["PlanSpec", "read_plan_spec"]
@@ -75,22 +76,22 @@ class FailureSpec(_Section):
     restart_seconds: float = Field(default=0.0, ge=0, description="From the failure to the restored checkpoint.")
 
 
-class LagSpec(_Section):
-    """The lag of a predicted recovery, `constant + per_horizon u + per_interval T_c`, all in iterations."""
+class EndCostSpec(_Section):
+    """The end cost of a predicted recovery, `constant + per_horizon u + per_interval T_c`, all in iterations."""
 
-    constant_iterations: float = Field(default=0.0, description="Negative where recoveries come out ahead.")
+    constant_iterations: float = Field(default=0.0, description="Negative where runs end better.")
     per_horizon_iteration: float = Field(description="1 is what recomputing costs.")
     per_interval_iteration: float = 0.0
 
 
 class RecoverySpec(_Section):
-    """What a predicted recovery costs; without a lag the paper's curve of the phase is taken."""
+    """What a predicted recovery costs; without an end cost the paper's curve of the phase is taken."""
 
     predict_seconds: float = Field(default=0.0, ge=0, description="To forecast, predict and inject.")
     predictable_interval_iterations: int | None = Field(
         default=None, ge=1, description="Longest interval from which the state can be predicted."
     )
-    lag: LagSpec | None = None
+    end_cost: EndCostSpec | None = Field(default=None, description="Known as `lag` in the version before.")
     watch_iterations: int = Field(
         default=LifeConfig().watch_iterations,
         ge=0,
@@ -99,8 +100,23 @@ class RecoverySpec(_Section):
     lead_after_iterations: int = Field(
         default=LEAD_AFTER_ITERATIONS,
         ge=0,
-        description="Of training after a predicted restart, before a lag below zero is had; a failure before costs it.",
+        description="Of training after a predicted restart, before an end cost below zero is had; a failure before "
+        "loses it.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "lag" not in data:
+            return data
+        if "end_cost" in data:
+            raise ValueError("'lag' is the old name of 'end_cost', and both are given; keep 'end_cost'")
+        warnings.warn(
+            "'recovery.lag' is now called 'recovery.end_cost'; the next version does not accept the old name",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return {"end_cost" if key == "lag" else key: value for key, value in data.items()}
 
 
 class PhaseSpec(_Section):
@@ -162,8 +178,8 @@ class PlanSpec(_Section):
 
     @model_validator(mode="after")
     def _can_be_planned(self) -> "PlanSpec":
-        if self.recovery is not None and self.recovery.lag is None and self.phase is None:
-            raise ValueError("recovery needs a lag, or a phase with the paper's curves")
+        if self.recovery is not None and self.recovery.end_cost is None and self.phase is None:
+            raise ValueError("recovery needs an end_cost, or a phase with the paper's curves")
         if self.checkpoint.state_bytes is None and any(rank.state_bytes is not None for rank in self.ranks):
             raise ValueError("ranks with their own state_bytes need checkpoint.state_bytes and bandwidths")
         return self
@@ -182,14 +198,14 @@ class PlanSpec(_Section):
         """The baselines that the plan is compared with."""
         return baselines(self.fixed_interval_iterations, self.tolerance_fraction)
 
-    def _line(self) -> LagCurve | None:
-        if self.recovery is None or self.recovery.lag is None:
+    def _line(self) -> EndCostCurve | None:
+        if self.recovery is None or self.recovery.end_cost is None:
             return None
-        lag = self.recovery.lag
-        mean = (lag.constant_iterations, lag.per_horizon_iteration, lag.per_interval_iteration)
-        return LagCurve.with_independent_prior(mean, CERTAIN, CERTAIN_SCATTER_ITERATIONS, "the job's description")
+        cost = self.recovery.end_cost
+        mean = (cost.constant_iterations, cost.per_horizon_iteration, cost.per_interval_iteration)
+        return EndCostCurve.with_independent_prior(mean, CERTAIN, CERTAIN_SCATTER_ITERATIONS, "the job's description")
 
-    def _inputs(self, rank: RankSpec, line: LagCurve | None) -> PlannerInputs:
+    def _inputs(self, rank: RankSpec, line: EndCostCurve | None) -> PlannerInputs:
         phase = None
         if self.phase is not None:
             own = {} if rank.parameters is None else {"parameters": rank.parameters}

@@ -55,7 +55,7 @@ class Candidate:
         return any(part.tier == "memory" for part in self.parts)
 
     def cost_iterations(self, failure_iteration: int) -> int:
-        """Iterations to recompute; the lag of a prediction is known only once it is made."""
+        """Iterations to recompute; the cost of a prediction is known only once it is made."""
         return max(failure_iteration - self.iteration, 0)
 
 

@@ -32,11 +32,11 @@ class PredictionSettings:
     """Limits of a prediction.
 
     Attributes:
-        recomputed_iterations: refuse where the expected cost and its uncertainty are not below these, which an exact
-            restart recomputes; None predicts at any expected cost.
-        lost_share: of the state, that is predicted; the rest is exact. The expected cost is that share of the cost of
-            a whole prediction.
-        older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their lag is
+        recomputed_iterations: refuse where the expected end cost and its uncertainty are not below these, which an
+            exact restart recomputes; None predicts at any expected cost.
+        lost_share: of the state, that is predicted; the rest is exact. The expected end cost is that share of the cost
+            of a whole prediction.
+        older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their cost is
             then no reason to refuse.
         forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
         partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
@@ -135,8 +135,8 @@ class StatePrediction:
             if take_dump is not None and not self.finite():
                 return Prediction(False, "what a rank left is not finite", forecast, target, guard)
             found = self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
-            expected = found.forecast.expected_lag_iterations * settings.lost_share
-            return replace(found, forecast=replace(found.forecast, expected_lag_iterations=expected))
+            expected = found.forecast.expected_end_cost_iterations * settings.lost_share
+            return replace(found, forecast=replace(found.forecast, expected_end_cost_iterations=expected))
         finally:
             history.close()
 
@@ -256,14 +256,14 @@ class StatePrediction:
 def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
-    expected, recomputed = forecast.expected_lag_iterations, settings.recomputed_iterations
+    expected, recomputed = forecast.expected_end_cost_iterations, settings.recomputed_iterations
     if settings.older_experts:  # of the state taken with the checkpoint
-        expected = float(forecast.settings.get("expected_lag_iterations", expected))
+        expected = float(forecast.settings.get("expected_end_cost_iterations", expected))
     deviation = settings.lost_share * forecast.expected_deviation_iterations
     expected *= settings.lost_share
     if recomputed is not None and expected + deviation >= recomputed:
         return (
-            f"recomputing {recomputed} iterations is the safer choice: a prediction is expected to cost "
+            f"recomputing {recomputed} iterations is the safer choice: the expected end cost of a prediction is "
             f"{expected:.0f} ± {deviation:.0f}"
         )
     return None

@@ -60,7 +60,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         method=restored.method,
         requested_mode=mode,
         feasible=_feasible(restored),
-        expected_lag_iterations=None if forecast is None else forecast.expected_lag_iterations,
+        expected_end_cost_iterations=None if forecast is None else forecast.expected_end_cost_iterations,
         settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
         reason=restored.reason,
         load_seconds=restored.load_seconds,

@@ -17,7 +17,7 @@ class Recomputes(enum.Enum):
 
     FAILED_BEFORE = enum.auto()  #: earlier attempts to continue near the failure have failed
     PLANNED = enum.auto()  #: the plan expects recomputing to cost less than a prediction
-    CHEAPER = enum.auto()  #: the forecast expects no smaller lag than what is recomputed
+    CHEAPER = enum.auto()  #: the forecast expects no smaller end cost than what is recomputed
     INFEASIBLE = enum.auto()  #: the predictor has no forecast
     DUMP_REFUSED = enum.auto()  #: the guard refused what all ranks had left
     PREDICTION_REFUSED = enum.auto()  #: the guard refused what was predicted

@@ -20,9 +20,9 @@ class Outcome:
     Attributes:
         system: simulated.
         job: simulated.
-        useful_seconds: time of the iterations that the run has at its end, less the lag; a lag below 0 adds to them.
+        useful_seconds: time of the iterations that the run has at its end, less the end costs.
         stall_seconds: of checkpoints, and waiting for a slot.
-        lost_seconds: iterations that were rolled back or repeated, and the lag.
+        lost_seconds: iterations that were rolled back or repeated, and the end costs.
         restart_seconds: restarts and predictions.
         waiting_seconds: until a failure was known and a replacement was there.
         failures: how many met each run.

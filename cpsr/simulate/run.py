@@ -48,14 +48,16 @@ class _Runs:
         self._replaced = self._restarted = self._resumed = self.available
         # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, the
         # iteration after which a lead is had, and the one after which the next checkpoint is due.
-        self._position, self._durable, self._lag, self._durable_lag, self._lead = (numpy.zeros(runs) for _ in range(5))
+        self._position, self._durable, self._cost, self._durable_cost, self._lead = (
+            numpy.zeros(runs) for _ in range(5)
+        )
         self._due = numpy.full(runs, float(system.checkpoints.interval_iterations))
 
     def fail(self, at: Array, struck: NDArray[numpy.bool_]) -> None:
         """Let the runs that were struck fail at those times, and begin their recovery."""
         job, checkpoints = self._job, self._system.checkpoints
         reached = self._spend(at, struck)
-        durable_lag = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_lag)
+        durable_cost = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_cost)
         position, durable = reached.position_iterations, reached.durable_iterations
         interval = checkpoints.interval_iterations
         next_ = self._system.recovery.resume(position, durable, interval, job.iteration_seconds)
@@ -67,7 +69,7 @@ class _Runs:
         self._keep(struck, _began=at, available=available, _replaced=replaced, _restarted=restarted)
         self._keep(struck, _resumed=restarted + next_.replay_seconds, _position=next_.position_iterations)
         self._keep(struck, _due=next_.next_checkpoint_iterations, _lead=next_.lead_iterations)
-        self._keep(struck, _durable=durable, _durable_lag=durable_lag, _lag=durable_lag + next_.lag_iterations)
+        self._keep(struck, _durable=durable, _durable_cost=durable_cost, _cost=durable_cost + next_.end_cost_iterations)
 
     def end(self) -> Outcome:
         """Run all to the end of the wall time."""
@@ -88,7 +90,7 @@ class _Runs:
     def _had(self, reached: Reach) -> Array:
         """What stays missing after the training since the last failure, which may have been too short to lead."""
         early = reached.position_iterations < self._lead
-        return numpy.where(early, numpy.maximum(self._lag, self._durable_lag), self._lag)
+        return numpy.where(early, numpy.maximum(self._cost, self._durable_cost), self._cost)
 
     def _spend(self, until: Array, which: NDArray[numpy.bool_]) -> Reach:
         """Book the time of some runs since their last failure; returns where all would be then."""

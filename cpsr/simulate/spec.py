@@ -5,7 +5,7 @@ For example, what a plan needs and then what only a simulation does:
     iteration_seconds: 3.0
     checkpoint: {stall_seconds: 4, persist_seconds: 60}
     failures: {mtbf_hours: 3, restart_seconds: 120, detection_seconds: 30, process: weibull, weibull_shape: 0.7}
-    recovery: {lag: {per_horizon_iteration: 0.3}, predict_seconds: 10, predictable_interval_iterations: 300}
+    recovery: {end_cost: {per_horizon_iteration: 0.5}, predict_seconds: 10, predictable_interval_iterations: 300}
     wall_days: 54
     policies: [young, checkfreq, cpsr]
 """

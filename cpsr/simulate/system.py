@@ -7,7 +7,7 @@ import numpy
 
 from cpsr.planner.inputs import Array, RecoveryCost
 
-__all__ = ["Checkpoints", "Job", "LinearLag", "Prediction", "Recovery", "Replay", "Resumption", "Rollback", "System"]
+__all__ = ["Checkpoints", "Job", "LinearCost", "Prediction", "Recovery", "Replay", "Resumption", "Rollback", "System"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Resumption:
     Attributes:
         position_iterations: the iteration it goes on from.
         next_checkpoint_iterations: the iteration after which the next checkpoint is due.
-        lead_iterations: the iteration after which a lag below zero is had; a failure before costs it.
-        lag_iterations: how much of that stays missing, beyond what the checkpoint missed already.
+        lead_iterations: the iteration after which an end cost below zero is had; a failure before loses it.
+        end_cost_iterations: how much of that stays missing, beyond what the checkpoint missed already.
         restart_seconds: time for this kind of recovery, on top of the job's own restart.
         replay_seconds: time in which lost iterations are repeated before training goes on.
     """
@@ -83,7 +83,7 @@ class Resumption:
     position_iterations: Array
     next_checkpoint_iterations: Array
     lead_iterations: Array
-    lag_iterations: Array
+    end_cost_iterations: Array
     restart_seconds: Array
     replay_seconds: Array
 
@@ -137,10 +137,10 @@ class Prediction:
     """The state at the failure is predicted; without any checkpoint the job starts again.
 
     Attributes:
-        cost: the lag by the distance from the checkpoint.
+        cost: the end cost by the distance from the checkpoint.
         seconds: to forecast, predict and inject.
         watch_iterations: after it, in which no checkpoint is begun.
-        lead_after_iterations: after it, before a lag below zero is had.
+        lead_after_iterations: after it, before an end cost below zero is had.
     """
 
     cost: RecoveryCost
@@ -160,28 +160,28 @@ class Prediction:
         possible = durable > 0
         target = numpy.where(possible, numpy.floor(position), 0.0)
         horizon = target - durable
-        lag = numpy.where(possible, self.cost.lag_iterations(horizon, interval_iterations), 0.0)
+        cost = numpy.where(possible, self.cost.end_cost_iterations(horizon, interval_iterations), 0.0)
         seconds = numpy.where(possible, self.seconds, 0.0)
         watched = numpy.where(possible, float(self.watch_iterations), 0.0)
         due = target + numpy.maximum(interval_iterations, watched)
-        return Resumption(target, due, target + self.lead_after_iterations, lag, seconds, numpy.zeros_like(position))
+        return Resumption(target, due, target + self.lead_after_iterations, cost, seconds, numpy.zeros_like(position))
 
 
 Recovery = Rollback | Replay | Prediction
 
 
 @dataclass(frozen=True)
-class LinearLag:
-    """A lag of `slope u - lead` iterations, at a distance of u from the checkpoint; a `RecoveryCost`."""
+class LinearCost:
+    """An end cost of `slope u - lead` iterations, at a distance of u from the checkpoint; a `RecoveryCost`."""
 
     slope: float
     lead_iterations: float = 0.0
     source: str = "configured"
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
         """Iterations that stay missing; no lead where nothing was lost, since nothing is predicted then."""
-        lag = self.slope * horizon_iterations - self.lead_iterations
-        return numpy.where(horizon_iterations > 0, lag, 0.0)
+        cost = self.slope * horizon_iterations - self.lead_iterations
+        return numpy.where(horizon_iterations > 0, cost, 0.0)
 
 
 @dataclass(frozen=True)

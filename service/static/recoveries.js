@@ -4,6 +4,7 @@ import { byId, element, empty, table } from "./dom.js";
 import { clock, duration, number, ranks, signed } from "./format.js";
 
 const SOURCES = { departure: "emergency dump" };
+const WHOLE = new Set(["exact", "departure", "stale", "weights", "scratch"]); // the other methods predict
 const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
 
 export function showRecoveries(store) {
@@ -16,14 +17,15 @@ export function showRecoveries(store) {
 
 function recoveryTable(rows) {
   return table(
-    "Newest first; the lag is in iterations, below zero is ahead in the measured window",
+    "Newest first, in iterations. Exact: the run ends with the same loss, later. Predicted: on time, with a loss that " +
+      "differs by the end cost; the lag in the first 160 iterations hints at it",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Failed at", numeric: true, value: (one) => number(one.failure_iteration, 9) },
       { title: "Checkpoint", numeric: true, value: (one) => number(one.checkpoint_iteration, 9) },
       { title: "Continued at", numeric: true, value: (one) => number(one.restored_iteration, 9) },
       { title: "State of each rank", value: sources },
-      { title: "Lag", numeric: true, value: lag },
+      { title: "Cost", value: cost },
       { title: "Guard", value: guard },
       { title: "Outcome", value: outcome },
       { title: "Took", numeric: true, value: took },
@@ -43,14 +45,34 @@ function sources({ method, sources: known }) {
   return element("ul", { class: "plain" }, ...lines);
 }
 
-function lag({ guard: { lag: measured }, expected_lag_iterations: expected }) {
-  const lines = [];
-  if (typeof measured?.lag_iterations === "number") {
-    const deviation = number(measured.standard_error_iterations, 2);
-    lines.push(element("div", {}, `${signed(measured.lag_iterations, 2)} \u00b1 ${deviation}`));
+function cost(one) {
+  const spent = WHOLE.has(state(one)) ? later(one) : onTime(one);
+  const lag = one.guard.lag?.lag_iterations;
+  const lines = spent === null ? [] : [element("div", {}, spent)];
+  if (typeof lag === "number") {
+    const measured = `${signed(lag, 2)} \u00b1 ${number(one.guard.lag.standard_error_iterations, 2)}`;
+    lines.push(element("div", { class: "quiet" }, `lag after 60\u2013160: ${measured}`));
   }
-  if (expected !== null) lines.push(element("div", { class: "quiet" }, `expected ${signed(expected, 2)}`));
   return lines.length ? element("div", {}, ...lines) : number(null);
+}
+
+// The state that training went on from: of a given-up prediction, that of the checkpoint.
+function state({ method, outcome: end, guard: { rolled_back_to: instead } }) {
+  const givenUp = !WHOLE.has(method) && (end === "vetoed" || end === "rolled_back");
+  return givenUp ? (instead ?? "exact") : method;
+}
+
+function later(one) {
+  const { failure_iteration: failed, checkpoint_iteration: checkpoint, restored_iteration: restored } = one;
+  const lost = failed === null ? 0 : failed - (state(one) === one.method ? restored : checkpoint);
+  if (!(lost > 0)) return null;
+  return state(one) === "exact" ? `exact: same loss, ${number(lost, 9)} later` : `${number(lost, 9)} later`;
+}
+
+function onTime({ expected_end_cost_iterations: expected, settings: { expected_deviation_iterations: deviation } }) {
+  if (expected === null) return null;
+  const known = typeof deviation === "number" ? ` \u00b1 ${number(deviation, 2)}` : "";
+  return `predicted: on time, end cost ${signed(expected, 2)}${known}`;
 }
 
 function guard({ guard: { loss, watch, shortened } }) {

@@ -13,7 +13,7 @@ export function showRehearsals(store) {
 
 function rehearsalTable(rows) {
   return table(
-    "Newest first; the lag is in iterations, below zero is ahead in the measured window",
+    "Newest first. The lag, in iterations, is that of the rehearsal's second half; below zero is ahead there",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "At", numeric: true, value: (one) => number(one.iteration, 9) },

@@ -96,7 +96,7 @@ def recovery(**changes: Any) -> RecoveryRow:
         method="line",
         requested_mode="predict",
         feasible=("exact", "line"),
-        expected_lag_iterations=3.5,
+        expected_end_cost_iterations=3.5,
         settings={"gain": 2.0, "window_iterations": 300},
         reason="predicted from 6 checkpoints",
         load_seconds=0.5,
@@ -267,6 +267,12 @@ def older_file(path: Path, version: int) -> None:
     )
     columns = "life, from_iteration, interval_iterations, origin, explanation, created_unix_seconds"
     connection.execute(f"INSERT INTO plans ({columns}) VALUES (0, 20, 50, 'young', '{{}}', 1.0)")
+    expected = "expected_end_cost_iterations" if version >= 6 else "expected_lag_iterations"
+    connection.execute(
+        "INSERT INTO recoveries (id, life, failure_iteration, checkpoint_iteration, restored_iteration, method, "
+        f"requested_mode, feasible, {expected}, settings, reason, guard, outcome, created_unix_seconds) "
+        "VALUES ('a', 0, 42, 40, 42, 'line', 'auto', '[]', 3.5, '{}', '', '{}', 'kept', 1.0)"
+    )
     connection.close()
 
 
@@ -281,6 +287,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
         assert reader.latest_plan() == kept
+        assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
     journal = Journal.open(path)
     assert journal.start_life("auto") == 1
     journal.record(rehearsal(life=1))
@@ -291,6 +298,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     with JournalReader(path) as reader:
         assert reader.rehearsals() == [rehearsal(life=1)]
         assert reader.plans() == [kept, newer]
+        assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
         ((_, last),) = reader.openings()
         assert (last[PlanRow], last[BubbleRow]) == (1, 0)
         assert [life.life for life in reader.lives()] == [0, 1]
@@ -394,7 +402,7 @@ def test_nan_loss_is_not_read_as_unknown(path: Path, journal: Journal) -> None:
     st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()),
 )
 def test_rows_survive_their_sql_form(iteration: int, lag: float | None, settings: dict[str, Any]) -> None:
-    row = recovery(restored_iteration=iteration, expected_lag_iterations=lag, settings=settings, sources=())
+    row = recovery(restored_iteration=iteration, expected_end_cost_iterations=lag, settings=settings, sources=())
     assert from_sql(RecoveryRow, to_sql(row)) == row
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cpsr.planner.bounds import Bounds, Limits, Mode
 from cpsr.planner.inputs import Array, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.objective import cost_per_second
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 
 HOUR = 3600.0
 # GPT-2 of 355M parameters in the middle of its training, in round numbers.
@@ -30,8 +30,8 @@ ANY = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1e308, math.inf, -math.i
 USUAL = st.floats(1e-4, 1e5)
 
 
-def lag(constant: float, per_horizon: float, per_interval: float = 0.0) -> LagCurve:
-    return LagCurve.with_independent_prior((constant, per_horizon, per_interval), (20.0, 0.3, 0.1), 15.0)
+def end_cost(constant: float, per_horizon: float, per_interval: float = 0.0) -> EndCostCurve:
+    return EndCostCurve.with_independent_prior((constant, per_horizon, per_interval), (20.0, 0.3, 0.1), 15.0)
 
 
 def job(mtbf_hours: float = 12.0, **fields: object) -> PlannerInputs:
@@ -49,8 +49,8 @@ class Scaled:
     def source(self) -> str:
         return "scaled"
 
-    def lag_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        return self.factor * self.curve.lag_iterations(horizon_iterations, interval_iterations)
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        return self.factor * self.curve.end_cost_iterations(horizon_iterations, interval_iterations)
 
 
 def brute_force(inputs: PlannerInputs, bounds: Bounds, mode: Mode) -> tuple[int, float]:
@@ -89,7 +89,7 @@ def any_job(draw: st.DrawFn) -> PlannerInputs:
         stall_seconds=draw(ANY),
         persist_seconds=draw(ANY),
         failures_per_second=draw(ANY),
-        recovery=draw(st.none() | st.builds(lag, *[st.floats(-1e3, 1e3)] * 3)),
+        recovery=draw(st.none() | st.builds(end_cost, *[st.floats(-1e3, 1e3)] * 3)),
         restart_seconds=draw(ANY),
         predict_seconds=draw(ANY),
         phase=draw(st.none() | any_phase()),

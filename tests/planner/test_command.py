@@ -16,7 +16,7 @@ JOB: dict[str, Any] = {
     "iteration_seconds": 0.6,
     "checkpoint": {"stall_seconds": 0.9, "persist_seconds": 5.0},
     "failures": {"mtbf_hours": 6},
-    "recovery": {"predictable_interval_iterations": 200, "lag": {"per_horizon_iteration": 0.3}},
+    "recovery": {"predictable_interval_iterations": 200, "end_cost": {"per_horizon_iteration": 0.3}},
     "fixed_interval_iterations": 50,
     "ranks": [{"count": 3}],
 }

@@ -10,7 +10,7 @@ from scipy.special import lambertw
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs, cheapest, cost_per_second
 from cpsr.simulate.closed_forms import exact_ettr
-from tests.planner.jobs import USUAL, Scaled, job, lag
+from tests.planner.jobs import USUAL, Scaled, end_cost, job
 from tests.simulate.known_costs import lost_work_seconds
 
 # Failures so rare that none meets another: costs are those that can be had by hand.
@@ -33,7 +33,7 @@ def test_recomputing_by_hand() -> None:
 
 def test_predicting_by_hand() -> None:
     # 35.37 s are lost, or 58.95 iterations, half of one unfinished: a lag of -20 + 0.5 * 58.45 + 0.1 * 100.
-    inputs = job(RARE_HOURS, recovery=lag(-20.0, 0.5, 0.1), predict_seconds=2.0)
+    inputs = job(RARE_HOURS, recovery=end_cost(-20.0, 0.5, 0.1), predict_seconds=2.0)
     seconds = Costs([inputs]).recovery_seconds(numpy.array([[100.0]]), "predict").item()
     horizon = lost_work_seconds(0.6, 100, 0.9, 5.0) / 0.6 - 0.5
     assert seconds == pytest.approx(0.6 * (0.5 - 20 + 0.5 * horizon + 10) + 2.0, rel=1e-5)
@@ -52,7 +52,9 @@ def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
 ) -> None:
     """Where the watch is over before the interval; the step that was under way is in both."""
     own = min(watch, interval)
-    inputs = job(mtbf_hours, stall_seconds=stall, persist_seconds=0.0, recovery=lag(0.0, 1.0), watch_iterations=own)
+    inputs = job(
+        mtbf_hours, stall_seconds=stall, persist_seconds=0.0, recovery=end_cost(0.0, 1.0), watch_iterations=own
+    )
     costs = [cost_per_second(inputs, numpy.array([float(interval)]), mode)[0] for mode in ("predict", "recompute")]
     assert costs[0] == pytest.approx(costs[1], rel=1e-6, abs=1e-9)
 
@@ -61,7 +63,7 @@ def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
 def test_a_longer_watch_costs_more_but_for_the_stalls_that_it_spares(
     mtbf_hours: float, interval: int, watch: int, slope: float
 ) -> None:
-    inputs = job(mtbf_hours, recovery=lag(0.0, slope), persist_seconds=0.0, stall_seconds=0.0)
+    inputs = job(mtbf_hours, recovery=end_cost(0.0, slope), persist_seconds=0.0, stall_seconds=0.0)
     costs = [
         cost_per_second(replace(inputs, watch_iterations=each), numpy.array([float(interval)]), "predict")[0]
         for each in (watch, 2 * watch)
@@ -78,7 +80,7 @@ def test_what_is_behind_is_behind_however_soon_the_next_failure_comes(
     job_: tuple[float, int, int, float], after: int, constant: float, slope: float
 ) -> None:
     mtbf_hours, interval, watch, stall = job_
-    inputs = job(mtbf_hours, recovery=lag(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
     costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after)]
     assert costs[1] == pytest.approx(costs[0], rel=1e-9, abs=1e-12)
 
@@ -87,9 +89,13 @@ def test_what_is_behind_is_behind_however_soon_the_next_failure_comes(
 def test_a_lead_that_is_never_had_is_none(job_: tuple[float, int, int, float], lead: float) -> None:
     mtbf_hours, interval, watch, stall = job_
     inputs = job(
-        mtbf_hours, recovery=lag(-lead, 0.0), watch_iterations=watch, stall_seconds=stall, lead_after_iterations=10**12
+        mtbf_hours,
+        recovery=end_cost(-lead, 0.0),
+        watch_iterations=watch,
+        stall_seconds=stall,
+        lead_after_iterations=10**12,
     )
-    even = replace(inputs, recovery=lag(0.0, 0.0))
+    even = replace(inputs, recovery=end_cost(0.0, 0.0))
     assert costs_at(inputs, interval) == pytest.approx(costs_at(even, interval), rel=1e-6, abs=1e-9)
 
 
@@ -98,7 +104,7 @@ def test_the_later_a_lead_is_had_the_more_it_costs_up_to_the_lead(
     job_: tuple[float, int, int, float], after: int, constant: float, slope: float
 ) -> None:
     mtbf_hours, interval, watch, stall = job_
-    inputs = job(mtbf_hours, recovery=lag(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
     costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after, 2 * after + 1)]
     assert costs[0] <= costs[1] + 1e-9
     assert costs[1] <= costs[2] + 1e-9
@@ -108,7 +114,7 @@ def test_a_lost_lead_by_hand() -> None:
     """A failure every 88 iterations: it comes after the first checkpoint and before 100 iterations in 16% of lives."""
     mtbf_seconds = 88 * 0.6
     inputs = replace(
-        job(recovery=lag(-30.0, 0.0), watch_iterations=60, stall_seconds=0.0, persist_seconds=3.0),
+        job(recovery=end_cost(-30.0, 0.0), watch_iterations=60, stall_seconds=0.0, persist_seconds=3.0),
         failures_per_second=1 / mtbf_seconds,
     )
     costs = [costs_at(replace(inputs, lead_after_iterations=after), 10) for after in (0, 100)]
@@ -122,19 +128,19 @@ def test_a_lost_lead_by_hand() -> None:
 
 def test_no_lead_is_lost_where_a_checkpoint_is_durable_later_than_it_is_had() -> None:
     # Durable after 60 iterations of 0.6 s, a stall of 0.9 s and 30 s more: 111.5 iterations.
-    inputs = job(0.02, recovery=lag(-50.0, 0.5), watch_iterations=60, persist_seconds=30.0)
+    inputs = job(0.02, recovery=end_cost(-50.0, 0.5), watch_iterations=60, persist_seconds=30.0)
     assert costs_at(replace(inputs, lead_after_iterations=109), 60) == costs_at(inputs, 60)
     assert costs_at(replace(inputs, lead_after_iterations=120), 60) > costs_at(inputs, 60)
 
 
 def test_the_mean_distance_of_failures_is_half_an_interval_and_the_persist_time() -> None:
-    rare = job(RARE_HOURS, stall_seconds=0.0, recovery=lag(0.0, 1.0), watch_iterations=60)
+    rare = job(RARE_HOURS, stall_seconds=0.0, recovery=end_cost(0.0, 1.0), watch_iterations=60)
     (found,) = Costs([rare]).horizon_iterations(numpy.array([[100.0]]), "predict")[0]
     assert found == pytest.approx(50 + 5 / 0.6 - 0.5, rel=1e-4)
 
 
 def test_the_watch_lengthens_the_way_to_the_checkpoint() -> None:
-    often = replace(job(stall_seconds=0.0, recovery=lag(0.0, 1.0)), failures_per_second=1 / (88 * 0.6))
+    often = replace(job(stall_seconds=0.0, recovery=end_cost(0.0, 1.0)), failures_per_second=1 / (88 * 0.6))
     near, far = (
         Costs([replace(often, watch_iterations=watch)]).horizon_iterations(numpy.array([[10.0]]), "predict")[0, 0]
         for watch in (0, 60)
@@ -182,7 +188,7 @@ def test_the_search_takes_the_shortest_where_nothing_is_known() -> None:
 
 
 def test_ranks_together_cost_what_they_cost_apart() -> None:
-    curve = lag(-10.0, 0.7)
+    curve = end_cost(-10.0, 0.7)
     ranks = [job(recovery=curve), job(1.0, recovery=curve, stall_seconds=2.0), job(recovery=Scaled(curve, 1.3))]
     intervals = numpy.array([[20.0, 50.0], [30.0, 60.0], [40.0, 70.0]])
     together = Costs(ranks).per_second(intervals, "predict")

@@ -14,7 +14,7 @@ from cpsr.planner.inputs import PlannerInputs, RecoveryCost
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.plan import Plan, fixed_plan, make_plan, policy_names
 from cpsr.planner.recovery_curve import PaperCurve
-from tests.planner.jobs import ANY, JOB, PHASE, USUAL, Scaled, any_job, brute_force, job, lag, limits
+from tests.planner.jobs import ANY, JOB, PHASE, USUAL, Scaled, any_job, brute_force, end_cost, job, limits
 
 WIDE = Limits(1, 3000)
 MTBF_HOURS = (1 / 6, 0.5, 2.0, 6.0, 12.0)
@@ -25,9 +25,9 @@ PHASES: dict[str, RecoveryCost] = {
     "paper, early": PaperCurve(replace(PHASE, first_iteration=200, last_iteration=800)),
     "paper, middle": PaperCurve(PHASE),
     "paper, late": PaperCurve(replace(PHASE, first_iteration=8000, last_iteration=12000)),
-    "lag, early": lag(10.0, 0.9, 0.1),
-    "lag, middle": lag(4.0, 0.5, 0.05),
-    "lag, late": lag(0.0, 0.2, 0.02),
+    "end cost, early": end_cost(10.0, 0.9, 0.1),
+    "end cost, middle": end_cost(4.0, 0.5, 0.05),
+    "end cost, late": end_cost(0.0, 0.2, 0.02),
 }
 GRID = [
     pytest.param(hours, state, curve, id=f"{hours:.2g} h, stall {state[0]} s, {name}")
@@ -85,17 +85,17 @@ def test_a_curve_that_is_wrong_by_a_third_moves_the_interval_little(
 
 
 def test_it_takes_the_mode_that_costs_less() -> None:
-    good = make_plan([job(recovery=lag(0.0, 0.3))], WIDE)
-    bad = make_plan([job(recovery=lag(0.0, 1.3))], WIDE)
+    good = make_plan([job(recovery=end_cost(0.0, 0.3))], WIDE)
+    bad = make_plan([job(recovery=end_cost(0.0, 1.3))], WIDE)
     assert (good.mode, bad.mode) == ("predict", "recompute")
     assert good.interval_iterations > bad.interval_iterations
     assert bad.explanation["modes"]["predict"]["cost_per_second"] > bad.explanation["expected"]["cost_per_second"]
 
 
 def test_the_mode_that_is_demanded_holds_where_it_can() -> None:
-    dear = job(recovery=lag(0.0, 1.3))
+    dear = job(recovery=end_cost(0.0, 1.3))
     assert make_plan([dear], WIDE, recovery_mode="predict").mode == "predict"
-    assert make_plan([job(recovery=lag(0.0, 0.3))], WIDE, recovery_mode="exact").mode == "recompute"
+    assert make_plan([job(recovery=end_cost(0.0, 0.3))], WIDE, recovery_mode="exact").mode == "recompute"
     impossible = make_plan([job()], WIDE, recovery_mode="predict")
     assert impossible.mode == "recompute"
     assert any("not possible" in note for note in impossible.explanation["notes"])
@@ -103,15 +103,15 @@ def test_the_mode_that_is_demanded_holds_where_it_can() -> None:
 
 def test_a_mode_whose_cost_cannot_be_computed_is_not_chosen() -> None:
     """At a failure every 10 ms no life of a predicted recovery has a durable checkpoint."""
-    plan = make_plan([replace(job(recovery=lag(-20.0, 0.5)), failures_per_second=100.0)], WIDE)
+    plan = make_plan([replace(job(recovery=end_cost(-20.0, 0.5)), failures_per_second=100.0)], WIDE)
     assert plan.mode == "recompute"
     assert any("'predict' cannot be computed" in note for note in plan.explanation["notes"])
-    usual = make_plan([job(recovery=lag(-20.0, 0.5))], WIDE)
+    usual = make_plan([job(recovery=end_cost(-20.0, 0.5))], WIDE)
     assert not any("cannot be computed" in note for note in usual.explanation["notes"])
 
 
 def test_recoveries_that_come_out_ahead_are_planned_for() -> None:
-    plan = make_plan([job(recovery=lag(-200.0, 0.5))], WIDE)
+    plan = make_plan([job(recovery=end_cost(-200.0, 0.5))], WIDE)
     assert plan.mode == "predict"
     assert plan.explanation["expected"]["recovery_per_second"] < 0
 
@@ -138,19 +138,19 @@ def test_the_active_bound_is_named(fields: dict[str, float], interval: int, boun
 
 
 def test_the_predictor_is_a_bound() -> None:
-    plan = make_plan([job(1.0, recovery=lag(0.0, 0.01))], Limits(10, 5000, 200))
+    plan = make_plan([job(1.0, recovery=end_cost(0.0, 0.01))], Limits(10, 5000, 200))
     assert (plan.interval_iterations, plan.mode, plan.explanation["bound"]) == (200, "predict", "predictor")
 
 
 @pytest.mark.parametrize("policy", policy_names(baselines(50)))
 def test_every_policy_keeps_the_bounds(policy: str) -> None:
-    plan = make_plan([job(recovery=lag(0.0, 0.5))], Limits(60, 80), policy=policy, rules=baselines(50))
+    plan = make_plan([job(recovery=end_cost(0.0, 0.5))], Limits(60, 80), policy=policy, rules=baselines(50))
     assert 60 <= plan.interval_iterations <= 80
     assert plan.origin == policy
 
 
 def test_the_explanation_has_what_a_reader_needs() -> None:
-    plan = make_plan([job(1.0, recovery=lag(0.0, 0.5), restart_seconds=30.0)], Limits(10, 500, 200))
+    plan = make_plan([job(1.0, recovery=end_cost(0.0, 0.5), restart_seconds=30.0)], Limits(10, 500, 200))
     explanation = plan.explanation
     assert explanation["inputs"]["stall_seconds"] == 0.9
     assert explanation["inputs"]["mtbf_hours"] == pytest.approx(1.0)
@@ -194,7 +194,7 @@ def test_any_ranks_give_a_plan(ranks: list[PlannerInputs], allowed: Limits, inte
 @given(st.floats(0.01, 30.0), st.floats(0.5, 100.0), st.floats(0.2, 2.0))
 def test_more_failures_never_lengthen_the_interval(stall: float, hours: float, per_horizon: float) -> None:
     """Where the lag is a share of the horizon, and the best interval shorter than the time between failures."""
-    curve = lag(0.0, per_horizon)
+    curve = end_cost(0.0, per_horizon)
     rare, frequent = (
         make_plan([job(each, stall_seconds=stall, recovery=curve)], WIDE, recovery_mode="predict").interval_iterations
         for each in (hours, hours / 2)

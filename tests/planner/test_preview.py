@@ -10,9 +10,9 @@ from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
 from cpsr.planner.plan import fixed_plan, make_plan
 from cpsr.planner.preview import Change, basis_of, preview
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 
-LINE = LagCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
+LINE = EndCostCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
 PHASE = PhaseInputs(100, 200, 1e-3, 1.0, 0.05, -3.0, 1e-9, 1000)
 LIMITS = Limits(5, 800, 400, "what was measured")
 

@@ -7,7 +7,7 @@ from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin
 from cpsr.planner.plan import make_plan
 from cpsr.planner.ranks import job_of, optima
-from tests.planner.jobs import PHASE, job, lag
+from tests.planner.jobs import PHASE, end_cost, job
 
 WIDE = Limits(1, 3000)
 
@@ -38,10 +38,12 @@ def test_a_predicted_restart_predicts_all_ranks() -> None:
 
 
 def test_a_failure_may_hit_any_rank() -> None:
-    cheap, dear = lag(0.0, 0.4), lag(10.0, 1.0)
+    cheap, dear = end_cost(0.0, 0.4), end_cost(10.0, 1.0)
     together = job_of([job(recovery=cheap), job(recovery=cheap), job(recovery=dear)])
     assert together.recovery is not None
-    assert together.recovery.lag_iterations(numpy.array([30.0]), 50.0)[0] == pytest.approx((12.0 + 12.0 + 40.0) / 3)
+    assert together.recovery.end_cost_iterations(numpy.array([30.0]), 50.0)[0] == pytest.approx(
+        (12.0 + 12.0 + 40.0) / 3
+    )
     assert "3 ranks" in together.recovery.source
     assert job_of([job(recovery=cheap), job()]).recovery is None
 
@@ -57,13 +59,13 @@ def test_a_common_interval_is_inside_everyones_bounds_and_all_optima_are_shown()
 
 
 def test_ranks_alone_are_planned_as_they_are_together() -> None:
-    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.1, 0.9, 5.0)]
+    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.1, 0.9, 5.0)]
     together = optima(ranks, WIDE, "predict")
     assert together == [optima([rank], WIDE, "predict")[0] for rank in ranks]
 
 
 def test_own_intervals_are_a_base_times_powers_of_two() -> None:
-    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
+    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
     plan = make_plan(ranks, WIDE, intervals="per_rank")
     optimum = plan.explanation["ranks"]["optimum_iterations"]
     assert plan.mode == "predict"
@@ -89,7 +91,7 @@ def test_what_is_recomputed_has_one_interval() -> None:
 
 
 def test_a_rule_chooses_for_every_rank() -> None:
-    ranks = [job(stall_seconds=stall, recovery=lag(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
+    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
     plan = make_plan(ranks, WIDE, policy="young", intervals="per_rank")
     # sqrt(2 T_s M) in iterations of 0.6 s: 109.5, 219.1 and 464.8.
     assert plan.interval_iterations == 110
@@ -98,7 +100,7 @@ def test_a_rule_chooses_for_every_rank() -> None:
 
 
 def test_a_slow_disk_moves_a_rank_to_the_next_multiple() -> None:
-    fast = job(stall_seconds=0.05, recovery=lag(0.0, 0.5))
+    fast = job(stall_seconds=0.05, recovery=end_cost(0.0, 0.5))
     ranks = [fast, replace(fast, persist_seconds=130.0)]
     plan = make_plan(ranks, WIDE, intervals="per_rank")
     assert plan.rank_interval_iterations[1] * 0.6 >= 130.0
@@ -106,7 +108,7 @@ def test_a_slow_disk_moves_a_rank_to_the_next_multiple() -> None:
 
 
 def test_ranks_that_cannot_be_predicted_are_recomputed_in_their_own_plan() -> None:
-    ranks = [job(recovery=lag(0.0, 0.3)), job()]
+    ranks = [job(recovery=end_cost(0.0, 0.3)), job()]
     plan = make_plan(ranks, WIDE)
     assert plan.mode == "recompute"
     assert plan.explanation["ranks"]["mode"] == ["recompute", "recompute"]

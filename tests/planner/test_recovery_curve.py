@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, LagCurve, LagObservation, PaperCurve
-from tests.planner.jobs import PHASE, lag
+from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation, EndCostCurve, PaperCurve
+from tests.planner.jobs import PHASE, end_cost
 
 TRUTH = (-12.0, 0.7, 0.05)
 
 
-def observe(curve: LagCurve, seed: int, count: int, scatter: float = 4.0, error: float = 3.0) -> LagCurve:
+def observe(curve: EndCostCurve, seed: int, count: int, scatter: float = 4.0, error: float = 3.0) -> EndCostCurve:
     """So many recoveries of the truth, each with its own scatter and an error of measurement."""
     generator = numpy.random.default_rng(seed)
     for _ in range(count):
@@ -20,23 +20,23 @@ def observe(curve: LagCurve, seed: int, count: int, scatter: float = 4.0, error:
         horizon = float(generator.uniform(1, interval))
         a, b, c = TRUTH
         value = a + b * horizon + c * interval + generator.normal(0, math.hypot(scatter, error))
-        curve = curve.with_observation(LagObservation(horizon, interval, value, error))
+        curve = curve.with_observation(CostObservation(horizon, interval, value, error))
     return curve
 
 
-def at(curve: LagCurve, horizon: float, interval: float) -> float:
-    return float(curve.lag_iterations(numpy.array([horizon]), interval)[0])
+def at(curve: EndCostCurve, horizon: float, interval: float) -> float:
+    return float(curve.end_cost_iterations(numpy.array([horizon]), interval)[0])
 
 
 def test_without_measurements_it_is_its_prior() -> None:
-    assert at(lag(-20.0, 0.5, 0.1), 40.0, 50.0) == pytest.approx(-20.0 + 20.0 + 5.0)
-    assert lag(-20.0, 0.5).source == "prior"
+    assert at(end_cost(-20.0, 0.5, 0.1), 40.0, 50.0) == pytest.approx(-20.0 + 20.0 + 5.0)
+    assert end_cost(-20.0, 0.5).source == "prior"
 
 
 def test_one_measurement_by_hand() -> None:
     """With one coefficient free it is the mean of prior and measurement, weighted by their precisions."""
-    curve = LagCurve.with_independent_prior((0.0, 0.0, 0.0), (10.0, 1e-9, 1e-9), 8.0)
-    seen = curve.with_observation(LagObservation(30.0, 50.0, 5.0, 6.0))
+    curve = EndCostCurve.with_independent_prior((0.0, 0.0, 0.0), (10.0, 1e-9, 1e-9), 8.0)
+    seen = curve.with_observation(CostObservation(30.0, 50.0, 5.0, 6.0))
     scatter = 8.0**2
     for _ in range(3):
         mean = 5.0 * (1 / (36 + scatter)) / (1 / 100 + 1 / (36 + scatter))
@@ -45,43 +45,45 @@ def test_one_measurement_by_hand() -> None:
 
 
 def test_it_learns_the_truth_from_many() -> None:
-    curve = observe(lag(0.0, 1.0), seed=1, count=60)
+    curve = observe(end_cost(0.0, 1.0), seed=1, count=60)
     for horizon, interval in [(10.0, 20.0), (30.0, 50.0), (80.0, 100.0)]:
         row = numpy.array([1.0, horizon, interval])
         error = math.sqrt(row @ curve.covariance @ row)
         assert abs(at(curve, horizon, interval) - float(row @ TRUTH)) < 3 * error
         assert error < 2.0
-    assert curve.source == "60 measured lags, on prior"
+    assert curve.source == "60 measured recoveries, on prior"
 
 
 def test_an_exact_measurement_counts_more_than_a_rough_one() -> None:
-    exact, rough = (lag(0.0, 1.0).with_observation(LagObservation(40.0, 50.0, 10.0, error)) for error in (1.0, 50.0))
+    exact, rough = (
+        end_cost(0.0, 1.0).with_observation(CostObservation(40.0, 50.0, 10.0, error)) for error in (1.0, 50.0)
+    )
     assert at(exact, 40.0, 50.0) < at(rough, 40.0, 50.0) < 40.0
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 30])
 def test_one_outlier_changes_little(count: int) -> None:
-    curve = observe(lag(0.0, 1.0), seed=2, count=count)
-    spoiled = curve.with_observation(LagObservation(40.0, 50.0, 5000.0, 3.0))
+    curve = observe(end_cost(0.0, 1.0), seed=2, count=count)
+    spoiled = curve.with_observation(CostObservation(40.0, 50.0, 5000.0, 3.0))
     assert at(spoiled, 40.0, 50.0) == pytest.approx(at(curve, 40.0, 50.0), abs=1e-9)
     assert "1 set aside" in spoiled.source
 
 
 def test_two_outliers_are_a_fact() -> None:
     """Predictions that fail at times are part of the mean cost, though each alone looks like a mishap."""
-    curve = observe(lag(0.0, 1.0), seed=3, count=12)
-    once = curve.with_observation(LagObservation(40.0, 50.0, 200.0, 3.0))
-    twice = once.with_observation(LagObservation(40.0, 50.0, 200.0, 3.0))
+    curve = observe(end_cost(0.0, 1.0), seed=3, count=12)
+    once = curve.with_observation(CostObservation(40.0, 50.0, 200.0, 3.0))
+    twice = once.with_observation(CostObservation(40.0, 50.0, 200.0, 3.0))
     assert at(once, 40.0, 50.0) == pytest.approx(at(curve, 40.0, 50.0), abs=1e-9)
     assert at(twice, 40.0, 50.0) > at(curve, 40.0, 50.0) + 10.0
     assert "set aside" not in twice.source
 
 
 def test_it_forgets_the_oldest() -> None:
-    curve = lag(0.0, 1.0)
+    curve = end_cost(0.0, 1.0)
     for count in range(OBSERVATIONS_MAX + 6):
-        curve = replace(curve, observations=(*curve.observations, LagObservation(float(count), 50.0, 0.0, 1.0)))
-    curve = curve.with_observation(LagObservation(999.0, 50.0, 0.0, 1.0))
+        curve = replace(curve, observations=(*curve.observations, CostObservation(float(count), 50.0, 0.0, 1.0)))
+    curve = curve.with_observation(CostObservation(999.0, 50.0, 0.0, 1.0))
     assert len(curve.observations) == OBSERVATIONS_MAX
     assert curve.observations[-1].horizon_iterations == 999.0
 
@@ -89,27 +91,27 @@ def test_it_forgets_the_oldest() -> None:
 def test_what_was_not_measured_is_refused() -> None:
     for figures in [(math.nan, 50.0, 1.0, 1.0), (40.0, 50.0, math.inf, 1.0), (40.0, 50.0, 1.0, -1.0)]:
         with pytest.raises(ValueError, match="leave it out"):
-            LagObservation(*figures)
+            CostObservation(*figures)
 
 
 def test_a_prior_that_is_no_distribution_is_refused() -> None:
     with pytest.raises(ValueError, match="positive definite"):
-        LagCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 0.0, 1.0), 1.0)
+        EndCostCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 0.0, 1.0), 1.0)
     with pytest.raises(ValueError, match="scatter_iterations"):
-        LagCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 1.0, 1.0), 0.0)
+        EndCostCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 1.0, 1.0), 0.0)
 
 
 @given(
     st.lists(
-        st.builds(LagObservation, st.floats(0, 500), st.floats(1, 500), st.floats(-1e4, 1e4), st.floats(0, 1e3)),
+        st.builds(CostObservation, st.floats(0, 500), st.floats(1, 500), st.floats(-1e4, 1e4), st.floats(0, 1e3)),
         max_size=6,
     )
 )
-def test_it_is_finite_whatever_was_seen(observations: list[LagObservation]) -> None:
-    curve = lag(0.0, 1.0)
+def test_it_is_finite_whatever_was_seen(observations: list[CostObservation]) -> None:
+    curve = end_cost(0.0, 1.0)
     for observation in observations:
         curve = curve.with_observation(observation)
-    assert numpy.isfinite(curve.lag_iterations(numpy.array([1.0, 100.0]), 50.0)).all()
+    assert numpy.isfinite(curve.end_cost_iterations(numpy.array([1.0, 100.0]), 50.0)).all()
     assert (numpy.linalg.eigvalsh(curve.covariance) > 0).all()
 
 
@@ -117,22 +119,22 @@ def test_the_papers_curve_is_its_equation_at_one_moment() -> None:
     moment = replace(PHASE, first_iteration=2000, last_iteration=2000)
     x0 = 1e-6 * 355e6 * math.exp(-9 - 1.8) / 2
     expected = math.log(1 + x0 * math.exp((3e-4 - 0.05 / 100) * 2000)) / 3e-4
-    found = PaperCurve(moment).lag_iterations(numpy.array([10.0, 60.0]), 100.0)
+    found = PaperCurve(moment).end_cost_iterations(numpy.array([10.0, 60.0]), 100.0)
     assert found == pytest.approx([expected, expected])
 
 
 def test_the_papers_curve_is_averaged_over_the_phase() -> None:
     moments = [replace(PHASE, first_iteration=t, last_iteration=t) for t in range(1000, 3001)]
-    mean = numpy.mean([PaperCurve(moment).lag_iterations(numpy.array([1.0]), 60.0)[0] for moment in moments])
-    assert PaperCurve(PHASE).lag_iterations(numpy.array([1.0]), 60.0)[0] == pytest.approx(mean, rel=1e-3)
+    mean = numpy.mean([PaperCurve(moment).end_cost_iterations(numpy.array([1.0]), 60.0)[0] for moment in moments])
+    assert PaperCurve(PHASE).end_cost_iterations(numpy.array([1.0]), 60.0)[0] == pytest.approx(mean, rel=1e-3)
 
 
 def test_the_papers_curve_takes_many_intervals_at_once() -> None:
     intervals = numpy.array([[20.0], [50.0], [400.0]])
-    together = PaperCurve(PHASE).lag_iterations(numpy.ones((3, 4)), intervals)
+    together = PaperCurve(PHASE).end_cost_iterations(numpy.ones((3, 4)), intervals)
     assert together.shape == (3, 4)
     for row, interval in zip(together, intervals[:, 0], strict=True):
-        assert row == pytest.approx(PaperCurve(PHASE).lag_iterations(numpy.ones(4), float(interval)))
+        assert row == pytest.approx(PaperCurve(PHASE).end_cost_iterations(numpy.ones(4), float(interval)))
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(-50, 50), st.floats(1e-3, 10), st.floats(-50, 50), st.integers(0, 10**12))
@@ -147,7 +149,7 @@ def test_the_papers_curve_rises_with_the_interval_and_is_finite(
         tau2=tau2,
         parameters=parameters,
     )
-    lags = PaperCurve(phase).lag_iterations(numpy.ones(5), numpy.array([1.0, 10.0, 100.0, 1000.0, 1e9]))
+    lags = PaperCurve(phase).end_cost_iterations(numpy.ones(5), numpy.array([1.0, 10.0, 100.0, 1000.0, 1e9]))
     assert numpy.isfinite(lags).all()
     assert (lags >= 0).all()
     assert (numpy.diff(lags) >= -1e-9 * lags[1:]).all()

@@ -7,7 +7,7 @@ import yaml
 
 from cpsr.errors import ConfigError
 from cpsr.planner import spec
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, LagCurve, PaperCurve
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.planner.spec import PlanSpec, read_plan_spec
 from tests.planner.jobs import PHASE
 
@@ -15,7 +15,7 @@ DESCRIPTION: dict[str, Any] = {
     "iteration_seconds": 0.6,
     "checkpoint": {"state_bytes": 4e9, "snapshot_bytes_per_second": 5e9, "persist_bytes_per_second": 1e9},
     "failures": {"mtbf_hours": 12, "restart_seconds": 30},
-    "recovery": {"predict_seconds": 2, "lag": {"constant_iterations": -10, "per_horizon_iteration": 0.8}},
+    "recovery": {"predict_seconds": 2, "end_cost": {"constant_iterations": -10, "per_horizon_iteration": 0.8}},
 }
 
 
@@ -34,7 +34,7 @@ def test_sizes_and_bandwidths_become_seconds(tmp_path: Path) -> None:
     assert (inputs.stall_seconds, inputs.persist_seconds) == (0.8, 4.0)
     assert inputs.failures_per_second == pytest.approx(1 / 43200)
     assert inputs.origins["stall_seconds"].kind == "configured"
-    assert isinstance(inputs.recovery, LagCurve)
+    assert isinstance(inputs.recovery, EndCostCurve)
     assert inputs.recovery.coefficients == (-10.0, 0.8, 0.0)
     assert inputs.recovery.source == "the job's description"
 
@@ -79,12 +79,21 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert inputs.recovery is None
 
 
+def test_the_name_of_the_end_cost_in_the_version_before_is_read(tmp_path: Path) -> None:
+    line = {"per_horizon_iteration": 0.3}
+    with pytest.warns(FutureWarning, match=r"'recovery\.lag' is now called 'recovery\.end_cost'"):
+        found = read(tmp_path, changed(recovery={"lag": line}))
+    assert found == read(tmp_path, changed(recovery={"end_cost": line}))
+    with pytest.raises(ConfigError, match="both are given"):
+        read(tmp_path, changed(recovery={"lag": line, "end_cost": line}))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"failures": {"mtbf_hour": 12}}, "did you mean 'failures.mtbf_hours'"),
         ({"ranks": [{"cont": 2}]}, "unknown key 'ranks.0.cont'; did you mean 'ranks.0.count'"),
-        ({"recovery": {"lag": {"per_horizon": 1}}}, "did you mean 'recovery.lag.per_horizon_iteration'"),
+        ({"recovery": {"end_cost": {"per_horizon": 1}}}, "did you mean 'recovery.end_cost.per_horizon_iteration'"),
         ({"iteration_seconds": 0}, "'iteration_seconds' = 0"),
         ({"iteration_seconds": float("nan")}, "finite number"),
         ({"checkpoint": {"stall_seconds": 1}}, "give either persist_seconds or persist_bytes_per_second"),
@@ -92,7 +101,7 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
             {"checkpoint": {"stall_seconds": 1, "persist_bytes_per_second": 1e9}},
             "persist_bytes_per_second needs state_bytes",
         ),
-        ({"recovery": {}}, "recovery needs a lag, or a phase"),
+        ({"recovery": {}}, "recovery needs an end_cost, or a phase"),
         (
             {"checkpoint": {"stall_seconds": 1, "persist_seconds": 1}, "ranks": [{"state_bytes": 1}]},
             "need checkpoint.state_bytes",

@@ -41,7 +41,7 @@ def test_features_are_what_their_names_say() -> None:
 def test_the_expectation_is_the_tables() -> None:
     calibration = Calibration(small_table())
     expected = calibration.expected(CONTEXT, SETTING)
-    assert expected.lag_iterations == pytest.approx(42 - 60)
+    assert expected.end_cost_iterations == pytest.approx(42 - 60)
     assert expected.deviation_iterations == pytest.approx(0.1 * numpy.linalg.norm(features(CONTEXT, SETTING)))
 
 
@@ -59,7 +59,7 @@ def test_the_posterior_is_that_of_all_equations_at_once() -> None:
     mean = covariance @ (numpy.linalg.solve(prior.covariance, prior.mean) + terms.T @ (precision * lags))
     found = Calibration(prior, observations).expected(CONTEXT, SETTING)
     at = features(CONTEXT, SETTING)
-    assert found.lag_iterations == pytest.approx(at @ mean)
+    assert found.end_cost_iterations == pytest.approx(at @ mean)
     assert found.deviation_iterations == pytest.approx(numpy.sqrt(at @ covariance @ at))
 
 
@@ -68,14 +68,16 @@ def test_a_measurement_draws_the_expectation_towards_it_and_makes_it_surer(lag: 
     before = Calibration().expected(CONTEXT, SETTING)
     after = Calibration(observations=[Observation(CONTEXT, SETTING, lag, error)]).expected(CONTEXT, SETTING)
     assert after.deviation_iterations < before.deviation_iterations
-    assert abs(after.lag_iterations - lag) <= abs(before.lag_iterations - lag)
+    assert abs(after.end_cost_iterations - lag) <= abs(before.end_cost_iterations - lag)
 
 
 def test_caution_and_curiosity_choose_differently() -> None:
     prior = small_table()
     near, far = SETTING, replace(SETTING, reach_iterations=124.0, window_iterations=60.0)
     calibration = Calibration(prior)
-    assert calibration.expected(CONTEXT, far).lag_iterations < calibration.expected(CONTEXT, near).lag_iterations
+    assert (
+        calibration.expected(CONTEXT, far).end_cost_iterations < calibration.expected(CONTEXT, near).end_cost_iterations
+    )
     assert calibration.best(CONTEXT, [near, far], 1.0)[0] == near
     assert calibration.best(CONTEXT, [near, far], -1.0)[0] == far
     assert Expected(10.0, 2.0).bound(-1.0) == 8.0
@@ -102,4 +104,4 @@ def test_the_shipped_table_is_usable() -> None:
     assert shipped.noise_iterations > 0.0
     assert shipped.source["score"] == "end cost"
     expected = Calibration().expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
-    assert 0.3 * 42 < expected.lag_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon
+    assert 0.3 * 42 < expected.end_cost_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon

@@ -87,7 +87,7 @@ def test_an_ordinary_failure_is_feasible_and_says_what_it_is(make_history: MakeH
     forecast = METHODS[method]().forecast(history, TARGET)
     assert forecast.feasible
     assert forecast.method == method
-    assert forecast.expected_lag_iterations <= 30.0
+    assert forecast.expected_end_cost_iterations <= 30.0
     assert forecast.settings["base_iteration"] == 1000
     assert forecast.settings["used_iterations"][-1] == 1000
     assert "30 iterations ahead" in forecast.reason
@@ -101,7 +101,7 @@ def test_horizon_zero_is_the_newest_checkpoint(make_history: MakeHistory, method
     for count in (1, 2, 9):
         history = make_history(ITERATIONS[-count:], weights[-count:])
         forecast = METHODS[method]().forecast(history, Target(1000, 1000.0, 1.0))
-        assert forecast.expected_lag_iterations == 0.0
+        assert forecast.expected_end_cost_iterations == 0.0
         out = predicted(METHODS[method](), history, forecast)
         assert all(torch.equal(out[name], weights[-1][name]) for name in out)
 
@@ -224,7 +224,7 @@ def test_one_or_two_checkpoints_are_too_few_and_it_says_so(make_history: MakeHis
     assert not forecast.feasible
     assert ("there is one" if count == 1 else "there are 2") in forecast.reason
     assert forecast.coefficients == {}
-    assert forecast.expected_lag_iterations == 30.0  # no better than to recompute it all
+    assert forecast.expected_end_cost_iterations == 30.0  # no better than to recompute it all
     with pytest.raises(ValueError, match="not feasible"):
         predictor.predict(history, forecast)
 

@@ -103,7 +103,7 @@ def test_horizon_zero_is_the_checkpoint_itself(make_history: MakeHistory) -> Non
         predictor = LinePredictor()
         forecast = predictor.forecast(history, Target(1000, 1000.0, 1.0))
         assert forecast.feasible
-        assert forecast.expected_lag_iterations == 0.0
+        assert forecast.expected_end_cost_iterations == 0.0
         out = predicted(predictor, history, forecast)["w"]
         assert torch.equal(out, weights[-1]["w"])
         assert out.data_ptr() != weights[-1]["w"].data_ptr()
@@ -143,7 +143,7 @@ def test_infeasible_says_why_and_does_not_predict(
     forecast = predictor.forecast(history, Target(failure, float(failure), 1.0))
     assert not forecast.feasible
     assert forecast.coefficients == {}
-    assert forecast.expected_lag_iterations == failure - 1000
+    assert forecast.expected_end_cost_iterations == failure - 1000
     with pytest.raises(ValueError, match=words):
         predictor.predict(history, forecast)
 
@@ -245,7 +245,9 @@ def test_a_state_is_expected_to_be_no_better_than_its_oldest_operators(make_hist
     older = [iteration - 60 for iteration in ITERATIONS]
     before = predictor.forecast(make_history(older, weights), target)
     found = predictor.forecast(make_history(ITERATIONS, weights, taken={"w": older}), target)
-    assert newest.expected_lag_iterations < before.expected_lag_iterations == found.expected_lag_iterations
+    assert (
+        newest.expected_end_cost_iterations < before.expected_end_cost_iterations == found.expected_end_cost_iterations
+    )
     assert "own_series_operators" not in newest.settings
     state = predictor.state_dict()
     predictor.record({"kind": "recovery", "settings": found.settings, "lag_iterations": -90.0})
@@ -262,7 +264,7 @@ def test_a_failure_right_at_a_checkpoint_that_holds_older_weights_too(make_histo
     out = predicted(predictor, history, forecast)
     assert out["w"].item() == weights[-1]["w"].item()
     assert out["old"].item() == pytest.approx(1.0)
-    assert forecast.expected_lag_iterations > 0
+    assert forecast.expected_end_cost_iterations > 0
 
 
 def test_nothing_to_predict_for_any_operator_is_infeasible(make_history: MakeHistory) -> None:
@@ -321,7 +323,7 @@ def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history:
     considered = prior_settings(context, windows(history.entries))
     best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS)
     assert setting_of(forecast) == best
-    assert forecast.expected_lag_iterations == expected.lag_iterations
+    assert forecast.expected_end_cost_iterations == expected.end_cost_iterations
     assert forecast.settings["expected_deviation_iterations"] == expected.deviation_iterations
     assert Context(**forecast.settings["context"]) == context
 
@@ -366,7 +368,7 @@ def test_it_says_where_recomputing_is_expected_to_be_cheaper(make_history: MakeH
         predictor.record(
             {"settings": forecast.settings, "lag_iterations": 60.0, "standard_error_iterations": 0.0},
         )
-    assert predictor.forecast(history, TARGET).expected_lag_iterations > 30
+    assert predictor.forecast(history, TARGET).expected_end_cost_iterations > 30
 
 
 def test_a_rehearsal_tries_what_may_be_best(make_history: MakeHistory) -> None:
@@ -375,7 +377,9 @@ def test_a_rehearsal_tries_what_may_be_best(make_history: MakeHistory) -> None:
     (candidate,) = predictor.candidates(history, TARGET)
     usual = predictor.forecast(history, TARGET)
     assert candidate.feasible
-    bounds = [one.expected_lag_iterations - one.settings["expected_deviation_iterations"] for one in (candidate, usual)]
+    bounds = [
+        one.expected_end_cost_iterations - one.settings["expected_deviation_iterations"] for one in (candidate, usual)
+    ]
     assert bounds[0] <= bounds[1]
     assert predictor.forecast(history, TARGET) == usual  # asking changes nothing
 

@@ -79,7 +79,7 @@ def test_predictors_measure_it_over_all_weights_from_what_they_learned_or_from_t
 def test_a_straight_path_promises_more(make_history: MakeHistory) -> None:
     target = Target(1030, 1030.0, 1.0)
     costs = [
-        LinePredictor().forecast(make_history(ITERATIONS, walk(angle)), target).expected_lag_iterations
+        LinePredictor().forecast(make_history(ITERATIONS, walk(angle)), target).expected_end_cost_iterations
         for angle in (0.0, math.pi / 2)
     ]
     assert costs[0] < costs[1]

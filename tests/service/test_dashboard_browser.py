@@ -193,7 +193,7 @@ def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: 
         table = section(page, "Recoveries").get_by_role("table")
         expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
         expect(table).to_contain_text("rank 3: emergency dump, of 92")
-        expect(table).to_contain_text("\u22127 \u00b1 2.5")
+        expect(table).to_contain_text("lag after 60\u2013160: \u22127 \u00b1 2.5")
         expect(table).to_contain_text("accepted: \u22120.013 of 0.3 nats")
         expect(table.get_by_text("one sentence")).to_be_hidden()
         table.get_by_text("vitp, kept").click()

@@ -20,7 +20,7 @@ SPEC: dict[str, Any] = {
     "iteration_seconds": 3.0,
     "checkpoint": {"stall_seconds": 4.0, "persist_seconds": 45.0},
     "failures": {"mtbf_hours": 3.0, "restart_seconds": 60, "detection_seconds": 5},
-    "recovery": {"lag": {"per_horizon_iteration": 0.2}, "predict_seconds": 6},
+    "recovery": {"end_cost": {"per_horizon_iteration": 0.2}, "predict_seconds": 6},
     "limits": {"interval_max_iterations": 500},
     "wall_days": 2.0,
     "systems": [

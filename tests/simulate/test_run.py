@@ -16,7 +16,7 @@ from cpsr.simulate.arrivals import Weibull, poisson
 from cpsr.simulate.closed_forms import exact_ettr, formula_ettr
 from cpsr.simulate.outcome import Outcome
 from cpsr.simulate.run import simulate
-from cpsr.simulate.system import Checkpoints, Job, LinearLag, Prediction, Recovery, Replay, Rollback, System
+from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Replay, Rollback, System
 from tests.simulate.event_walk import Walk
 from tests.simulate.known_costs import (
     checkpoint_overhead_seconds,
@@ -162,7 +162,7 @@ def test_sparse_windows_repeat_between_one_and_two_windows(window: int) -> None:
 
 
 def test_predicted_lag_is_the_curve_s_mean() -> None:
-    lag = LinearLag(slope=0.4, lead_iterations=2.0)
+    lag = LinearCost(slope=0.4, lead_iterations=2.0)
     checkpoints = Checkpoints(50, 0.0)
     predicted = outcome(checkpoints, Prediction(lag, seconds=7.0), mtbf_seconds=24 * HOUR_SECONDS, days=540)
     mean, error = lost_per_failure(predicted)
@@ -175,23 +175,25 @@ def test_predicted_lag_is_the_curve_s_mean() -> None:
 
 WATCHED = [
     # MTBF, interval, stall and persist time, slope and lead of the lag, watch, iterations until a lead is had.
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 0, 0, id="no watch"),
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5), 60, 0, id="a watch of two intervals"),
-    pytest.param(600.0, 28, 0.3, 5.0, LinearLag(0.5, 4.0), 60, 0, id="a lead"),
-    pytest.param(600.0, 60, 20.0, 150.0, LinearLag(0.7), 200, 0, id="a watch as long as the time between failures"),
-    pytest.param(3600.0, 60, 3.0, 40.0, LinearLag(0.3), 100, 0, id="rarer failures"),
+    pytest.param(600.0, 28, 0.3, 5.0, LinearCost(0.5), 0, 0, id="no watch"),
+    pytest.param(600.0, 28, 0.3, 5.0, LinearCost(0.5), 60, 0, id="a watch of two intervals"),
+    pytest.param(600.0, 28, 0.3, 5.0, LinearCost(0.5, 4.0), 60, 0, id="a lead"),
+    pytest.param(600.0, 60, 20.0, 150.0, LinearCost(0.7), 200, 0, id="a watch as long as the time between failures"),
+    pytest.param(3600.0, 60, 3.0, 40.0, LinearCost(0.3), 100, 0, id="rarer failures"),
     pytest.param(600.0, 100, 20.0, 150.0, None, 0, 0, id="recomputing"),
-    pytest.param(300.0, 10, 0.3, 5.0, LinearLag(1.0, 50.0), 60, 100, id="a lead that most failures come too early for"),
-    pytest.param(600.0, 30, 9.0, 60.0, LinearLag(1.0, 75.0), 0, 100, id="with stalls before it is had, and no watch"),
-    pytest.param(600.0, 20, 1.0, 5.0, LinearLag(-0.5), 60, 100, id="a lead that grows with what was lost"),
-    pytest.param(600.0, 28, 3.0, 40.0, LinearLag(0.0, 9.0), 60, 150, id="a lead at any distance"),
-    pytest.param(300.0, 25, 20.0, 70.0, LinearLag(0.5, 90.0), 60, 300, id="a lead that many chained failures reach"),
+    pytest.param(
+        300.0, 10, 0.3, 5.0, LinearCost(1.0, 50.0), 60, 100, id="a lead that most failures come too early for"
+    ),
+    pytest.param(600.0, 30, 9.0, 60.0, LinearCost(1.0, 75.0), 0, 100, id="with stalls before it is had, and no watch"),
+    pytest.param(600.0, 20, 1.0, 5.0, LinearCost(-0.5), 60, 100, id="a lead that grows with what was lost"),
+    pytest.param(600.0, 28, 3.0, 40.0, LinearCost(0.0, 9.0), 60, 150, id="a lead at any distance"),
+    pytest.param(300.0, 25, 20.0, 70.0, LinearCost(0.5, 90.0), 60, 300, id="a lead that many chained failures reach"),
 ]
 
 
 @pytest.mark.parametrize(("mtbf", "interval", "stall", "persist", "lag", "watch", "lead_after"), WATCHED)
 def test_planner_simulation_and_a_walk_through_every_event_agree_on_watch_and_lead(
-    mtbf: float, interval: int, stall: float, persist: float, lag: LinearLag | None, watch: int, lead_after: int
+    mtbf: float, interval: int, stall: float, persist: float, lag: LinearCost | None, watch: int, lead_after: int
 ) -> None:
     wall = 500 * mtbf
     recovery = Rollback() if lag is None else Prediction(lag, 5.0, watch, lead_after)
@@ -223,7 +225,7 @@ def test_planner_simulation_and_a_walk_through_every_event_agree_on_watch_and_le
 
 
 def test_a_watch_makes_recomputing_the_cheaper_one_where_failures_are_frequent() -> None:
-    watched = PlannerInputs(3.0, 0.3, 5.0, 1 / 600, LinearLag(0.5), predict_seconds=5.0, watch_iterations=60)
+    watched = PlannerInputs(3.0, 0.3, 5.0, 1 / 600, LinearCost(0.5), predict_seconds=5.0, watch_iterations=60)
     assert make_plan([replace(watched, watch_iterations=0)], Limits(2, 5000, 300)).mode == "predict"
     assert make_plan([watched], Limits(2, 5000, 300)).mode == "recompute"
 
@@ -232,21 +234,21 @@ def test_the_first_checkpoint_after_a_predicted_restart_waits_for_the_watch() ->
     position, durable = numpy.array([47.6]), numpy.array([40.0])
     due = [
         recovery.resume(position, durable, 10, 1.0).next_checkpoint_iterations.item()
-        for recovery in (Prediction(LinearLag(0.5)), Prediction(LinearLag(0.5), 0.0, 60), Rollback(), Replay())
+        for recovery in (Prediction(LinearCost(0.5)), Prediction(LinearCost(0.5), 0.0, 60), Rollback(), Replay())
     ]
     assert due == [57, 107, 50, 50]
 
 
 def test_a_lag_below_zero_gives_time_back() -> None:
-    ahead = outcome(Checkpoints(50, 1.0), Prediction(LinearLag(slope=-1.0)), mtbf_seconds=HOUR_SECONDS)
-    behind = outcome(Checkpoints(50, 1.0), Prediction(LinearLag(slope=1.0)), mtbf_seconds=HOUR_SECONDS)
+    ahead = outcome(Checkpoints(50, 1.0), Prediction(LinearCost(slope=-1.0)), mtbf_seconds=HOUR_SECONDS)
+    behind = outcome(Checkpoints(50, 1.0), Prediction(LinearCost(slope=1.0)), mtbf_seconds=HOUR_SECONDS)
     assert ahead.ettr.mean() > 1 - 0.01 > behind.ettr.mean()
     numpy.testing.assert_allclose(total(ahead), ahead.job.wall_seconds)
 
 
 def test_a_failure_during_the_recovery_costs_no_second_lag() -> None:
     # A job that never trains again within a restart keeps the lag of the last recovery only.
-    lag = LinearLag(slope=1.0)
+    lag = LinearCost(slope=1.0)
     checkpoints = Checkpoints(10, 0.0)
     often = simulate(
         Job(1.0, 500.0, restart_seconds=480.0), System("x", checkpoints, Prediction(lag)), poisson(15.0), 400
@@ -272,7 +274,7 @@ def test_slots_let_checkpoints_overlap() -> None:
 
 def test_brute_force_in_the_simulation_finds_the_planner_s_interval() -> None:
     mtbf_seconds = HOUR_SECONDS
-    lag = LinearLag(slope=0.5, lead_iterations=3.0)
+    lag = LinearCost(slope=0.5, lead_iterations=3.0)
     inputs = PlannerInputs(3.0, 2.0, 15.0, 1 / mtbf_seconds, recovery=lag)
     chosen = make_plan([inputs], Limits(5, 400)).interval_iterations
     grid = [round(chosen * factor) for factor in (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)]
@@ -309,7 +311,7 @@ def test_bursts_are_kinder_than_poisson_failures_at_the_same_rate() -> None:
     persist=st.floats(0, 2000),
     slots=st.integers(1, 3),
     recovery=st.sampled_from(
-        [Rollback(), Replay(4, 0.7), Prediction(LinearLag(0.3, 5.0), 11.0), Prediction(LinearLag(-2.0))]
+        [Rollback(), Replay(4, 0.7), Prediction(LinearCost(0.3, 5.0), 11.0), Prediction(LinearCost(-2.0))]
     ),
     mtbf=st.floats(5, 1e6),
     down=st.tuples(st.floats(0, 100), st.floats(0, 1000), st.floats(0, 1000)),

@@ -164,7 +164,7 @@ def test_failures_beside_their_plans() -> None:
 def test_a_recovery_beside_the_lag_that_it_left() -> None:
     spans = plan_spans(PLANS, RECORD.lives, RECORD.work)
     recoveries = [recovery(1, 100, 90, 90, "exact"), recovery(2, 130, 110, 130, "vitp")]
-    failures = [replace(one, expected_lag=-30.0) for one in each_failure(recoveries, spans, RECORD, 60)]
+    failures = [replace(one, expected_end_cost=-30.0) for one in each_failure(recoveries, spans, RECORD, 60)]
     course = [(50, 10.0, 1.0), (100, 10.0, 1.0), (200, -10.0, 1.0), (300, -30.0, 1.0)]
     (found,) = realised(failures, course, 450)  # what is recomputed leaves no lag
     assert (found.iteration, found.quiet, found.expected) == (130, 320, -30.0)

@@ -135,7 +135,7 @@ def test_a_short_window_at_a_long_interval_says_so(make_history: MakeHistory) ->
 
 @pytest.mark.parametrize("method", ["stale", "secant", "mean-3", "ridge-ar", "fdd"])
 def test_nothing_is_promised_where_nothing_was_measured(make_history: MakeHistory, method: str) -> None:
-    assert refused(method, make_history, ITERATIONS, 1030).expected_lag_iterations == 30.0
+    assert refused(method, make_history, ITERATIONS, 1030).expected_end_cost_iterations == 30.0
 
 
 def test_fdd_drops_what_alternates(make_history: MakeHistory) -> None:

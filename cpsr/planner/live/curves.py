@@ -14,8 +14,8 @@ from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
 from cpsr.journal import JournalReader, RecoveryRow, RehearsalRow, ReportedFailure
-from cpsr.planner.live.recovery_cost import measured_lags
-from cpsr.planner.recovery_curve import LagObservation
+from cpsr.planner.live.recovery_cost import measured_costs
+from cpsr.planner.recovery_curve import CostObservation
 
 __all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
 
@@ -35,7 +35,7 @@ class Curves:
     Attributes:
         iteration: at the fit.
         failures: how often the job fails.
-        lags: measured by the run's own rehearsals and recoveries.
+        costs: what the run's own rehearsals and recoveries tell about the end cost.
         predict_seconds: median of the predictions and injections so far; 0 without any.
         predictions: how many these were.
         loss: of the training; None if it cannot be fitted.
@@ -45,7 +45,7 @@ class Curves:
 
     iteration: int
     failures: FailureRate
-    lags: tuple[LagObservation, ...] = ()
+    costs: tuple[CostObservation, ...] = ()
     predict_seconds: float = 0.0
     predictions: int = 0
     loss: LossFit | None = None
@@ -91,7 +91,7 @@ def fit_curves(
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        tuple(measured_lags(rehearsals, recoveries, config.life.watch_iterations)),
+        tuple(measured_costs(rehearsals, recoveries, config.life.watch_iterations)),
         statistics.median(predicted) if predicted else 0.0,
         len(predicted),
         _loss(reader, iteration, span_iterations, missing),

@@ -41,7 +41,7 @@ def planner_inputs(
     situation: Situation,
     costs: RankCosts,
     curves: Curves,
-    lags: RecoveryCost | None,
+    recovery: RecoveryCost | None,
     phases: PhaseDetector,
     watch_iterations: int,
     second_moments: Origin,
@@ -52,7 +52,7 @@ def planner_inputs(
         situation: of the job.
         costs: of the rank's checkpoints.
         curves: of the job.
-        lags: cost of a predicted recovery; None if none is possible.
+        recovery: end cost of a predicted recovery; None if none is possible.
         phases: of the training.
         watch_iterations: after a predicted restart; nothing is committed in them.
         second_moments: origin of the phases' second moments.
@@ -69,7 +69,7 @@ def planner_inputs(
         "failures_per_second": Origin.of_samples(failures.failures, fitted)
         if failures.exposure_seconds
         else Origin("configured"),
-        "recovery": Origin.of_samples(len(curves.lags), fitted),
+        "recovery": Origin.of_samples(len(curves.costs), fitted),
         "predict_seconds": Origin.of_samples(curves.predictions, fitted),
         "lead_after_iterations": Origin("prior"),
     }
@@ -82,7 +82,7 @@ def planner_inputs(
         costs.stall_seconds,
         costs.persist_seconds,
         failures.mean_per_second,
-        lags,
+        recovery,
         predict_seconds=curves.predict_seconds,
         watch_iterations=watch_iterations,
         lead_after_iterations=LEAD_AFTER_ITERATIONS,

@@ -20,10 +20,10 @@ from cpsr.planner.live.inputs import Situation, planner_inputs, unmeasured_input
 from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
 from cpsr.planner.live.predictable import Predictable, predictable
 from cpsr.planner.live.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
-from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_lags
+from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_costs
 from cpsr.planner.live.stall import StallMeter
 from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan
-from cpsr.planner.recovery_curve import LagCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.line import LinePredictor
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
@@ -317,7 +317,7 @@ class JobPlanner:
         self, situation: Situation, costs: Sequence[RankCosts], world_size: int, journal: RankJournal, anew: bool
     ) -> None:
         planner = self._config.planner
-        curve, longest = self._lags(situation, self._curves)
+        curve, longest = self._end_costs(situation, self._curves)
         complete = len(costs) == world_size  # otherwise some ranks would get no interval
         limits = self._limits(longest)
         plan = make_plan(
@@ -334,23 +334,23 @@ class JobPlanner:
                 self._proposal = plan
             self._record_override(journal, situation)
 
-    def _inputs(self, situation: Situation, costs: RankCosts, lags: LagCurve | None) -> PlannerInputs:
+    def _inputs(self, situation: Situation, costs: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
         watch, iteration = self._config.life.watch_iterations, situation.schedule.iteration
         of_all = self._share is not None
         read_at = iteration if self._others_iteration is None else self._others_iteration
         moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
-        return planner_inputs(situation, costs, self._curves, lags, self._phases, watch, moments)
+        return planner_inputs(situation, costs, self._curves, recovery, self._phases, watch, moments)
 
-    def _lags(self, situation: Situation, curves: Curves) -> tuple[LagCurve | None, Predictable | None]:
-        """Expected cost of a predicted recovery (None if impossible), and the longest interval for it."""
+    def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
+        """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
         settings = self._config.predictor
         prior = LinePredictor(settings.window_iterations, settings.gain)
-        expected = expected_lags(prior, situation.schedule, self._config.checkpoint)
+        expected = expected_costs(prior, situation.schedule, self._config.checkpoint)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected
-        found = predictable(longest, curves.lags, INTERVALS_ITERATIONS)
-        for observation in curves.lags:
+        found = predictable(longest, curves.costs, INTERVALS_ITERATIONS)
+        for observation in curves.costs:
             curve = curve.with_observation(observation)
         return (None if found.interval_iterations is None else curve), found
 

@@ -9,7 +9,7 @@ import numpy
 import scipy  # loads its submodules at first use: a restart does not wait for them
 
 from cpsr.planner.inputs import Array
-from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, LagObservation
+from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation
 
 __all__ = ["EXPECTED", "Predictable", "predictable"]
 
@@ -34,29 +34,29 @@ class Predictable:
 
 
 def predictable(
-    longest_iterations: int, lags: Sequence[LagObservation], spacings_iterations: Sequence[int]
+    longest_iterations: int, costs: Sequence[CostObservation], spacings_iterations: Sequence[int]
 ) -> Predictable:
     """Lower the bound of prior and history to intervals over which this run's own recoveries were useful.
 
     A recovery was useless if it cost at least its horizon, as recomputing would have; a vetoed one always is. A
-    measured lag has an error: it counts with the certainty of its side, `|2 P(lag >= horizon) - 1|`, so that an
+    measured lag has an error: it counts with the certainty of its side, `|2 P(cost >= horizon) - 1|`, so that an
     ambiguous one counts for neither. Each class of intervals reaches from above the next shorter spacing up to a
     spacing. The share of useless recoveries in a class has a Beta posterior, and cannot fall with longer intervals: a
     useful recovery over a longer interval counts for a class too, and a useless one over a shorter interval against
     it. A class is excluded if, from some class up to it or to any later one, most recoveries are useless with a
     probability of 95%.
 
-    Only the newest measurements count, as in the curve of the lag: an excluded class returns as they age out.
+    Only the newest measurements count, as in the curve of the end cost: an excluded class returns as they age out.
 
     Source: the sign test with a uniform prior; monotone by the max-min formula of isotonic regression (Robertson,
     Wright and Dykstra, Order Restricted Statistical Inference, 1988), taken over probabilities.
 
     Args:
         longest_iterations: longest interval to predict from, by the prior and the kept history.
-        lags: of this run, oldest first; a vetoed one has its horizon as its lag, and no error.
+        costs: of this run, oldest first; a vetoed one cost its horizon, without error.
         spacings_iterations: ascending, at least one; a lowered bound is one of them.
     """
-    counted = list(lags)[-OBSERVATIONS_MAX:]
+    counted = list(costs)[-OBSERVATIONS_MAX:]
     if not counted:
         return Predictable(longest_iterations, EXPECTED)
     sides = _sides(counted, spacings_iterations)
@@ -75,19 +75,19 @@ def predictable(
     return Predictable(below[-1] if below else None, because)
 
 
-def _sides(lags: Sequence[LagObservation], spacings: Sequence[int]) -> Array:
+def _sides(costs: Sequence[CostObservation], spacings: Sequence[int]) -> Array:
     """Weights of useless and of useful recoveries in each class; `(2, classes)`."""
     sides = numpy.zeros((2, len(spacings)))
-    for lag in lags:
-        place = min(bisect_left(spacings, lag.interval_iterations), len(spacings) - 1)
-        sure = 2 * _useless(lag) - 1
+    for cost in costs:
+        place = min(bisect_left(spacings, cost.interval_iterations), len(spacings) - 1)
+        sure = 2 * _useless(cost) - 1
         sides[0 if sure > 0 else 1, place] += abs(sure)
     return sides
 
 
-def _useless(lag: LagObservation) -> float:
+def _useless(cost: CostObservation) -> float:
     """Probability that a recovery cost at least what recomputing would have."""
-    excess, error = lag.lag_iterations - lag.horizon_iterations, lag.standard_error_iterations
+    excess, error = cost.end_cost_iterations - cost.horizon_iterations, cost.standard_error_iterations
     if error == 0:
         return float(excess >= 0)
     return 0.5 * (1 + math.erf(excess / (error * math.sqrt(2))))

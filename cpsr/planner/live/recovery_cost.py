@@ -1,4 +1,4 @@
-"""Cost of a predicted recovery of this run at any interval, by the offline prior and its own recoveries."""
+"""End cost of a predicted recovery of this run at any interval, by the offline prior and its own recoveries."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,12 +8,12 @@ import numpy
 
 from cpsr.config import CheckpointConfig
 from cpsr.journal import RecoveryRow, RehearsalRow
-from cpsr.planner.recovery_curve import LagCurve, LagObservation
+from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.line import REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
-__all__ = ["INTERVALS_ITERATIONS", "Schedule", "expected_lags", "measured_lags"]
+__all__ = ["INTERVALS_ITERATIONS", "Schedule", "expected_costs", "measured_costs"]
 
 # Intervals at which the prior is evaluated, in iterations: it is smooth between them.
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
@@ -23,7 +23,7 @@ HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Progress of the training, as far as the expected lag depends on it.
+    """Progress of the training, as far as the expected end cost depends on it.
 
     Attributes:
         iteration: completed steps.
@@ -36,10 +36,10 @@ class Schedule:
     peak_learning_rate: float
 
 
-def expected_lags(
+def expected_costs(
     predictor: LinePredictor, schedule: Schedule, checkpoint: CheckpointConfig
-) -> tuple[LagCurve, int] | None:
-    """The line through the lags that the prior expects, and the longest interval to predict from.
+) -> tuple[EndCostCurve, int] | None:
+    """The line through the end costs that the prior expects, and the longest interval to predict from.
 
     Args:
         predictor: with the settings of this run, but without its measurements, which are added later.
@@ -64,31 +64,33 @@ def expected_lags(
     if not rows:
         return None
     places = numpy.array(rows)
-    lags = numpy.array([one.lag_iterations for one in expected])
-    coefficients = numpy.linalg.lstsq(numpy.column_stack([numpy.ones(len(places)), places]), lags, rcond=None)[0]
-    # The errors of these lags are fully correlated.
+    costs = numpy.array([one.end_cost_iterations for one in expected])
+    coefficients = numpy.linalg.lstsq(numpy.column_stack([numpy.ones(len(places)), places]), costs, rcond=None)[0]
+    # The errors of these costs are fully correlated.
     deviation = float(numpy.mean([one.deviation_iterations for one in expected]))
     errors = [deviation, *(deviation / places.mean(axis=0))]
-    return LagCurve.with_independent_prior(
+    return EndCostCurve.with_independent_prior(
         coefficients.tolist(), errors, table().noise_iterations, "the offline prior"
     ), longest
 
 
-def measured_lags(
+def measured_costs(
     rehearsals: Iterable[RehearsalRow], recoveries: Iterable[RecoveryRow], watch_iterations: int
-) -> Iterator[LagObservation]:
-    """The costs of this run's rehearsals and recoveries, oldest first.
+) -> Iterator[CostObservation]:
+    """What this run's rehearsals and recoveries tell about the end cost, oldest first.
+
+    A lag tells it to some 27 iterations, as for the predictor.
 
     A vetoed prediction, also in a rehearsal, cost the horizon, since it is recomputed. One that diverged or was rolled
     back also cost the iterations of its watch.
     """
     found = [(row.created_unix_seconds, _rehearsed(row, watch_iterations)) for row in rehearsals]
     found += [(row.created_unix_seconds, _recovered(row, watch_iterations)) for row in recoveries]
-    for _, lags in sorted(found, key=lambda one: one[0]):
-        yield from lags
+    for _, costs in sorted(found, key=lambda one: one[0]):
+        yield from costs
 
 
-def _rehearsed(rehearsal: RehearsalRow, watch_iterations: int) -> Iterator[LagObservation]:
+def _rehearsed(rehearsal: RehearsalRow, watch_iterations: int) -> Iterator[CostObservation]:
     horizon = rehearsal.failure_iteration - rehearsal.checkpoint_iteration
     if rehearsal.outcome == "measured" and rehearsal.lag_iterations is not None:
         error = math.hypot(rehearsal.lag_standard_error_iterations or 0.0, REHEARSAL_DEVIATION_ITERATIONS)
@@ -99,7 +101,7 @@ def _rehearsed(rehearsal: RehearsalRow, watch_iterations: int) -> Iterator[LagOb
         yield from _observed(horizon, rehearsal.settings, horizon, 0.0)
 
 
-def _recovered(recovery: RecoveryRow, watch_iterations: int) -> Iterator[LagObservation]:
+def _recovered(recovery: RecoveryRow, watch_iterations: int) -> Iterator[CostObservation]:
     if recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
         return
     horizon = recovery.failure_iteration - recovery.checkpoint_iteration
@@ -115,7 +117,7 @@ def _recovered(recovery: RecoveryRow, watch_iterations: int) -> Iterator[LagObse
 def _expected(
     predictor: LinePredictor, schedule: Schedule, checkpoint: CheckpointConfig, interval: int, horizon: int
 ) -> Expected | None:
-    """Expected lag with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
+    """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
     count = min(checkpoint.history_checkpoints(interval), schedule.iteration // interval + 1)
     rate = schedule.learning_rate
     points = [
@@ -127,9 +129,9 @@ def _expected(
     return None if isinstance(found, str) else found
 
 
-def _observed(horizon: float, settings: object, lag: float, error: float) -> Iterator[LagObservation]:
+def _observed(horizon: float, settings: object, cost: float, error: float) -> Iterator[CostObservation]:
     """One observation, if the settings name the interval of the checkpoints and all is finite."""
     context = settings.get("context") if isinstance(settings, dict) else None
-    if context is None or not all(math.isfinite(number) for number in (lag, error)):
+    if context is None or not all(math.isfinite(number) for number in (cost, error)):
         return
-    yield LagObservation(float(horizon), float(context["interval_iterations"]), float(lag), float(error))
+    yield CostObservation(float(horizon), float(context["interval_iterations"]), float(cost), float(error))

@@ -104,7 +104,7 @@ def test_losses_of_a_branch_that_was_given_up_do_not_count(journal: Journal) -> 
 def test_before_anything_is_known_the_configuration_speaks() -> None:
     prior = prior_curves(0, CONFIG)
     assert prior.failures.mtbf_hours == pytest.approx(2.0)
-    assert (prior.loss, prior.predictor, prior.lags) == (None, None, ())
+    assert (prior.loss, prior.predictor, prior.costs) == (None, None, ())
 
 
 def lives_of(tmp_path: Path, endings: Sequence[str]) -> Path:

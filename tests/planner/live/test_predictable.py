@@ -5,17 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.planner.live.predictable import EXPECTED, predictable
-from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, LagObservation
+from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation
 
 SPACINGS = (10, 20, 35, 50, 75, 100, 150, 200)
 
 
-def seen(interval: float, lag: float, horizon: float = 30.0, error: float = 0.0) -> LagObservation:
-    return LagObservation(horizon, interval, lag, error)
+def seen(interval: float, cost: float, horizon: float = 30.0, error: float = 0.0) -> CostObservation:
+    return CostObservation(horizon, interval, cost, error)
 
 
-def bound(*lags: LagObservation, longest: int = 200) -> int | None:
-    return predictable(longest, lags, SPACINGS).interval_iterations
+def bound(*costs: CostObservation, longest: int = 200) -> int | None:
+    return predictable(longest, costs, SPACINGS).interval_iterations
 
 
 BAD, GOOD = 45.0, 5.0  # beside a horizon of 30
@@ -98,12 +98,12 @@ LAGS = st.lists(st.builds(seen, st.floats(1, 600), st.floats(-500, 500), st.floa
 
 @given(LAGS, st.sampled_from(SPACINGS), st.floats(1, 600))
 def test_a_recovery_without_use_never_raises_it_and_one_of_use_never_lowers_it(
-    lags: list[LagObservation], longest: int, interval: float
+    costs: list[CostObservation], longest: int, interval: float
 ) -> None:
-    lags = lags[: OBSERVATIONS_MAX - 1]  # or the oldest is forgotten
-    before = bound(*lags, longest=longest) or 0
-    worse = bound(*lags, seen(interval, BAD), longest=longest) or 0
-    better = bound(*lags, seen(interval, GOOD), longest=longest) or 0
+    costs = costs[: OBSERVATIONS_MAX - 1]  # or the oldest is forgotten
+    before = bound(*costs, longest=longest) or 0
+    worse = bound(*costs, seen(interval, BAD), longest=longest) or 0
+    better = bound(*costs, seen(interval, GOOD), longest=longest) or 0
     assert worse <= before <= better <= longest
 
 
@@ -113,6 +113,6 @@ def test_how_often_it_is_lowered_though_most_recoveries_are_of_use(share: float,
     draw = random.Random(3)
     lowered = 0
     for _ in range(100):
-        lags = [seen(140, BAD if draw.random() < share else GOOD) for _ in range(30)]
-        lowered += any(bound(*lags[:count]) != 200 for count in range(1, 31))
+        costs = [seen(140, BAD if draw.random() < share else GOOD) for _ in range(30)]
+        lowered += any(bound(*costs[:count]) != 200 for count in range(1, 31))
     assert lowered / 100 <= at_most

@@ -5,7 +5,7 @@ import pytest
 
 from cpsr.config import CheckpointConfig
 from cpsr.journal import RecoveryRow, RehearsalRow
-from cpsr.planner.live.recovery_cost import Schedule, expected_lags, measured_lags
+from cpsr.planner.live.recovery_cost import Schedule, expected_costs, measured_costs
 from cpsr.predictor.line import REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
@@ -14,26 +14,26 @@ CONTEXT = {"context": {"interval_iterations": 50.0}}
 
 def test_the_line_follows_what_the_prior_expects() -> None:
     schedule = Schedule(1500, 5e-4, 1e-3)
-    found = expected_lags(LinePredictor(), schedule, CheckpointConfig())
+    found = expected_costs(LinePredictor(), schedule, CheckpointConfig())
     assert found is not None
     curve, longest = found
     assert longest == 200, "400 iterations of history hold three checkpoints up to there"
     points = [HistoryEntry(at, 5e-4 * at, 5e-4) for at in range(1100, 1501, 50)]
     expected = LinePredictor().expected(points, Target(1540, 5e-4 * 1540, 1e-3))
     assert not isinstance(expected, str)
-    (lag,) = curve.lag_iterations(numpy.array([40.0]), 50.0)
-    assert lag == pytest.approx(expected.lag_iterations, abs=expected.deviation_iterations)
+    (cost,) = curve.end_cost_iterations(numpy.array([40.0]), 50.0)
+    assert cost == pytest.approx(expected.end_cost_iterations, abs=expected.deviation_iterations)
 
 
 @pytest.mark.parametrize("iteration", [0, 15])
 def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
-    assert expected_lags(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), CheckpointConfig()) is None
+    assert expected_costs(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), CheckpointConfig()) is None
 
 
 def test_more_history_allows_longer_intervals() -> None:
     schedule = Schedule(5000, 1e-3, 1e-3)
     found = [
-        expected_lags(LinePredictor(), schedule, CheckpointConfig(history_span_iterations=span)) for span in (100, 400)
+        expected_costs(LinePredictor(), schedule, CheckpointConfig(history_span_iterations=span)) for span in (100, 400)
     ]
     assert [one[1] for one in found if one is not None] == sorted(one[1] for one in found if one is not None)
     assert len([one for one in found if one is not None]) == 2
@@ -71,31 +71,31 @@ def recovery(**changes: Any) -> RecoveryRow:
 
 
 def test_rehearsals_and_recoveries_are_measurements() -> None:
-    rehearsed, recovered = measured_lags([rehearsal()], [recovery()], 60)
-    assert (rehearsed.horizon_iterations, rehearsed.interval_iterations, rehearsed.lag_iterations) == (30, 50, -20)
+    rehearsed, recovered = measured_costs([rehearsal()], [recovery()], 60)
+    assert (rehearsed.horizon_iterations, rehearsed.interval_iterations, rehearsed.end_cost_iterations) == (30, 50, -20)
     assert rehearsed.standard_error_iterations == pytest.approx((40**2 + REHEARSAL_DEVIATION_ITERATIONS**2) ** 0.5)
-    assert (recovered.horizon_iterations, recovered.lag_iterations) == (40, 12)
+    assert (recovered.horizon_iterations, recovered.end_cost_iterations) == (40, 12)
     assert recovered.standard_error_iterations == 9
 
 
 def test_what_was_measured_is_in_the_order_of_time() -> None:
     rows = [rehearsal(lag_iterations=lag, created_unix_seconds=at) for lag, at in ((1.0, 10.0), (3.0, 30.0))]
     guard = {"lag": {"lag_iterations": 2.0, "standard_error_iterations": 9.0}}
-    found = measured_lags(rows, [recovery(guard=guard, created_unix_seconds=20.0)], 60)
-    assert [lag.lag_iterations for lag in found] == [1.0, 2.0, 3.0]
+    found = measured_costs(rows, [recovery(guard=guard, created_unix_seconds=20.0)], 60)
+    assert [one.end_cost_iterations for one in found] == [1.0, 2.0, 3.0]
 
 
 def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
-    vetoed, rolled_back = measured_lags([], [recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
-    assert (vetoed.lag_iterations, vetoed.standard_error_iterations) == (40, 0)
-    assert rolled_back.lag_iterations == 100
+    vetoed, rolled_back = measured_costs([], [recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
+    assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40, 0)
+    assert rolled_back.end_cost_iterations == 100
 
 
 def test_rehearsed_predictions_that_could_not_be_used_cost_what_a_restart_would_have_lost() -> None:
     vetoed = rehearsal(outcome="refused", guard={"loss": {"accepted": False}}, lag_iterations=None)
     diverged = rehearsal(outcome="diverged", lag_iterations=None)
-    costs = list(measured_lags([vetoed, diverged], [], 60))
-    assert [cost.lag_iterations for cost in costs] == [30, 90]
+    costs = list(measured_costs([vetoed, diverged], [], 60))
+    assert [cost.end_cost_iterations for cost in costs] == [30, 90]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_rehearsed_predictions_that_could_not_be_used_cost_what_a_restart_would_
     ],
 )
 def test_what_was_not_measured_is_left_out(changes: dict[str, Any]) -> None:
-    assert list(measured_lags([rehearsal(**changes)], [], 60)) == []
+    assert list(measured_costs([rehearsal(**changes)], [], 60)) == []
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,4 @@ def test_what_was_not_measured_is_left_out(changes: dict[str, Any]) -> None:
     ],
 )
 def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
-    assert list(measured_lags([], [recovery(**changes)], 60)) == []
+    assert list(measured_costs([], [recovery(**changes)], 60)) == []
