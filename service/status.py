@@ -162,7 +162,8 @@ def _plan_line(plan: dict[str, Any]) -> str:
     every = str(intervals[0]) if len(intervals) == 1 else f"{intervals[0]} to {intervals[-1]}"
     seconds = plan["ranks"][0]["interval_seconds"]
     took = "" if seconds is None else f" ({_duration(seconds)})"
-    mode = "" if plan["recovery_mode"] is None else f", after a failure: {plan['recovery_mode']}"
+    way = plan["explanation"].get("expected", {}).get("failure", plan["recovery_mode"])
+    mode = "" if plan["recovery_mode"] is None else f", after a failure: {way}"
     bound = "" if plan["bound"] in (None, "none") else f", bound: {plan['bound']}"
     phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
     return f"a checkpoint every {every} iterations{took}, by {escape(plan['ranks'][0]['origin'])}{bound}{phase}{mode}"
@@ -201,7 +202,7 @@ def _rehearsal_line(plan: dict[str, Any]) -> str:
     if rehearsal is None:
         return ""
     lag = rehearsal["lag_iterations"]
-    measured = "" if lag is None else f", a lag of {lag:+.0f} iterations"
+    measured = "" if lag is None else f", lag in its second half {lag:+.0f} iterations"
     return f"last rehearsal: at iteration {rehearsal['iteration']}, {rehearsal['outcome']}{measured}"
 
 

@@ -138,7 +138,15 @@ def _recoveries_table(recoveries: Sequence[RecoveryRow]) -> Table:
 
 
 def _rehearsals_table(rehearsals: Sequence[RehearsalRow]) -> Table:
-    table = Table("failure at", "checkpoint", "outcome", "lag", "cost s", "reason", title="Rehearsals")
+    table = Table(
+        "failure at",
+        "checkpoint",
+        "outcome",
+        "lag",
+        "cost s",
+        "reason",
+        title="Rehearsals (lag: in iterations, over the second half)",
+    )
     for row in rehearsals[-TABLE_ROWS_MAX:]:
         error = row.lag_standard_error_iterations
         lag = "-" if row.lag_iterations is None else f"{row.lag_iterations:+.0f} ± {_number(error)}"

@@ -77,7 +77,7 @@ class DemoResult:
             ("what happened", self.message),
             ("outcome of the watch", recovery.outcome),
             ("recomputing would cost", f"{self.lost_iterations} iterations"),
-            ("measured lag", f"{self.lag.iterations:+.1f} +- {self.lag.standard_error:.1f} iterations"),
+            ("lag after 60-160 iterations", f"{self.lag.iterations:+.1f} +- {self.lag.standard_error:.1f} iterations"),
             ("loss gap behind the failure", f"{self.lag.gap_nats:+.4f} +- {self.lag.gap_standard_error:.4f} nats"),
             (
                 "transient",

@@ -94,15 +94,24 @@ def _cost(restored: Restored) -> str:
     if f is None:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
     if restored.predicted:
-        lag = None if restored.forecast is None else restored.forecast.expected_end_cost_iterations
-        recomputing = f - (restored.checkpoint_iteration or 0)
-        return f"expected cost: {max(lag or 0.0, 0.0):.0f} iterations (recomputing: {recomputing})"
+        later = f"exact: same loss, {_iterations(f - (restored.checkpoint_iteration or 0))} later"
+        forecast = restored.forecast
+        if forecast is None:
+            return f"predicted: on time, for an unknown end cost ({later})"
+        cost, deviation = max(forecast.expected_end_cost_iterations, 0.0), forecast.expected_deviation_iterations
+        return f"predicted: on time, for an end cost of {cost:.0f} +- {deviation:.0f} iterations ({later})"
     if restored.beginning is Beginning.EMERGENCY_DUMP:
         return f"random states and registered objects are those of checkpoint {restored.checkpoint_iteration}"
     if f <= at:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
+    if restored.beginning is Beginning.EXACT:
+        return f"exact: same loss, {_iterations(f - at)} later{_why_recomputed(restored)}"
     count = f"{f - at} iterations are" if f - at > 1 else "1 iteration is"
     return f"{count} recomputed{_why_recomputed(restored)}"
+
+
+def _iterations(count: int) -> str:
+    return f"{count} iteration{'' if count == 1 else 's'}"
 
 
 def _why_recomputed(restored: Restored) -> str:

@@ -88,7 +88,10 @@ class LagReport(Part):
             message = "the losses do not show how far behind the recovery is"
         else:
             lag, error = measured
-            message = f"the recovery lags {lag:+.0f} +- {error:.0f} iterations behind the course before the failure"
+            message = (
+                f"lag after {FIRST_ITERATION} to {LAST_ITERATION} iterations: {lag:+.0f} +- {error:.0f}, against the "
+                "course of the losses before the failure"
+            )
             self._outcome.measured({"lag_iterations": lag, "standard_error_iterations": error}, settings)
         self._job.journal.event("recovered", message, iteration)
 

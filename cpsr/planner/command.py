@@ -44,6 +44,10 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
     console = Console()
     print_table(console, _plans_table(plans))
     print_table(console, _rules_table(plans[0]))
+    console.print("A failure costs, on average over its distance from the checkpoint, one of:")
+    for option in plans[0].explanation["modes"].values():
+        if isinstance(option, Mapping):
+            console.print(f"- {option['failure']} (a checkpoint every {option['interval_iterations']} iterations)")
     for note in dict.fromkeys(note for plan in plans for note in plan.explanation["notes"]):
         console.print(f"- {note}")
 

@@ -75,7 +75,7 @@ def explain(
         "inputs": _inputs(job),
         "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
         "expected": _expected(job, chosen),
-        "modes": {mode: _option(best) for mode, best in by_mode.items()},
+        "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "forms": _forms(job, forms),
         "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
         "notes": list(dict.fromkeys(note for note in all_notes if note)),
@@ -107,6 +107,7 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
     if isinstance(job.recovery, EndCostCurve):
         figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
+        figures["recovery_covariance"] = job.recovery.covariance.tolist()
     if job.phase is not None:
         figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}
     return figures
@@ -162,17 +163,33 @@ def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
         "recovery_seconds_per_failure": plain(failure_seconds),
         "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0, 0])),
         "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0, 0])),
+        "failure": _failure(job, chosen),
     }
 
 
-def _option(best: Optimum | None) -> dict[str, Any] | str:
+def _option(job: PlannerInputs, best: Optimum | None) -> dict[str, Any] | str:
     if best is None:
         return "not possible"
     return {
         "interval_iterations": best.interval_iterations,
         "cost_per_second": plain(best.cost_per_second),
         "bound": best.bound,
+        "failure": _failure(job, best),
     }
+
+
+def _failure(job: PlannerInputs, chosen: Optimum) -> str:
+    """How a failure is paid for in the mode of the optimum, at the mean distance from its checkpoint."""
+    interval = float(chosen.interval_iterations)
+    horizon = float(Costs([job]).horizon_iterations(numpy.array([[interval]]), chosen.mode)[0, 0])
+    if chosen.mode == "recompute" or job.recovery is None:
+        return f"exact: same loss, {horizon:.0f} iterations later"
+    cost = float(job.recovery.end_cost_iterations(numpy.array([horizon]), interval)[0])
+    deviation = 0.0  # not known of other curves; of a given line there is none
+    if isinstance(job.recovery, EndCostCurve):
+        deviation = job.recovery.deviation_iterations(horizon, interval)
+    spread = f" +- {deviation:.0f}" if deviation >= 0.5 else ""
+    return f"predicted: on time, for an end cost of {cost:.0f}{spread} iterations"
 
 
 def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy
+
 from cpsr.planner.bounds import Limits
 from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
 from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
@@ -13,9 +15,10 @@ from cpsr.planner.units import SECONDS_PER_HOUR
 
 __all__ = ["Basis", "Change", "basis_of", "preview"]
 
-# The line is used as estimated, and no observation is added.
-CERTAIN = (1e-6, 1e-6, 1e-6)
-CERTAIN_SCATTER_ITERATIONS = 1.0
+# No observation is added, and nothing uses the scatter.
+SCATTER_ITERATIONS = 1.0
+# Of plans before 2026-11-23, which do not record the line's covariance.
+CERTAIN = numpy.diag([1e-12, 1e-12, 1e-12])
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,8 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
         figures["phase"] = PhaseInputs(**phase)
     if recorded["recovery_curve"] != "none":
         line = [float(recorded["recovery_line"][name]) for name in RECOVERY_LINE]
-        scatter = CERTAIN_SCATTER_ITERATIONS
-        figures["recovery"] = EndCostCurve.with_independent_prior(line, CERTAIN, scatter, recorded["recovery_curve"])
+        covariance = numpy.array(recorded.get("recovery_covariance", CERTAIN), dtype=numpy.float64)
+        figures["recovery"] = EndCostCurve.of_estimate(line, covariance, SCATTER_ITERATIONS, recorded["recovery_curve"])
     origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
     return PlannerInputs(**figures, origins=origins)
 

@@ -107,10 +107,23 @@ class EndCostCurve:
             scatter_iterations: of single recoveries.
             source: origin of the prior.
         """
-        a, b, c = (float(value) for value in mean)
         covariance = numpy.diag(numpy.square(numpy.asarray(standard_errors, dtype=numpy.float64)))
-        rows = tuple(_row(row) for row in covariance)
-        return cls((a, b, c), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
+        return cls.of_estimate(mean, covariance, scatter_iterations, source)
+
+    @classmethod
+    def of_estimate(
+        cls, mean: Sequence[float], covariance: Array, scatter_iterations: float, source: str = "prior"
+    ) -> "EndCostCurve":
+        """A curve with the coefficients and the covariance of another one, as its prior.
+
+        Args:
+            mean: a (iterations), b and c (iterations per iteration).
+            covariance: of the three, `(3, 3)`; made symmetric, since an estimate is so only up to rounding.
+            scatter_iterations: of single recoveries.
+            source: origin of the estimate.
+        """
+        rows = [_row(row) for row in (covariance + covariance.T) / 2]
+        return cls(_row(mean), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
 
     @property
     def source(self) -> str:
@@ -145,6 +158,11 @@ class EndCostCurve:
         """
         a, b, c = self._fit.mean
         return numpy.asarray(a + c * interval_iterations + b * horizon_iterations)
+
+    def deviation_iterations(self, horizon_iterations: float, interval_iterations: float) -> float:
+        """Standard deviation of the expected end cost; a single failure scatters more."""
+        row = numpy.array([1.0, horizon_iterations, interval_iterations])
+        return math.sqrt(float(row @ self._fit.covariance @ row))
 
     @cached_property
     def _fit(self) -> "_Fit":

@@ -1,4 +1,7 @@
-"""The lag of a recovery: its loss gap soon after the restart, over the slope of the run's own loss."""
+"""The lag of a recovery: its loss gap soon after the restart, over the slope of the run's own loss.
+
+It tells the end cost to some 27 iterations (`cpsr.fitter.end_cost`), and no more.
+"""
 
 import math
 from collections.abc import Sequence
@@ -63,7 +66,8 @@ class RehearsedLag:
         if self.lag_iterations is None or self.standard_error_iterations is None:
             slope = f"{self.slope_nats_per_iteration:.1e} +- {self.slope_standard_error:.1e} nats an iteration"
             return f"{gap}; the lag is unknown: the loss falls by {slope}"
-        return f"lag {self.lag_iterations:+.1f} +- {self.standard_error_iterations:.1f} iterations ({gap})"
+        lag = f"{self.lag_iterations:+.1f} +- {self.standard_error_iterations:.1f} iterations"
+        return f"lag over its last {self.points} iterations: {lag} ({gap})"
 
 
 def _recent(iterations: Sequence[int], losses: Sequence[float]) -> tuple[_Array, _Array]:

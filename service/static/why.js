@@ -17,13 +17,19 @@ export function showWhy(store) {
     if (plan === null) return update(byId("why"), empty("No plan has been made yet."));
     const { rule, notes = [] } = plan.explanation;
     const list = element("ul", {}, ...notes.map((note) => element("li", {}, note)));
+    const ways = Object.values(plan.explanation.modes ?? {}).filter((one) => one.failure); // not in older plans
     update(
       byId("why"),
       element("p", {}, `Chosen by: ${rule ?? "not recorded"}. Bound: ${BOUNDS[plan.bound] ?? plan.bound ?? "not recorded"}.`),
+      ...(ways.length ? [element("p", {}, "A failure costs, on average:"), element("ul", {}, ...ways.map(way))] : []),
       ...(notes.length ? [list] : []),
       element("div", { class: "pair" }, inputTable(plan.inputs), baselineTable(plan.rivals)),
     );
   });
+}
+
+function way({ failure, interval_iterations: every }) {
+  return element("li", {}, `${failure.replace("+-", "\u00b1")}, at a checkpoint every ${number(every, 9)} iterations`);
 }
 
 function inputTable(inputs) {

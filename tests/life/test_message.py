@@ -12,7 +12,14 @@ from cpsr.predictor.protocol import Forecast
 from cpsr.restart.restored import Recomputes, Restored
 
 KILLED = "rank 1 was killed (SIGKILL)"
-LINE = Forecast("line", True, {}, 12.4, "the numbers of the fit", {"used_iterations": [60, 70, 80]})
+LINE = Forecast(
+    "line",
+    True,
+    {},
+    12.4,
+    "the numbers of the fit",
+    {"used_iterations": [60, 70, 80], "expected_deviation_iterations": 7.6},
+)
 CHECKED: dict[str, Any] = {"loss": {"accepted": True, "reason": "", "loss_predicted": 1.2412, "loss_checkpoint": 1.52}}
 REFUSED: dict[str, Any] = {
     "tried": [1.0],
@@ -39,15 +46,17 @@ PREDICTED = Restored(
             replace(PREDICTED, sources=sources("departure", "predicted")),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
-            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Expected cost: "
-            "12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Predicted: on "
+            "time, for an end cost of 12 +- 8 iterations (exact: same loss, 11 iterations later). Check passed: loss "
+            "1.24, checkpoint 1.52.",
         ),
         (
             replace(PREDICTED, sources=sources("predicted", "departure")),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
-            "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. Expected "
-            "cost: 12 iterations (recomputing: 11). Check passed: loss 1.24, checkpoint 1.52.",
+            "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. "
+            "Predicted: on time, for an end cost of 12 +- 8 iterations (exact: same loss, 11 iterations later). Check "
+            "passed: loss 1.24, checkpoint 1.52.",
         ),
         (
             replace(EXACT, beginning=Beginning.WEIGHTS, damaged=("damaged-step-0000000090-0",)),
@@ -61,27 +70,27 @@ PREDICTED = Restored(
             replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
-            "checkpoint 80 (line over 3 checkpoints). Expected cost: 12 iterations (recomputing: 11). Not checked: no "
-            "probe batches.",
+            "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of 12 +- 8 iterations "
+            "(exact: same loss, 11 iterations later). Not checked: no probe batches.",
         ),
         (
             EXACT,
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. 11 iterations are recomputed.",
+            "80. Exact: same loss, 11 iterations later.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PLANNED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. 11 iterations are recomputed, which is cheaper than predicting.",
+            "80. Exact: same loss, 11 iterations later, which is cheaper than predicting.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PREDICTION_REFUSED, forecast=LINE, guard=REFUSED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. 11 iterations are recomputed, because the check refused the prediction. Check failed: loss 2.31, "
-            "checkpoint 1.52.",
+            "80. Exact: same loss, 11 iterations later, because the check refused the prediction. Check failed: "
+            "loss 2.31, checkpoint 1.52.",
         ),
         (
             replace(
@@ -91,7 +100,8 @@ PREDICTED = Restored(
             ),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. 11 iterations are recomputed, because nothing can be predicted (2 checkpoints, 3 are needed).",
+            "80. Exact: same loss, 11 iterations later, because nothing can be predicted (2 checkpoints, 3 are "
+            "needed).",
         ),
         (
             replace(EXACT, restored_iteration=91, sources=sources("memory", "memory")),
@@ -103,7 +113,7 @@ PREDICTED = Restored(
             replace(EXACT, restored_iteration=90, sources=sources("memory")),
             "the job was killed (no rank recorded how)",
             "The job was killed (no rank recorded how) after iteration 91. Training continues at iteration 90, exact "
-            "from memory. 1 iteration is recomputed.",
+            "from memory. Exact: same loss, 1 iteration later.",
         ),
         (
             replace(
@@ -142,6 +152,6 @@ def test_the_line_says_what_a_user_asks(restored: Restored, cause: str | None, m
 def test_every_reason_to_recompute_is_explained() -> None:
     lines = {why: recovery_message(replace(EXACT, recomputes=why, forecast=LINE), None) for why in Recomputes}
     plain = recovery_message(EXACT, None)
-    assert plain.endswith("11 iterations are recomputed.")
+    assert plain.endswith("Exact: same loss, 11 iterations later.")
     assert all(line.startswith(plain[:-1] + ", ") for line in lines.values())
     assert len(set(lines.values())) == len(Recomputes) - 1  # by plan or by forecast, recomputing is cheaper

@@ -71,12 +71,12 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
     for words in (
         "run gpt: ok, iteration 7",
         f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
-        "after a failure: predict",
+        "after a failure: predicted: on time, for an end cost of ",
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
         "others would choose: young 139, checkfreq",
         "newest checkpoint: iteration 50, 2.5 MB",
         "last recovery: line from a failure at 92, continued at 92, kept",
-        "last rehearsal: at iteration 70, measured, a lag of -7 iterations",
+        "last rehearsal: at iteration 70, measured, lag in its second half -7 iterations",
         "the state descends from a predicted one, or from one that was restored in part",
         "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
         "snapshots were copied in 12.5%; 1.5 s past",
