@@ -14,7 +14,7 @@ equation: its lag tells the end cost to some 27 iterations. The posterior is Bay
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -22,9 +22,21 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.predictor.protocol import Forecast
 from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
 
-__all__ = ["FEATURES", "Calibration", "Context", "Expected", "Observation", "Setting", "Table", "features", "table"]
+__all__ = [
+    "FEATURES",
+    "Calibration",
+    "Context",
+    "Expected",
+    "Observation",
+    "Setting",
+    "Table",
+    "features",
+    "of_part",
+    "table",
+]
 
 TABLE_VERSION = 2
 Direction = Literal["line", "vitp"]
@@ -88,6 +100,20 @@ class Expected:
     def bound(self, deviations: float) -> float:
         """The cost plus so many standard deviations."""
         return self.end_cost_iterations + deviations * self.deviation_iterations
+
+    def of_part(self, lost_share: float) -> "Expected":
+        """The same where only this share of the state is lost: it costs that share."""
+        return Expected(lost_share * self.end_cost_iterations, lost_share * self.deviation_iterations)
+
+
+def of_part(forecast: Forecast, lost_share: float) -> Forecast:
+    """The forecast with the end cost of a failure that loses this share of the state, which its settings then name."""
+    whole = Expected(forecast.expected_end_cost_iterations, forecast.expected_deviation_iterations)
+    part, settings = whole.of_part(lost_share), {**forecast.settings, "lost_share": lost_share}
+    for name in ("expected_end_cost_iterations", "expected_deviation_iterations"):
+        if name in settings:
+            settings[name] *= lost_share
+    return replace(forecast, expected_end_cost_iterations=part.end_cost_iterations, settings=settings)
 
 
 FEATURES = (

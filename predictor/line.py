@@ -16,7 +16,7 @@ from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
 from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, straightness
 
-__all__ = ["REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
+__all__ = ["LAG_DEVIATION_ITERATIONS", "REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
 # A setting's standard deviation counts against it: its expected end cost must be low and certain.
 CAUTION_DEVIATIONS = 1.0
@@ -85,17 +85,20 @@ class LinePredictor(SeriesPredictor):
         curious._deviations = CURIOSITY_DEVIATIONS
         return [curious.forecast(history, target)]
 
-    def expected(self, points: Sequence[HistoryEntry], target: Target) -> Expected | str:
+    def expected(
+        self, points: Sequence[HistoryEntry], target: Target, straightness: float = TYPICAL_STRAIGHTNESS
+    ) -> Expected | str:
         """Expected end cost of a prediction from checkpoints at `points`, or why there would be none; reads no weights.
 
         Args:
             points: when the checkpoints would be taken, ascending.
             target: the failure, later than the newest of them.
+            straightness: of the weights' path up to the newest of them.
         """
         obstacle = self._obstacle(points, target)
         if obstacle is not None:
             return obstacle
-        context = prior.context_of(target, points)
+        context = prior.context_of(target, points, straightness)
         if context.horizon_iterations > prior.HORIZON_ITERATIONS:
             return f"nothing was measured beyond {prior.HORIZON_ITERATIONS} iterations ahead"
         undecided = copy.copy(self)  # a query must not change the direction in use
@@ -213,7 +216,8 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
     """Measured lags of settings of the line, from outcomes of any kind.
 
     If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting. Neither
-    is it if the displacement began at the line's value (`base`, up to 0.1.0).
+    is it if the displacement began at the line's value (`base`, up to 0.1.0). Where only a share of the state was lost,
+    the lag of the whole is that over the share.
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
@@ -227,10 +231,12 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
             raise ValueError(f"an outcome of another version: {error}") from error
         reach = settings["gain"] * context.horizon_iterations
         setting = Setting(settings["window_iterations"], reach, settings["direction"])
-        deviation = math.hypot(float(outcome.get("standard_error_iterations", math.nan)), LAG_DEVIATION_ITERATIONS)
+        share = float(settings.get("lost_share", 1.0))
+        deviation = float(outcome.get("standard_error_iterations", math.nan)) / share
+        deviation = math.hypot(deviation, LAG_DEVIATION_ITERATIONS)
         if outcome.get("kind") == "rehearsal":
             deviation = math.hypot(deviation, REHEARSAL_DEVIATION_ITERATIONS)
-        yield Observation(context, setting, float(lag), deviation)
+        yield Observation(context, setting, float(lag) / share, deviation)
 
 
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:

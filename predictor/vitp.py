@@ -20,7 +20,7 @@ from cpsr.predictor.ranks import ALONE, Ranks
 from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit
 from cpsr.predictor.statistics import SLICE_ELEMENTS, MotionStatistics, OperatorMotion
-from cpsr.predictor.straightness import path_positions
+from cpsr.predictor.straightness import path_places, path_positions, straightness
 from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 
@@ -169,6 +169,23 @@ class VITPPredictor(LinePredictor):
         the interval: compare the two.
         """
         return copy.deepcopy(self._accuracy)
+
+    def straightness(self) -> float | None:
+        """Straightness of the recent path, from what was learned; None until that is three checkpoints.
+
+        Of one rank of several it is that of its own weights: no rank waits for another.
+        """
+        motions = self._statistics.operators.values()
+        points = max((motion.points for motion in motions), key=len, default=())
+        if len(points) < MIN_CHECKPOINTS:
+            return None
+        iterations = [points[place].iteration for place in path_places(points)]
+        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
+        for motion in motions:
+            products = motion.between(iterations)
+            if products is not None:
+                total += products
+        return straightness(total)
 
     @property
     def left_out(self) -> tuple[int, ...]:

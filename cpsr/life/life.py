@@ -99,6 +99,7 @@ class Life:
             job.shard.parameters,
             job.adapter.second_moment_decay(),
             lambda: learning.learner.ask(learning.predictor.accuracy),
+            lambda: learning.learner.ask(learning.predictor.straightness),
         )
         opened.callback(planner.close)
         return planner

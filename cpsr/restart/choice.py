@@ -181,6 +181,8 @@ def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidat
     if known.mode == "auto" and known.planned == "recompute":
         allowed = [one for one in near if not one.beginning.predicted]
         if near and not allowed:
-            return [], Refusal(Recomputes.PLANNED, "the plan finds recomputing cheaper than predicting")
+            # What the next plans expect a failure to lose.
+            lost = {"lost_share": near[0].lost_ranks / known.ranks}
+            return [], Refusal(Recomputes.PLANNED, "the plan finds recomputing cheaper than predicting", guard=lost)
         near = allowed
     return near, None

@@ -10,6 +10,7 @@ import torch
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.job import Job
+from cpsr.predictor.calibration import of_part
 from cpsr.predictor.displacement import Displacements, measure, of_length, shorten
 from cpsr.predictor.guard import LENGTHS, Guard
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
@@ -124,19 +125,19 @@ class StatePrediction:
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = (settings.forecaster or self.predictor.forecast)(history, target)
-            refusal = _refusal(forecast, settings)
+            charged = of_part(forecast, settings.lost_share)
+            refusal = _refusal(charged, settings)
             if not self._group.all(refusal is None):
-                return Prediction(False, refusal or "another rank cannot predict its part", forecast, target, {})
+                return Prediction(False, refusal or "another rank cannot predict its part", charged, target, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
-                return Prediction(False, guard["finite"]["reason"], forecast, target, guard)
+                return Prediction(False, guard["finite"]["reason"], charged, target, guard)
             decided = time.perf_counter() - started
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
-                return Prediction(False, "what a rank left is not finite", forecast, target, guard)
+                return Prediction(False, "what a rank left is not finite", charged, target, guard)
             found = self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
-            expected = found.forecast.expected_end_cost_iterations * settings.lost_share
-            return replace(found, forecast=replace(found.forecast, expected_end_cost_iterations=expected))
+            return replace(found, forecast=of_part(found.forecast, settings.lost_share))
         finally:
             history.close()
 
@@ -254,13 +255,13 @@ class StatePrediction:
 
 
 def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
+    """Why nothing is predicted, by the expected end cost of what is lost; None where it may be."""
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
     expected, recomputed = forecast.expected_end_cost_iterations, settings.recomputed_iterations
     if settings.older_experts:  # of the state taken with the checkpoint
         expected = float(forecast.settings.get("expected_end_cost_iterations", expected))
-    deviation = settings.lost_share * forecast.expected_deviation_iterations
-    expected *= settings.lost_share
+    deviation = forecast.expected_deviation_iterations
     if recomputed is not None and expected + deviation >= recomputed:
         return (
             f"recomputing {recomputed} iterations is the safer choice: the expected end cost of a prediction is "

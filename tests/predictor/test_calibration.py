@@ -15,8 +15,10 @@ from cpsr.predictor.calibration import (
     Setting,
     Table,
     features,
+    of_part,
     table,
 )
+from cpsr.predictor.protocol import Forecast
 
 CONTEXT = Context(horizon_iterations=42, age_iterations=1500, interval_iterations=50, learning_rate_ratio=0.5)
 SETTING = Setting(window_iterations=300, reach_iterations=120)
@@ -43,6 +45,22 @@ def test_the_expectation_is_the_tables() -> None:
     expected = calibration.expected(CONTEXT, SETTING)
     assert expected.end_cost_iterations == pytest.approx(42 - 60)
     assert expected.deviation_iterations == pytest.approx(0.1 * numpy.linalg.norm(features(CONTEXT, SETTING)))
+
+
+def test_a_part_of_the_state_costs_its_share() -> None:
+    part = Expected(40.0, 12.0).of_part(0.25)
+    assert (part.end_cost_iterations, part.deviation_iterations) == (10.0, 3.0)
+    settings = {"expected_end_cost_iterations": 36.0, "expected_deviation_iterations": 12.0, "gain": 2.0}
+    charged = of_part(Forecast("line", True, {}, 40.0, "", settings), 0.25)  # one operator's own series costs more
+    assert (charged.expected_end_cost_iterations, charged.expected_deviation_iterations) == (10.0, 3.0)
+    assert charged.settings == {
+        "expected_end_cost_iterations": 9.0,
+        "expected_deviation_iterations": 3.0,
+        "gain": 2.0,
+        "lost_share": 0.25,
+    }
+    unknown = of_part(Forecast("stale", True, {}, 40.0, ""), 0.25)
+    assert (unknown.expected_end_cost_iterations, unknown.settings) == (10.0, {"lost_share": 0.25})
 
 
 def test_the_posterior_is_that_of_all_equations_at_once() -> None:

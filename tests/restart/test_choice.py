@@ -181,6 +181,7 @@ def test_a_plan_to_recompute_holds_for_what_one_rank_has_lost() -> None:
     assert choice.order == (FROM_DISK,)
     assert choice.refusal is not None
     assert choice.refusal.why is Recomputes.PLANNED
+    assert choice.refusal.guard == {"lost_share": 1 / RANKS}
     partly = Candidate(Beginning.PREDICTED, found.departed)
     assert chosen(found, known(planned="recompute", mode="predict")).order == (partly, FROM_DISK)
 

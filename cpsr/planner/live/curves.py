@@ -14,7 +14,7 @@ from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
 from cpsr.journal import JournalReader, RecoveryRow, RehearsalRow, ReportedFailure
-from cpsr.planner.live.recovery_cost import measured_costs
+from cpsr.planner.live.recovery_cost import lost_share, measured_costs
 from cpsr.planner.recovery_curve import CostObservation
 
 __all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
@@ -35,7 +35,8 @@ class Curves:
     Attributes:
         iteration: at the fit.
         failures: how often the job fails.
-        costs: what the run's own rehearsals and recoveries tell about the end cost.
+        costs: what the run's own rehearsals and recoveries tell about the end cost, for `lost_share` of the state.
+        lost_share: mean share of the state that the run's failures have lost; 1 before any.
         predict_seconds: median of the predictions and injections so far; 0 without any.
         predictions: how many these were.
         loss: of the training; None if it cannot be fitted.
@@ -46,6 +47,7 @@ class Curves:
     iteration: int
     failures: FailureRate
     costs: tuple[CostObservation, ...] = ()
+    lost_share: float = 1.0
     predict_seconds: float = 0.0
     predictions: int = 0
     loss: LossFit | None = None
@@ -84,6 +86,7 @@ def fit_curves(
     """
     missing: list[str] = []
     rehearsals, recoveries = reader.rehearsals(), reader.recoveries()
+    lost = lost_share(recoveries)
     done: list[RehearsalRow | RecoveryRow] = [*rehearsals, *recoveries]
     predicted = [  # in an exact restart these are 0
         one.predict_seconds + one.inject_seconds for one in done if one.predict_seconds and one.inject_seconds
@@ -91,7 +94,8 @@ def fit_curves(
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        tuple(measured_costs(rehearsals, recoveries, config.life.watch_iterations)),
+        tuple(measured_costs(rehearsals, recoveries, config.life.watch_iterations, lost)),
+        lost,
         statistics.median(predicted) if predicted else 0.0,
         len(predicted),
         _loss(reader, iteration, span_iterations, missing),

@@ -58,6 +58,7 @@ class JobPlanner:
         parameters: weights that it owns.
         beta2: decay of the optimizer's second moments; 0 if it keeps none.
         accuracy: the predictor's backtests so far; called from the planner's thread.
+        straightness: of the weights' path, as the predictor has learned it, None if unknown; called likewise.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class JobPlanner:
         parameters: int,
         beta2: float,
         accuracy: Callable[[], Sequence[dict[str, Any]]],
+        straightness: Callable[[], float | None],
     ) -> None:
         self._config = config
         self._rank = rank
         self._accuracy = accuracy
+        self._straightness = straightness
         self._times = SaveTimes(parameters)
         self._meter = StallMeter()
         fitter = config.fitter
@@ -80,6 +83,7 @@ class JobPlanner:
         self._saves: list[SaveOutcome] = []  # not processed yet
         self._situation: Situation | None = None
         self._curves = prior_curves(0, config)
+        self._path: float | None = None  # its straightness at the newest fit
         self._fitted = False
         self._missing: tuple[str, ...] = ()
         self._others: list[RankCosts] = []
@@ -286,7 +290,7 @@ class JobPlanner:
         lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
         span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
         journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
-        accuracy = self._accuracy()
+        accuracy, self._path = self._accuracy(), self._straightness()
         journal.record(*(_backtest(journal.life, one) for one in accuracy))
         try:
             reported = reported_failures(run_dir)
@@ -345,7 +349,8 @@ class JobPlanner:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
         settings = self._config.predictor
         prior = LinePredictor(settings.window_iterations, settings.gain)
-        expected = expected_costs(prior, situation.schedule, self._config.checkpoint)
+        checkpoint, lost = self._config.checkpoint, curves.lost_share
+        expected = expected_costs(prior, situation.schedule, checkpoint, self._path, lost)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected

@@ -45,8 +45,13 @@ def configured(run_dir: Path, **sections: Any) -> CPSRConfig:
     return CPSRConfig.load({"run_dir": str(run_dir), "fitter": fitter, **sections})
 
 
-def planner_of(config: CPSRConfig, rank: int = 0, accuracy: Callable[[], Sequence[Any]] = list) -> JobPlanner:
-    return JobPlanner(config, rank, PARAMETERS, 0.0, accuracy)
+def planner_of(
+    config: CPSRConfig,
+    rank: int = 0,
+    accuracy: Callable[[], Sequence[Any]] = list,
+    straightness: Callable[[], float | None] = lambda: None,
+) -> JobPlanner:
+    return JobPlanner(config, rank, PARAMETERS, 0.0, accuracy, straightness)
 
 
 def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.02) -> SaveOutcome:
@@ -292,7 +297,7 @@ from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.journal import open_journal
 config = CPSRConfig.load({{"run_dir": {str(tmp_path)!r}}})
 journal = open_journal(Path({str(tmp_path)!r}), Group(), "auto")
-planner = JobPlanner(config, 0, 1, 0.0, list)
+planner = JobPlanner(config, 0, 1, 0.0, list, lambda: None)
 random.seed(5)
 assert "sklearn" not in sys.modules
 planner.start(Path({str(tmp_path)!r}), 1, journal)

@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import numpy
@@ -5,8 +6,8 @@ import pytest
 
 from cpsr.config import CheckpointConfig
 from cpsr.journal import RecoveryRow, RehearsalRow
-from cpsr.planner.live.recovery_cost import Schedule, expected_costs, measured_costs
-from cpsr.predictor.line import REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.planner.live.recovery_cost import Schedule, expected_costs, lost_share, measured_costs
+from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 CONTEXT = {"context": {"interval_iterations": 50.0}}
@@ -23,6 +24,26 @@ def test_the_line_follows_what_the_prior_expects() -> None:
     assert not isinstance(expected, str)
     (cost,) = curve.end_cost_iterations(numpy.array([40.0]), 50.0)
     assert cost == pytest.approx(expected.end_cost_iterations, abs=expected.deviation_iterations)
+
+
+def costs(*, straightness: float | None = None, lost: float = 1.0) -> tuple[Any, str]:
+    """Of a failure 40 iterations after a checkpoint, at an interval of 50; and where the curve comes from."""
+    found = expected_costs(LinePredictor(), Schedule(1500, 5e-4, 1e-3), CheckpointConfig(), straightness, lost)
+    assert found is not None
+    return found[0].end_cost_iterations(numpy.array([40.0]), 50.0)[0], found[0].source
+
+
+def test_a_straighter_path_promises_a_lower_cost() -> None:
+    (bent, by_bent), (typical, by_typical), (straight, _) = costs(straightness=0.0), costs(), costs(straightness=0.7)
+    assert straight < typical < bent
+    assert by_bent == "the offline prior for the run's own path (straightness 0.00)"
+    assert by_typical == "the offline prior for a typical path"
+
+
+def test_a_part_of_the_state_costs_its_share() -> None:
+    (whole, _), (part, source) = costs(), costs(lost=0.25)
+    assert part == pytest.approx(0.25 * whole)
+    assert source.endswith(", 25% of the state lost")
 
 
 @pytest.mark.parametrize("iteration", [0, 15])
@@ -73,9 +94,26 @@ def recovery(**changes: Any) -> RecoveryRow:
 def test_rehearsals_and_recoveries_are_measurements() -> None:
     rehearsed, recovered = measured_costs([rehearsal()], [recovery()], 60)
     assert (rehearsed.horizon_iterations, rehearsed.interval_iterations, rehearsed.end_cost_iterations) == (30, 50, -20)
-    assert rehearsed.standard_error_iterations == pytest.approx((40**2 + REHEARSAL_DEVIATION_ITERATIONS**2) ** 0.5)
+    assert rehearsed.standard_error_iterations == pytest.approx(
+        math.hypot(40, REHEARSAL_DEVIATION_ITERATIONS, LAG_DEVIATION_ITERATIONS)
+    )
     assert (recovered.horizon_iterations, recovered.end_cost_iterations) == (40, 12)
-    assert recovered.standard_error_iterations == 9
+    assert recovered.standard_error_iterations == pytest.approx(math.hypot(9, LAG_DEVIATION_ITERATIONS))
+
+
+def test_lags_are_in_proportion_to_what_was_lost() -> None:
+    settings = {**CONTEXT, "lost_share": 0.5}
+    rehearsed, recovered = measured_costs([rehearsal()], [recovery(settings=settings)], 60, lost=0.25)
+    assert (rehearsed.end_cost_iterations, recovered.end_cost_iterations) == (-5.0, 6.0)
+    assert recovered.standard_error_iterations == pytest.approx(0.25 * math.hypot(18, LAG_DEVIATION_ITERATIONS))
+    (vetoed,) = measured_costs([], [recovery(settings=settings, outcome="vetoed")], 60, lost=0.25)
+    assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40.0, 0.0)  # all is recomputed
+
+
+def test_the_lost_share_is_the_mean_of_the_failures_after_one_that_loses_all() -> None:
+    partly, planned = {"settings": {"lost_share": 0.25}}, {"settings": {}, "guard": {"lost_share": 0.25}}
+    assert lost_share([]) == lost_share([recovery()]) == 1.0
+    assert lost_share([recovery(**partly), recovery(**planned), recovery()]) == 0.5
 
 
 def test_what_was_measured_is_in_the_order_of_time() -> None:
