@@ -1,8 +1,8 @@
-"""CPSR's Fig. 9 in the paper's setting: what fault tolerance costs, as a function of how far behind a recovery is.
+"""CPSR's Fig. 9 in the paper's setting: what fault tolerance costs, as a function of a recovery's end cost.
 
 The paper states a failure rate of 0.08 an hour, rivals fixed at 2% of the job's time, and the intervals of Table III.
-The 2% fix the stall of a checkpoint: CPSR takes CheckFreq's. The lag is given as a share of the iterations u since the
-checkpoint; 1 is what recomputing costs.
+The 2% fix the stall of a checkpoint: CPSR takes CheckFreq's. The end cost is given as a share of the iterations u since
+the checkpoint; 1 is what recomputing costs.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from cpsr.simulate.run import simulate
 from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Rollback, System
 
 __all__ = [
-    "LAG_POINTS",
-    "LAG_SHARES",
+    "COST_POINTS",
+    "COST_SHARES",
     "MTBF_HOURS",
     "PAPER_SAVINGS",
     "WORKLOADS",
     "Comparison",
-    "LagPoint",
+    "CostPoint",
     "Sweep",
     "Workload",
     "comparisons",
@@ -39,41 +39,44 @@ FAILURES_PER_HOUR = 0.08  # section VI-C
 RIVAL_FRACTION = 0.02  # section VI-C2
 # Section VI-C2: CPSR's total cost is so much below the rivals'.
 PAPER_SAVINGS = {"CheckFreq": 0.375, "PCcheck": 0.369}
-# Forecast, prediction and injection of this repository's own benchmark took 8 to 11 iterations (README, 2026-11-21).
-PREDICT_ITERATIONS = 10
+# Prediction and injection took 1.8 iterations in the demo (docs/measured/recovery.md), and at 355M parameters 2.0, with
+# opening and hashing (docs/measured/predictor.md).
+PREDICT_ITERATIONS = 2
 WATCH_ITERATIONS = LifeConfig().watch_iterations
-# The lags were measured at intervals up to this one; beyond it nothing is known.
-MEASURED_INTERVAL_MAX = 100
+# The end costs were measured at this interval; beyond it nothing is known.
+MEASURED_INTERVAL_MAX = 50
 # Long enough for a thousand failures and more in all runs together.
 WALL_SECONDS = 180 * 86_400.0
 RUNS = 400
 SEED = 0
 HOUR_SECONDS = 3_600.0
-LAG_SHARES = (-4.0, -3.0, -2.0, -1.52, -1.0, -0.5, 0.0, 0.03, 0.12, 0.25, 0.5, 0.75, 0.93, 1.0, 1.25)
+COST_SHARES = (-0.5, -0.25, -0.1, 0.0, 0.17, 0.25, 0.51, 0.62, 0.75, 1.0, 1.25)
 MTBF_HOURS = (1 / 6, 1 / 3, 0.5, 1.0, 2.0, 4.0, 12.0)
 
 
 @dataclass(frozen=True)
-class LagPoint:
-    """A measured lag over u, and what it is of."""
+class CostPoint:
+    """A measured end cost over u, and what it is of."""
 
     share: float
     label: str
 
 
-LAG_POINTS = (
-    LagPoint(-1.52, "CPSR, mean over intervals of 20 to 100 (README, 2026-11-21); mostly the move's own lead"),
-    LagPoint(0.03, "the plain line (README, 2026-11-21)"),
-    LagPoint(0.93, "what prediction alone saves, 0.07 u, against recomputing and moving as far (README, 2026-11-21)"),
+# docs/measured/recovery.md, 2026-11-23: one model and schedule, at an interval of 50.
+COST_POINTS = (
+    CostPoint(-0.1, "CPSR at 75% of the training, the whole state lost"),
+    CostPoint(0.17, "CPSR, one shard of four lost, mean"),
+    CostPoint(0.51, "CPSR, the whole state lost, mean over the training"),
+    CostPoint(0.62, "CPSR at 50% of the training, the whole state lost"),
+    CostPoint(1.0, "CPSR at 25% of the training, the whole state lost: it recomputes"),
 )
 
 
-# Curves for planned intervals. The measured lag is u less a lead that hardly depends on u or on the interval: -58
-# iterations where it is -3.63 u, -37 where it is -0.95 u, +3 where it is +0.03 u (README, 2026-11-21) are a lead of 75.
+# Curves for planned intervals, of the points above.
 CURVES = {
-    "u - 75, measured": LinearCost(1.0, 75.0),
-    "0.03 u, plain line": LinearCost(0.03),
-    "0.93 u, prediction alone": LinearCost(0.93),
+    "0.51 u, whole state": LinearCost(0.51),
+    "0.17 u, one shard of four": LinearCost(0.17),
+    "-0.10 u, whole state at 75%": LinearCost(-0.1),
     "u, recomputing": LinearCost(1.0),
 }
 
@@ -117,9 +120,9 @@ class Comparison:
 
     Attributes:
         costs: of the wall time, simulated, by system.
-        cpsr_costs: by LAG_SHARES, at the paper's interval.
-        savings: of cpsr_costs over each rival's cost, by LAG_SHARES.
-        break_even: lag over u at which CPSR at the paper's interval costs what the rival does.
+        cpsr_costs: by COST_SHARES, at the paper's interval.
+        savings: of cpsr_costs over each rival's cost, by COST_SHARES.
+        break_even: end cost over u at which CPSR at the paper's interval costs what the rival does.
     """
 
     workload: str
@@ -149,9 +152,9 @@ def _compare(workload: Workload) -> Comparison:
     outcomes = {name: _run(workload, *setting, mtbf) for name, setting in settings.items()}
     costs = {name: float(outcome.cost_fraction.mean()) for name, outcome in outcomes.items()}
     errors = {name: outcome.mean_and_error(outcome.cost_fraction)[1] for name, outcome in outcomes.items()}
-    ours = [_cpsr(workload, workload.cpsr_interval, share, mtbf) for share in LAG_SHARES]
-    # The same failures at every lag: the cost is a line in it.
-    slope = (ours[-1] - ours[0]) / (LAG_SHARES[-1] - LAG_SHARES[0])
+    ours = [_cpsr(workload, workload.cpsr_interval, share, mtbf) for share in COST_SHARES]
+    # The same failures at every end cost: the total is a line in it.
+    slope = (ours[-1] - ours[0]) / (COST_SHARES[-1] - COST_SHARES[0])
     rivals = list(PAPER_SAVINGS)
     return Comparison(
         workload=workload.name,
@@ -159,13 +162,13 @@ def _compare(workload: Workload) -> Comparison:
         standard_errors=errors,
         cpsr_costs=ours,
         savings={name: [1 - cost / costs[name] for cost in ours] for name in rivals},
-        break_even={name: LAG_SHARES[0] + (costs[name] - ours[0]) / slope for name in [*rivals, "Young"]},
+        break_even={name: COST_SHARES[0] + (costs[name] - ours[0]) / slope for name in [*rivals, "Young"]},
     )
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Savings at one curve of the lag where CPSR plans its own interval, by MTBF_HOURS.
+    """Savings at one curve of the end cost where CPSR plans its own interval, by MTBF_HOURS.
 
     Attributes:
         curve: of CURVES.
@@ -185,10 +188,10 @@ class Sweep:
 
 def sweeps(workload: Workload = WORKLOADS[1]) -> list[Sweep]:
     """With the measured curves and recomputing's, failures from rare to very frequent."""
-    return [_sweep(workload, name, lag) for name, lag in CURVES.items()]
+    return [_sweep(workload, name, cost) for name, cost in CURVES.items()]
 
 
-def _sweep(workload: Workload, name: str, lag: LinearCost) -> Sweep:
+def _sweep(workload: Workload, name: str, cost: LinearCost) -> Sweep:
     intervals: list[int] = []
     modes: list[str] = []
     over_checkfreq: list[float] = []
@@ -196,10 +199,10 @@ def _sweep(workload: Workload, name: str, lag: LinearCost) -> Sweep:
     stall = workload.stall_seconds(workload.checkfreq_interval)
     for hours in MTBF_HOURS:
         mtbf = hours * HOUR_SECONDS
-        inputs = _inputs(workload, mtbf, lag)
+        inputs = _inputs(workload, mtbf, cost)
         plan = make_plan([inputs], Limits(predictable_interval_iterations=MEASURED_INTERVAL_MAX))
         assert plan.mode is not None
-        recovery = _prediction(workload, lag) if plan.mode == "predict" else Rollback()
+        recovery = _prediction(workload, cost) if plan.mode == "predict" else Rollback()
         ours = _cost(workload, plan.interval_iterations, stall, recovery, mtbf)
         young = Young().choose(inputs).interval_iterations
         rivals = [_cost(workload, every, stall, Rollback(), mtbf) for every in (workload.checkfreq_interval, young)]
@@ -210,21 +213,21 @@ def _sweep(workload: Workload, name: str, lag: LinearCost) -> Sweep:
     return Sweep(workload.name, name, intervals, modes, over_checkfreq, over_young)
 
 
-def _inputs(workload: Workload, mtbf_seconds: float, lag: LinearCost | None = None) -> PlannerInputs:
+def _inputs(workload: Workload, mtbf_seconds: float, cost: LinearCost | None = None) -> PlannerInputs:
     return PlannerInputs(
         iteration_seconds=workload.iteration_seconds,
         stall_seconds=workload.stall_seconds(workload.checkfreq_interval),
         persist_seconds=workload.persist_seconds,
         failures_per_second=1 / mtbf_seconds,
-        recovery=lag,
+        recovery=cost,
         predict_seconds=PREDICT_ITERATIONS * workload.iteration_seconds,
         watch_iterations=WATCH_ITERATIONS,
         lead_after_iterations=LEAD_AFTER_ITERATIONS,
     )
 
 
-def _prediction(workload: Workload, lag: LinearCost) -> Prediction:
-    return Prediction(lag, PREDICT_ITERATIONS * workload.iteration_seconds, WATCH_ITERATIONS, LEAD_AFTER_ITERATIONS)
+def _prediction(workload: Workload, cost: LinearCost) -> Prediction:
+    return Prediction(cost, PREDICT_ITERATIONS * workload.iteration_seconds, WATCH_ITERATIONS, LEAD_AFTER_ITERATIONS)
 
 
 def _cpsr(workload: Workload, interval: int, share: float, mtbf_seconds: float) -> float:
@@ -257,8 +260,8 @@ def report(compared: Sequence[Comparison], swept: Sequence[Sweep]) -> dict[str, 
         "watch_iterations": WATCH_ITERATIONS,
         "lead_after_iterations": LEAD_AFTER_ITERATIONS,
         "paper_savings": PAPER_SAVINGS,
-        "lag_shares": list(LAG_SHARES),
-        "lag_points": [asdict(point) for point in LAG_POINTS],
+        "cost_shares": list(COST_SHARES),
+        "cost_points": [asdict(point) for point in COST_POINTS],
         "workloads": [asdict(workload) for workload in WORKLOADS],
         "comparisons": [asdict(comparison) for comparison in compared],
         "mtbf_hours": list(MTBF_HOURS),

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpsr.benchmarks.simulate.fault_cost import (
-    LAG_POINTS,
-    LAG_SHARES,
+    COST_POINTS,
+    COST_SHARES,
     MTBF_HOURS,
     PAPER_SAVINGS,
     Comparison,
@@ -21,7 +21,7 @@ __all__ = ["draw_fault_cost", "draw_moevement", "draw_planner"]
 
 COLOURS = {"CheckFreq": "#c0392b", "Gemini": "#e0a030", "MoEvement": "#1f6f8b", "PCcheck": "#7d5ba6"}
 MARKERS = ("o", "s", "^", "D")
-LAG_COLOURS = ("#1f6f8b", "#4aa36c", "#e0a030", "#6b7780")
+CURVE_COLOURS = ("#1f6f8b", "#4aa36c", "#e0a030", "#6b7780")
 
 
 def draw_moevement(cells: Sequence[Cell], scaled: Sequence[ScaledCell]) -> Figure:
@@ -72,7 +72,7 @@ def _figure_11(axes: Axes, scaled: Sequence[ScaledCell]) -> None:
 
 
 def draw_fault_cost(compared: Sequence[Comparison], swept: Sequence[Sweep]) -> Figure:
-    """Savings in the paper's setting by lag (left), and by the rate of failures against Young's interval (right)."""
+    """Savings in the paper's setting by end cost (left), and by the failure rate against Young's interval (right)."""
     figure = Figure(figsize=(13, 5.6), layout="constrained")
     setting, rates = figure.subplots(1, 2)
     _setting(setting, compared)
@@ -84,18 +84,18 @@ def draw_fault_cost(compared: Sequence[Comparison], swept: Sequence[Sweep]) -> F
 def _setting(axes: Axes, compared: Sequence[Comparison]) -> None:
     for rival in PAPER_SAVINGS:
         savings = 100 * numpy.array([comparison.savings[rival] for comparison in compared])
-        axes.plot(LAG_SHARES, savings.mean(axis=0), color=COLOURS[rival], lw=2, label=f"mean saving over {rival}")
+        axes.plot(COST_SHARES, savings.mean(axis=0), color=COLOURS[rival], lw=2, label=f"mean saving over {rival}")
         axes.axhline(100 * PAPER_SAVINGS[rival], color=COLOURS[rival], ls="--", lw=1, label=f"paper, {rival}")
     for comparison, style in zip(compared, (":", "-.", "--"), strict=True):
         line = 100 * numpy.array(comparison.savings["CheckFreq"])
-        axes.plot(LAG_SHARES, line, style, color="#95a5a6", lw=1.2, label=f"{comparison.workload} over CheckFreq")
-    for point in LAG_POINTS:
+        axes.plot(COST_SHARES, line, style, color="#95a5a6", lw=1.2, label=f"{comparison.workload} over CheckFreq")
+    for point in COST_POINTS:
         axes.axvline(point.share, color="#1f6f8b", lw=0.8)
         axes.annotate(f"{point.share:+.2f}", (point.share, 74), rotation=90, fontsize=8, ha="right", va="top")
     axes.axvline(1.0, color="black", lw=0.8)
     axes.annotate("recompute", (1.0, 74), rotation=90, fontsize=8, ha="left", va="top")
     axes.set_ylim(0, 75)
-    axes.set_xlabel("lag over u (1: recomputing)")
+    axes.set_xlabel("end cost over u (1: recomputing)")
     axes.set_ylabel("lower total cost, %")
     axes.legend(fontsize=7, loc="lower left")
     axes.set_title(
@@ -104,8 +104,8 @@ def _setting(axes: Axes, compared: Sequence[Comparison]) -> None:
 
 
 def _rates(axes: Axes, swept: Sequence[Sweep]) -> None:
-    for sweep, colour in zip(swept, LAG_COLOURS, strict=True):
-        label = f"lag {sweep.curve}"
+    for sweep, colour in zip(swept, CURVE_COLOURS, strict=True):
+        label = f"end cost {sweep.curve}"
         axes.plot(MTBF_HOURS, 100 * numpy.array(sweep.over_young), "o-", color=colour, ms=4, label=label)
     axes.axhline(0, color="black", lw=0.6)
     axes.axhline(100, color="black", lw=0.6, ls=":")
@@ -125,7 +125,7 @@ def draw_planner(found: Sequence[Case]) -> Figure:
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     panels = figure.subplots(1, 2)
     for axes, name, against in zip(panels, ("over_brute", "over_rival"), ("brute force", "best rival"), strict=True):
-        for error, colour in zip((1.0, 0.7, 1.3), LAG_COLOURS, strict=False):
+        for error, colour in zip((1.0, 0.7, 1.3), CURVE_COLOURS, strict=False):
             own = [case for case in found if case.curve_error == error]
             x = [_place(case) for case in own]
             label = "true curve" if error == 1.0 else f"curve x {error:g}"

@@ -51,16 +51,16 @@ def figure_11(cells: list[moevement.ScaledCell]) -> Table:
 
 
 def comparisons(compared: list[fault_cost.Comparison]) -> Table:
-    """What the predictor saves in the paper's setting, by its lag."""
+    """What the predictor saves in the paper's setting, by its end cost."""
     title = "CPSR, Fig. 9: cost of CPSR at Table III's interval, lower than the rivals' by, %"
     names = [comparison.workload for comparison in compared]
-    table = _columns(title, "lag over u", "rival", *names, "mean", "paper")
+    table = _columns(title, "end cost over u", "rival", *names, "mean", "paper")
     for rival, paper in fault_cost.PAPER_SAVINGS.items():
-        for index, share in enumerate(fault_cost.LAG_SHARES):
+        for index, share in enumerate(fault_cost.COST_SHARES):
             savings = [100 * comparison.savings[rival][index] for comparison in compared]
             row = [f"{saving:.1f}" for saving in (*savings, float(numpy.mean(savings)))]
             table.add_row(
-                f"{share:+.2f}", rival, *row, f"{100 * paper:.1f}", end_section=share == fault_cost.LAG_SHARES[-1]
+                f"{share:+.2f}", rival, *row, f"{100 * paper:.1f}", end_section=share == fault_cost.COST_SHARES[-1]
             )
     for rival in (*fault_cost.PAPER_SAVINGS, "Young"):
         ends = [f"{comparison.break_even[rival]:+.1f} u" for comparison in compared]
@@ -74,7 +74,7 @@ def sweeps(swept: list[fault_cost.Sweep]) -> Table:
     """The same by the mean time between failures."""
     title = f"{swept[0].workload}: lower cost at its own planned interval, %, over CheckFreq at 2% / over Young"
     hours = [f"{value * 60:.0f} min" if value < 1 else f"{value:.0f} h" for value in fault_cost.MTBF_HOURS]
-    table = _columns(title, "lag", *hours)
+    table = _columns(title, "end cost", *hours)
     for sweep in swept:
         pairs = zip(sweep.over_checkfreq, sweep.over_young, sweep.intervals, strict=True)
         cells = [f"{100 * one:.0f} / {100 * other:.0f}\nevery {every}" for one, other, every in pairs]

@@ -36,7 +36,7 @@ def main(subject: Subject, json_path: Path | None = None) -> None:
         else:
             compared, swept = fault_cost.comparisons(), fault_cost.sweeps()
             print_table(call.console, report.comparisons(compared), report.sweeps(swept))
-            for point in fault_cost.LAG_POINTS:
+            for point in fault_cost.COST_POINTS:
                 call.console.print(f"{point.share:+.2f} u: {point.label}")
             figures, plot = fault_cost.report(compared, swept), draw_fault_cost(compared, swept)
         call.leave(figures, plot)

@@ -47,9 +47,9 @@ def test_moevement_is_reproduced_in_shape(tmp_path: Path, capsys: pytest.Capture
     assert "MoEvement, Table 3" in capsys.readouterr().out
 
 
-def test_cost_in_the_paper_s_setting_hardly_depends_on_the_lag() -> None:
+def test_cost_in_the_paper_s_setting_hardly_depends_on_the_end_cost() -> None:
     compared = fault_cost.comparisons()
-    recompute = fault_cost.LAG_SHARES.index(1.0)
+    recompute = fault_cost.COST_SHARES.index(1.0)
     for rival, printed in fault_cost.PAPER_SAVINGS.items():
         mean = sum(comparison.savings[rival][recompute] for comparison in compared) / len(compared)
         assert mean == pytest.approx(printed, abs=0.03)
@@ -58,7 +58,7 @@ def test_cost_in_the_paper_s_setting_hardly_depends_on_the_lag() -> None:
             assert savings == sorted(savings, reverse=True)
             assert comparison.break_even[rival] > 1
     for comparison in compared:
-        # Recomputing differs by the prediction's own 10 iterations a failure, less the half iteration it saves.
+        # Recomputing differs by the prediction's own iterations a failure, less the half iteration it saves.
         one = comparison.costs["recompute at CPSR's interval"]
         assert comparison.cpsr_costs[recompute] == pytest.approx(one, rel=0.03)
 
