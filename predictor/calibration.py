@@ -38,7 +38,7 @@ __all__ = [
     "table",
 ]
 
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 Direction = Literal["line", "vitp"]
 _Array = NDArray[numpy.float64]
 
@@ -116,15 +116,15 @@ def of_part(forecast: Forecast, lost_share: float) -> Forecast:
     return replace(forecast, expected_end_cost_iterations=part.end_cost_iterations, settings=settings)
 
 
+YOUNG_ITERATIONS = 200  # any number: it makes the square a number of iterations
 FEATURES = (
     "horizon",
     "horizon * decay",
     "reach",
-    "reach * decay",
     "reach * straightness",
     "reach * interval / window",
-    "reach * reach / window",
-    "reach * reach / age",
+    "reach * window / age",
+    "(reach / age)**2 * 200",
     "reach * bent",
 )
 """Terms of the expected cost, each in iterations; `decay` is 1 - learning_rate_ratio, `bent` is 1 for the network's
@@ -142,11 +142,10 @@ def features(context: Context, setting: Setting) -> _Array:
             horizon,
             horizon * decay,
             reach,
-            reach * decay,
             reach * context.straightness,
             reach * interval / window,
-            reach * reach / window,
-            reach * reach / age,
+            reach * window / age,
+            (reach / age) ** 2 * YOUNG_ITERATIONS,
             reach * float(setting.direction == "vitp"),
         ]
     )
@@ -229,12 +228,18 @@ class Calibration:
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
     def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
-        """The setting of the lowest bound, and its expected end cost.
+        """The setting of the lowest expected cost among those that are safe, and that cost.
+
+        Safe is what costs less than recomputing even with so many standard deviations more. Where nothing is safe, and
+        where `deviations` is below 0 in search of settings with a large uncertainty, it is that of the lowest bound.
 
         Args:
             context: of the failure.
             settings: at least one.
-            deviations: above 0 is cautious, below 0 explores settings with a large uncertainty.
+            deviations: how cautious to be.
         """
-        expected = ((setting, self.expected(context, setting)) for setting in settings)
+        expected = [(setting, self.expected(context, setting)) for setting in settings]
+        safe = [one for one in expected if one[1].bound(deviations) < context.horizon_iterations]
+        if deviations >= 0.0 and safe:
+            return min(safe, key=lambda one: one[1].end_cost_iterations)
         return min(expected, key=lambda one: one[1].bound(deviations))

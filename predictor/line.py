@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -133,13 +133,23 @@ class LinePredictor(SeriesPredictor):
 
     def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
         self._straightness = TYPICAL_STRAIGHTNESS
-        if len(usable) >= prior.MIN_CHECKPOINTS:
-            self._straightness = straightness(self._path(history, usable))
-        return super()._plan(history, target, usable)
+        if len(usable) < prior.MIN_CHECKPOINTS:
+            return super()._plan(history, target, usable)
+        positions = self._path_positions(history, usable)
+        products = self._path(history, positions)
+        self._straightness = straightness(products)
+        plan = super()._plan(history, target, usable)
+        if not bool(torch.isfinite(products).all()):  # one of the three is damaged, perhaps outside of the window
+            reads = {operator: tuple(sorted({*read, *positions})) for operator, read in plan.reads.items()}
+            return replace(plan, reads=reads)
+        return plan
 
-    def _path(self, history: History, usable: Sequence[int]) -> torch.Tensor:
+    def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
+        """Positions of the three checkpoints that the recent path is measured by."""
+        return path_positions(history, usable)
+
+    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
         """Products `(2, 2)` of the displacements over the two halves of the recent path, over all weights."""
-        positions = path_positions(history, usable)
         total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for operator in history.operators:
             total += gram(history, operator, positions, max(2, self._chunk_elements))

@@ -341,12 +341,14 @@ class VITPPredictor(LinePredictor):
             return (self._forced,)
         return ("line", "vitp") if self._updates >= MIN_UPDATES else ("line",)
 
-    def _path(self, history: History, usable: Sequence[int]) -> torch.Tensor:
+    def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
         # The newest checkpoint may not have been learned from yet: the path up to the one before it need not be read.
         seen = set(self._statistics.seen)
         before = usable[:-1] if history.entries[usable[-1]].iteration not in seen else usable
         learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in seen
-        positions = path_positions(history, before if learned else usable)
+        return path_positions(history, before if learned else usable)
+
+    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
         iterations = [history.entries[position].iteration for position in positions]
         total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         for operator in filter(self._is_mine, history.operators):

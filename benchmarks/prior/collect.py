@@ -31,10 +31,10 @@ SEED = 0  # of what is drawn
 INTERVALS = (10, 20, 30, 50, 70, 100)
 FRACTIONS = (0.15, 0.92)
 HORIZON_SHARES = (0.4, 1.0)
-WINDOWS = (60, 100, 150, 200, 300, 400)
-# How far the line is followed, in iterations: from half the horizon to this share of the window or of three horizons.
-REACH_SHARES = (0.5, 0.8, 3.0)
-BASES = (0.0, 0.0, 0.0, 0.5)
+WINDOWS = (60, 100, 150, 200, 300)
+# How far the line is followed: from half the horizon to three horizons, or to 1.5 windows where that is more.
+SHORTEST_HORIZONS, LONGEST_HORIZONS, LONGEST_WINDOWS = 0.5, 3.0, 1.5
+LONGEST_ITERATIONS = 200  # what is longer than three horizons is no longer than this
 MIN_CHECKPOINTS = 3
 MEASURED = (60, 160)
 MAX_LAG_ITERATIONS = 300
@@ -131,8 +131,8 @@ def _draw_failure(run: PriorRun, draw: random.Random) -> Failure:
 
 
 def _draw_reach(horizon: int, window: int, draw: random.Random) -> float:
-    least, of_window, of_horizon = REACH_SHARES
-    shortest, longest = least * horizon, max(of_window * window, of_horizon * horizon)
+    shortest = SHORTEST_HORIZONS * horizon
+    longest = max(LONGEST_HORIZONS * horizon, min(LONGEST_WINDOWS * window, LONGEST_ITERATIONS))
     return float(shortest * (longest / shortest) ** draw.random())
 
 
@@ -145,10 +145,10 @@ def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[
     measured = [{"setting": None} | _recover(trajectory, replace(checkpoint, iteration=at.failure))]
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
     for _ in range(asked.settings):
-        window, base = min(draw.choice(windows), at.checkpoint - at.interval), draw.choice(BASES)
+        window = min(draw.choice(windows), at.checkpoint - at.interval)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
-        state = _line(history, target, checkpoint, window, gain, base)
-        setting = {"window_iterations": window, "gain": gain, "base": base}
+        state = _line(history, target, checkpoint, window, gain)
+        setting = {"window_iterations": window, "gain": gain, "base": 0.0}
         measured.append({"setting": setting} | _recover(trajectory, state))
     return {
         **asdict(at),
@@ -170,11 +170,11 @@ def _motion(history: CachedHistory) -> dict[str, Any]:
     }
 
 
-def _line(history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float, base: float) -> State:
+def _line(history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float) -> State:
     """The line with these settings, also where the predictor would not go so far."""
     start = window_start(history.entries, window)
     times = [entry.time for entry in history.entries[start:]]
-    row = (0.0,) * start + line_coefficients(times, target.time, gain, base)
+    row = (0.0,) * start + line_coefficients(times, target.time, gain, base=0.0)
     weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
     for name, begin, values in combine(history, dict.fromkeys(history.operators, row), CHUNK_ELEMENTS):
         weights[name][begin : begin + values.numel()] = values

@@ -89,15 +89,27 @@ def test_a_measurement_draws_the_expectation_towards_it_and_makes_it_surer(lag: 
     assert abs(after.end_cost_iterations - lag) <= abs(before.end_cost_iterations - lag)
 
 
-def test_caution_and_curiosity_choose_differently() -> None:
+def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:
+    covariance = numpy.zeros((len(FEATURES), len(FEATURES)))
+    covariance[FEATURES.index("(reach / age)**2 * 200"), FEATURES.index("(reach / age)**2 * 200")] = 1.0
+    calibration = Calibration(Table(small_table().mean, covariance, 5.0, {}))
+    young = replace(CONTEXT, age_iterations=300)
+    near, far, reckless = (replace(SETTING, reach_iterations=reach) for reach in (20.0, 60.0, 400.0))
+    bounds = [calibration.expected(young, setting).bound(1.0) for setting in (near, far, reckless)]
+    assert max(bounds[:2]) < young.horizon_iterations < bounds[2]
+    assert calibration.best(young, [near, far, reckless], 1.0)[0] == far
+
+
+def test_without_a_safe_setting_the_one_that_is_nearly_safe_is_chosen() -> None:
     prior = small_table()
+    unsure = Calibration(Table(prior.mean, 100.0 * prior.covariance, 5.0, {}))
+    near, far = replace(SETTING, reach_iterations=20.0), SETTING
+    assert unsure.best(CONTEXT, [far, near], 1.0)[0] == near
+
+
+def test_curiosity_chooses_the_setting_that_may_be_best() -> None:
     near, far = SETTING, replace(SETTING, reach_iterations=124.0, window_iterations=60.0)
-    calibration = Calibration(prior)
-    assert (
-        calibration.expected(CONTEXT, far).end_cost_iterations < calibration.expected(CONTEXT, near).end_cost_iterations
-    )
-    assert calibration.best(CONTEXT, [near, far], 1.0)[0] == near
-    assert calibration.best(CONTEXT, [near, far], -1.0)[0] == far
+    assert Calibration(small_table()).best(CONTEXT, [near, far], -1.0)[0] == far
     assert Expected(10.0, 2.0).bound(-1.0) == 8.0
 
 
