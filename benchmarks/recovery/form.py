@@ -146,8 +146,9 @@ def form_twin(trajectory: Trajectory, point: Point, checkpoint: State) -> Formed
 
 def form_doubled(failure: State) -> Formed:
     """The true state at the failure with twice the `exp_avg_sq`: training goes on at a lower rate for a while."""
-    doubled = {name: 2.0 * values for name, values in failure.exp_avg_sq.items()}
-    return Formed(replace(failure, exp_avg_sq=doubled), "the true state, exp_avg_sq doubled", 0.0, {})
+    doubled = {name: 2.0 * values for name, values in failure.moments["exp_avg_sq"].items()}
+    state = replace(failure, moments=failure.moments | {"exp_avg_sq": doubled})
+    return Formed(state, "the true state, exp_avg_sq doubled", 0.0, {})
 
 
 def form_placebo(trajectory: Trajectory, point: Point, checkpoint: State) -> Formed:

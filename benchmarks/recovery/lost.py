@@ -88,8 +88,7 @@ def completed(formed: State, survived: State, spans: Spans) -> State:
     return replace(
         survived,
         weights=_joined(formed.weights, survived.weights, spans),
-        exp_avg=_joined(formed.exp_avg, survived.exp_avg, spans),
-        exp_avg_sq=_joined(formed.exp_avg_sq, survived.exp_avg_sq, spans),
+        moments={moment: _joined(formed.moments[moment], values, spans) for moment, values in survived.moments.items()},
     )
 
 

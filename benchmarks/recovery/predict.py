@@ -1,5 +1,7 @@
 """One prediction of a training state."""
 
+from dataclasses import replace
+
 import torch
 
 from cpsr.benchmarks.recovery.lost import LostPart
@@ -49,5 +51,5 @@ def applied(
     weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
     for name, start, values in predictor.predict(history, forecast):
         weights[name][start : start + values.numel()] = values
-    formed = State(failure, weights, checkpoint.exp_avg, checkpoint.exp_avg_sq)
+    formed = replace(checkpoint, iteration=failure, weights=weights)
     return formed if part is None else part.complete(formed)

@@ -10,21 +10,17 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
+from cpsr.benchmarks.recovery.optimizers import Moments, Tensors, Updates, copied
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.demo.device import CPU, CUDA
 
 __all__ = ["State", "Tensors", "Trainer"]
 
-MAX_GRADIENT_NORM = 1.0
-WEIGHT_DECAY = 0.01
-
-Tensors = dict[str, torch.Tensor]
-
 
 @dataclass(frozen=True)
 class State:
-    """Weights and AdamW's moments by parameter name, each 1-D float32, as they are before the next update.
+    """Weights by parameter name and the optimizer's moments, each 1-D float32, as they are before the next update.
 
     Attributes:
         iteration: updates made so far; what the optimizer counts as its step.
@@ -32,8 +28,7 @@ class State:
 
     iteration: int
     weights: Tensors
-    exp_avg: Tensors
-    exp_avg_sq: Tensors
+    moments: Moments
 
     def is_finite(self) -> bool:
         """Whether every weight is."""
@@ -42,7 +37,7 @@ class State:
     def digest(self) -> str:
         """Hash of every bit of it, and of the iteration."""
         hasher = xxhash.xxh3_128(str(self.iteration).encode())
-        for part in (self.weights, self.exp_avg, self.exp_avg_sq):
+        for part in (self.weights, *(self.moments[moment] for moment in sorted(self.moments))):
             for name in sorted(part):
                 hasher.update(name.encode())
                 hasher.update(part[name].numpy().data)
@@ -71,20 +66,16 @@ class Trainer:
             self._device = _made_exact(torch.device(device))
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        # The rate given here is never used: every step sets its own.
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
+        self._updates = Updates(workload.optimizer, self._model)
         self.iteration = 0
 
     def step(self, batches_of: int | None = None) -> float:
         """Train one iteration, on the batch of another seed where one is given; returns its training loss in nats."""
         seed = self._seed if batches_of is None else batches_of
-        self._optimizer.param_groups[0]["lr"] = self._workload.learning_rate(self.iteration)
         batch = _moved(self._task.batch(seed, self.iteration), self._device)
         loss = self._task.loss(self._model, batch)
-        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
-        self._optimizer.step()
+        self._updates.step(self._workload.learning_rate(self.iteration))
         self.iteration += 1
         return float(loss.detach())
 
@@ -118,11 +109,16 @@ class Trainer:
 
     def weights(self) -> Tensors:
         """A copy of the weights, 1-D by parameter name."""
-        return {name: _copied(parameter.detach()) for name, parameter in self._parameters.items()}
+        return {name: copied(parameter) for name, parameter in self._parameters.items()}
 
     def state(self) -> State:
         """A copy of everything that the next update depends on."""
-        return State(self.iteration, self.weights(), self._moment("exp_avg"), self._moment("exp_avg_sq"))
+        return State(self.iteration, self.weights(), self._updates.state())
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the moments that a state has."""
+        return self._updates.moments
 
     def load(self, state: State) -> None:
         """Stand where `state` stands; it is copied."""
@@ -130,18 +126,7 @@ class Trainer:
         for name, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(state.weights[name].view_as(parameter))
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(state.iteration), device=self._device),  # there, as fused AdamW has it
-                "exp_avg": state.exp_avg[name].view_as(parameter).to(self._device, copy=True),
-                "exp_avg_sq": state.exp_avg_sq[name].view_as(parameter).to(self._device, copy=True),
-            }
-
-    def _moment(self, key: str) -> Tensors:
-        found = {name: self._optimizer.state[parameter].get(key) for name, parameter in self._parameters.items()}
-        return {
-            name: torch.zeros(self._parameters[name].numel()) if moment is None else _copied(moment)
-            for name, moment in found.items()
-        }
+        self._updates.load(state.iteration, state.moments)
 
 
 def _made_exact(device: torch.device) -> torch.device:
@@ -156,7 +141,3 @@ def _made_exact(device: torch.device) -> torch.device:
 
 def _moved(batch: Any, device: torch.device) -> Any:
     return batch.to(device) if isinstance(batch, torch.Tensor) else tuple(part.to(device) for part in batch)
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1).to("cpu", copy=True)

@@ -151,9 +151,9 @@ class Trajectory:
         trainer = self.trainer()
         if end:
             with open_tensors(self._path(end)) as file:
-                parts = {part: _tensors(file, f"{part}/") for part in ("exp_avg", "exp_avg_sq")}
+                moments = {moment: _tensors(file, f"{moment}/") for moment in trainer.moments}
                 weights = _tensors(file, f"weights/{end}/")
-            trainer.load(State(end, weights, **parts))
+            trainer.load(State(end, weights, moments))
         return trainer
 
     def _compare(self, trainer: Trainer) -> None:
@@ -224,8 +224,8 @@ def _train_segment(trainer: Trainer, snapshot_iterations: int) -> dict[str, torc
         if trainer.iteration % snapshot_iterations == 0:
             kept |= {f"weights/{trainer.iteration}/{name}": values for name, values in trainer.weights().items()}
     state = trainer.state()
-    for part in ("exp_avg", "exp_avg_sq"):
-        kept |= {f"{part}/{name}": values for name, values in getattr(state, part).items()}
+    for moment, tensors in state.moments.items():
+        kept |= {f"{moment}/{name}": values for name, values in tensors.items()}
     return kept | {"validation": torch.stack(validation), "training": torch.tensor(training, dtype=torch.float64)}
 
 

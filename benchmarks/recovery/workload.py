@@ -6,6 +6,7 @@ from functools import cached_property, partial
 
 from cpsr.benchmarks.recovery.digits import DigitsTask
 from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
+from cpsr.benchmarks.recovery.optimizers import OptimizerName
 from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule, scheduled_rate
 from cpsr.benchmarks.recovery.task import Task
 from cpsr.demo.device import CPU, CUDA
@@ -26,6 +27,7 @@ class Workload:
         iterations: length of the whole training; fractions of it say where a failure strikes.
         needs_gpu: too large to be trained on a CPU.
         snapshot_iterations: weights are kept this often: every interval that divides by it can be studied.
+        optimizer: its name.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Workload:
     iterations: int
     needs_gpu: bool = False
     snapshot_iterations: int = 10
+    optimizer: OptimizerName = "adamw"
 
     def learning_rate(self, iteration: int) -> float:
         """Of the update that takes the run from `iteration` to the next."""
@@ -59,6 +62,7 @@ class Workload:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "gpt-0.1M": partial(GPTTask, SIZES["gpt-0.1M"]),
+    "gpt-0.1M-documentation": partial(GPTTask, SIZES["gpt-0.1M"], "documentation"),
     "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
     "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),
     "gpt-0.4M-documentation": partial(GPTTask, SIZES["gpt-0.4M"], "documentation"),

@@ -65,7 +65,8 @@ def test_a_cached_run_gives_both_curves_and_its_second_moments(tmp_path: Path) -
     assert validation.iterations.tolist() == curve.iterations.tolist()
     assert validation.losses == pytest.approx(curve.losses.mean(axis=1))
     assert list(training.mean_exp_avg_sq) == [50, 100, 150]
-    assert training.mean_exp_avg_sq[100] == pytest.approx(float(torch.cat(list(state.exp_avg_sq.values())).mean()))
+    moments = torch.cat(list(state.moments["exp_avg_sq"].values()))
+    assert training.mean_exp_avg_sq[100] == pytest.approx(float(moments.mean()))
 
 
 def test_a_forecast_is_judged_by_the_losses_that_came_after() -> None:

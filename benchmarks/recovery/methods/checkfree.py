@@ -21,7 +21,8 @@ def mean_of_neighbours(survived: State, lost: Collection[str]) -> State | None:
         return None
     beside = {side: {name: _beside(name, side) for name in lost} for side in (-1, 1)}
     norms = {
-        side: sum(float(survived.exp_avg_sq[name].sum()) for name in names.values()) for side, names in beside.items()
+        side: sum(float(survived.moments["exp_avg_sq"][name].sum()) for name in names.values())
+        for side, names in beside.items()
     }
     before = norms[-1] / sum(norms.values())
 
@@ -32,8 +33,7 @@ def mean_of_neighbours(survived: State, lost: Collection[str]) -> State | None:
     return replace(
         survived,
         weights=formed(survived.weights),
-        exp_avg=formed(survived.exp_avg),
-        exp_avg_sq=formed(survived.exp_avg_sq),
+        moments={moment: formed(values) for moment, values in survived.moments.items()},
     )
 
 

@@ -51,6 +51,5 @@ def _renewed(saved: State, now: State, share: float) -> State:
     return replace(
         saved,
         weights=renewed(saved.weights, now.weights),
-        exp_avg=renewed(saved.exp_avg, now.exp_avg),
-        exp_avg_sq=renewed(saved.exp_avg_sq, now.exp_avg_sq),
+        moments={moment: renewed(values, now.moments[moment]) for moment, values in saved.moments.items()},
     )

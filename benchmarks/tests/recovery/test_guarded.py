@@ -79,7 +79,8 @@ def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run:
         for name, values in moved.state.weights.items():
             expected = failure.weights[name] + (line.state.weights[name] - checkpoint.weights[name])
             torch.testing.assert_close(values, expected)
-        assert all(torch.equal(moved.state.exp_avg[name], failure.exp_avg[name]) for name in failure.exp_avg)
+        momentum = moved.state.moments["exp_avg"]
+        assert all(torch.equal(momentum[name], values) for name, values in failure.moments["exp_avg"].items())
         outcome = PointMeasurement(run, POINT, IterationWorth(2e-5, 1e-6, TINY.iterations)).outcome("recompute-moved")
     assert outcome.curve is not None
     if outcome.lag_iterations is not None:
