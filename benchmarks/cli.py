@@ -123,6 +123,7 @@ def tune(
         "cosine,cosine10,wsd"
     ),
     lengths: Annotated[str, typer.Option(help="Iterations of the training, comma-separated.")] = "1200",
+    optimizers: Annotated[str, typer.Option(help="adamw, sgd, muon: comma-separated.")] = "adamw",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings at each rate.")] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps every training; by default runs/bench-tune.")] = None,
@@ -136,9 +137,8 @@ def tune(
     from cpsr.benchmarks.tune.space import settings
 
     kept = CACHE if cache is None else cache
-    run_tune(
-        settings(tasks, schedules, lengths), seeds, kept, json_path, workers or default_workers(), find_device(device)
-    )
+    chosen = settings(tasks, schedules, lengths, optimizers)
+    run_tune(chosen, seeds, kept, json_path, workers or default_workers(), find_device(device))
 
 
 @bench.command()

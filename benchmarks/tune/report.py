@@ -60,10 +60,11 @@ def plain(sweeps: Sequence[Sweep]) -> list[dict[str, Any]]:
 
 
 def draw(sweeps: Sequence[Sweep], machine: dict[str, Any]) -> Figure:
-    """A panel per task and length, a line per schedule; a dot per seed, a ring around the best."""
+    """A panel per task, optimizer and length, a line per schedule; a dot per seed, a ring around the best."""
     panels: dict[str, list[Sweep]] = {}
     for one in sweeps:
-        panels.setdefault(f"{one.setting.task}, {one.setting.iterations} iterations", []).append(one)
+        title = f"{one.setting.task}, {one.setting.optimizer}, {one.setting.iterations} iterations"
+        panels.setdefault(title, []).append(one)
     figure = Figure(figsize=(8, 1.0 + PANEL_HEIGHT * len(panels)), layout="constrained")
     axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (title, mine) in zip(axes_of, panels.items(), strict=True):

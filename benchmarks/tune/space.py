@@ -1,14 +1,15 @@
-"""What is tuned: tasks, schedules and lengths; and the rates that are tried."""
+"""What is tuned: tasks, optimizers, schedules and lengths; and the rates that are tried."""
 
 from dataclasses import dataclass
 
+from cpsr.benchmarks.recovery.optimizers import OPTIMIZERS, OptimizerName
 from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule
 from cpsr.benchmarks.recovery.workload import RATE_STEP, TASKS, Workload
 from cpsr.errors import ConfigError
 
 __all__ = ["Setting", "rate_of", "settings"]
 
-RATE_OF_STEP_0 = 1e-3
+RATE_OF_STEP_0: dict[OptimizerName, float] = {"adamw": 1e-3, "sgd": 0.1, "muon": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -19,29 +20,33 @@ class Setting:
         task: its name.
         schedule: of the learning rate.
         iterations: length of the training.
+        optimizer: its name.
     """
 
     task: str
     schedule: Schedule
     iterations: int
+    optimizer: OptimizerName = "adamw"
 
     @property
     def name(self) -> str:
-        """In one word, as in `gpt-0.4M-cosine-1200`."""
-        return f"{self.task}-{self.schedule}-{self.iterations}"
+        """In one word, as in `gpt-0.4M-cosine-1200` or `gpt-0.4M-sgd-cosine-1200`."""
+        trained = self.task if self.optimizer == "adamw" else f"{self.task}-{self.optimizer}"
+        return f"{trained}-{self.schedule}-{self.iterations}"
 
     def workload(self, step: int) -> Workload:
         """The training at the rate of that step."""
         name = f"{self.name}-rate{step:+d}"
-        return Workload(name, TASKS[self.task], self.schedule, rate_of(step), self.iterations)
+        rate = rate_of(step, self.optimizer)
+        return Workload(name, TASKS[self.task], self.schedule, rate, self.iterations, optimizer=self.optimizer)
 
 
-def rate_of(step: int) -> float:
+def rate_of(step: int, optimizer: OptimizerName) -> float:
     """The peak learning rate of a step; every one is 1.4 times the one before."""
-    return RATE_OF_STEP_0 * RATE_STEP**step
+    return RATE_OF_STEP_0[optimizer] * RATE_STEP**step
 
 
-def settings(tasks: str | None, schedules: str, lengths: str) -> list[Setting]:
+def settings(tasks: str | None, schedules: str, lengths: str, optimizers: str = "adamw") -> list[Setting]:
     """Every combination of comma-separated names and lengths; no tasks are all.
 
     Raises:
@@ -54,8 +59,15 @@ def settings(tasks: str | None, schedules: str, lengths: str) -> list[Setting]:
     chosen = [schedule for schedule in SCHEDULES if schedule in schedules.split(",")]
     if len(chosen) != len(schedules.split(",")):
         raise ConfigError(f"--schedules {schedules}: there are {', '.join(SCHEDULES)}")
+    updates = [optimizer for optimizer in OPTIMIZERS if optimizer in optimizers.split(",")]
+    if len(updates) != len(optimizers.split(",")):
+        raise ConfigError(f"--optimizers {optimizers}: there are {', '.join(OPTIMIZERS)}")
     if not all(length.isdecimal() and int(length) > 0 for length in lengths.split(",")):
         raise ConfigError(f"--lengths {lengths}: expected iterations, comma-separated")
     return [
-        Setting(task, schedule, int(length)) for task in names for schedule in chosen for length in lengths.split(",")
+        Setting(task, schedule, int(length), optimizer)
+        for task in names
+        for optimizer in updates
+        for schedule in chosen
+        for length in lengths.split(",")
     ]

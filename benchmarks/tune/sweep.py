@@ -14,9 +14,9 @@ from cpsr.errors import CPSRError
 
 __all__ = ["Rate", "Sweep", "sweep"]
 
-FIRST_STEP = 2  # 0.002
+FIRST_STEP = 2  # twice the rate of step 0
 AROUND = 2  # rates on either side of the best
-LIMIT = 14  # steps away from 0.001: 110 times it, or a 110th
+LIMIT = 14  # steps away from step 0: 110 times its rate, or a 110th
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,13 @@ class Rate:
 
     Attributes:
         step: its number; see `rate_of`.
+        peak: the peak learning rate.
         ended: by seed.
     """
 
     step: int
+    peak: float
     ended: tuple[Ended, ...]
-
-    @property
-    def peak(self) -> float:
-        """The peak learning rate."""
-        return rate_of(self.step)
 
     @property
     def loss(self) -> float:
@@ -96,13 +93,8 @@ def sweep(
 
 
 def _sweep(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> Sweep:
-    return Sweep(
-        setting, tuple(Rate(step, found[one, step]) for one, step in sorted(found, key=_step) if one == setting)
-    )
-
-
-def _step(key: tuple[Setting, int]) -> int:
-    return key[1]
+    steps = sorted(step for one, step in found if one == setting)
+    return Sweep(setting, tuple(Rate(step, rate_of(step, setting.optimizer), found[setting, step]) for step in steps))
 
 
 def _needed(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> list[tuple[Setting, int]]:
@@ -113,7 +105,8 @@ def _needed(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]
         best = known.rates[0].step  # all diverged: look lower
     wanted = [step for step in range(best - AROUND, best + AROUND + 1) if (setting, step) not in found]
     if any(abs(step) > LIMIT for step in wanted):
+        peak = rate_of(best, setting.optimizer)
         raise CPSRError(
-            f"{setting.name}: the best rate lies at the end of what is tried ({rate_of(best):.1e}); trainings are kept"
+            f"{setting.name}: the best rate lies at the end of what is tried ({peak:.1e}); trainings are kept"
         )
     return [(setting, step) for step in wanted]
