@@ -16,7 +16,7 @@ from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import merged
 from cpsr.predictor.straightness import path_places, straightness
 
-__all__ = ["Left", "Recoveries", "expected_without", "fit", "leave_one_run_out", "recoveries_of"]
+__all__ = ["Left", "Recoveries", "expected_without", "fit", "leave_one_group_out", "leave_one_run_out", "recoveries_of"]
 
 # Pulls coefficients that the data leave open to zero: a share of each feature's own mean square.
 RIDGE = 1e-2
@@ -70,7 +70,7 @@ class Recoveries:
 
 @dataclass(frozen=True)
 class Left:
-    """How the table fitted to all other runs does on one.
+    """How a table does on a run that it is not fitted to.
 
     Attributes:
         run: its name.
@@ -170,27 +170,41 @@ def expected_without(recoveries: Recoveries, run: str) -> tuple[_Array, _Array]:
 
 def leave_one_run_out(recoveries: Recoveries) -> list[Left]:
     """Judge the fit on every run by the table without it."""
-    found = []
-    for name in sorted(set(recoveries.runs)):
-        inside = [run == name for run in recoveries.runs]
-        table = fit(recoveries.of([not one for one in inside]), {})
-        mine = recoveries.of(inside)
-        expected = mine.terms @ table.mean
-        deviation = numpy.sqrt(numpy.einsum("ni,ij,nj->n", mine.terms, table.covariance, mine.terms))
-        chosen, stale = [], []
-        for failure in sorted(set(mine.failures)):
-            rows = [row for row, number in enumerate(mine.failures) if number == failure]
-            best = min(rows, key=lambda row: expected[row] + deviation[row])
-            horizon = mine.horizons[best]
-            predicts = expected[best] + deviation[best] < horizon
-            chosen.append(mine.costs[best] / horizon if predicts else 1.0)
-            stale.append(mine.costs[rows[0]] / horizon)
-        correlation = float(stats.spearmanr(expected, mine.costs).statistic)
-        recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
-        found.append(
-            Left(name, len(mine.costs), correlation, float(numpy.mean(chosen)), recomputed, float(numpy.mean(stale)))
-        )
-    return found
+    return leave_one_group_out(recoveries, {run: run for run in recoveries.runs})
+
+
+def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> list[Left]:
+    """Judge the fit on every run by the table without the run's whole group.
+
+    Args:
+        recoveries: of some groups; one that leaves fewer than 3 other runs is not judged.
+        group_of: the group of each run.
+    """
+    found = {}
+    for group in {group_of[run] for run in recoveries.runs}:
+        others = recoveries.of([group_of[run] != group for run in recoveries.runs])
+        if len(set(others.runs)) < MIN_RUNS:
+            continue
+        table = fit(others, {})
+        for name in {run for run in recoveries.runs if group_of[run] == group}:
+            found[name] = _judged(name, recoveries.of([run == name for run in recoveries.runs]), table)
+    return [found[name] for name in sorted(found)]
+
+
+def _judged(name: str, mine: Recoveries, table: Table) -> Left:
+    expected = mine.terms @ table.mean
+    deviation = numpy.sqrt(numpy.einsum("ni,ij,nj->n", mine.terms, table.covariance, mine.terms))
+    chosen, stale = [], []
+    for failure in sorted(set(mine.failures)):
+        rows = [row for row, number in enumerate(mine.failures) if number == failure]
+        best = min(rows, key=lambda row: expected[row] + deviation[row])
+        horizon = mine.horizons[best]
+        predicts = expected[best] + deviation[best] < horizon
+        chosen.append(mine.costs[best] / horizon if predicts else 1.0)
+        stale.append(mine.costs[rows[0]] / horizon)
+    correlation = float(stats.spearmanr(expected, mine.costs).statistic)
+    recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
+    return Left(name, len(mine.costs), correlation, float(numpy.mean(chosen)), recomputed, float(numpy.mean(stale)))
 
 
 def _regression(recoveries: Recoveries) -> tuple[_Array, float, _Array]:

@@ -16,8 +16,8 @@ __all__ = ["draw", "show"]
 SHOWN_ITERATIONS = (-200, 300)
 
 
-def show(console: Console, recoveries: Recoveries, table: Table, left: list[Left]) -> None:
-    """Print the terms of the expected cost, and how the table does on runs that it has not seen."""
+def show(console: Console, recoveries: Recoveries, table: Table, left: list[Left], grouped: list[Left]) -> None:
+    """Print the terms of the expected cost, and how the table does on runs and on groups that it has not seen."""
     console.print(
         f"{table.source['recoveries']} recoveries at {table.source['failures']} failures; a single one scatters by "
         f"{table.noise_iterations:.0f} iterations around the expectation of its run"
@@ -32,7 +32,13 @@ def show(console: Console, recoveries: Recoveries, table: Table, left: list[Left
     for name, mean, variance in zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True):
         coefficients.add_row(name, f"{mean:+.3f}", f"{variance**0.5:.3f}")
     print_table(console, coefficients)
-    judged = TextTable(title="Each run, by the table without it", title_justify="left")
+    _show_left(console, "Each run, by the table without it", left)
+    if grouped:
+        _show_left(console, "Each run, by the table without its task and optimizer", grouped)
+
+
+def _show_left(console: Console, title: str, left: list[Left]) -> None:
+    judged = TextTable(title=title, title_justify="left")
     for heading in ("run", "recoveries", "rank correlation", "chosen / u", "recomputed", "restart from c / u"):
         judged.add_column(heading, justify="left" if heading == "run" else "right")
     for one in left:

@@ -9,7 +9,7 @@ from typing import Any
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.prior.collect import collect, read_rows
-from cpsr.benchmarks.prior.fit import Recoveries, fit, leave_one_run_out, recoveries_of
+from cpsr.benchmarks.prior.fit import Recoveries, fit, leave_one_group_out, leave_one_run_out, recoveries_of
 from cpsr.benchmarks.prior.report import draw, show
 from cpsr.benchmarks.prior.runs import RUNS
 from cpsr.benchmarks.recovery.jobs import worths_of
@@ -58,11 +58,13 @@ def main(
         recoveries = read(data)
         table = fit(recoveries, _source(recoveries))
         left = leave_one_run_out(recoveries)
-        show(call.console, recoveries, table, left)
+        grouped = leave_one_group_out(recoveries, {run.workload.name: run.group for run in RUNS})
+        show(call.console, recoveries, table, left, grouped)
         if table_path is not None:
             table_path.write_text(table.to_json(), encoding="utf-8")
             call.console.print(f"table: {table_path}")
-        call.leave({"left_out": [asdict(one) for one in left], "table": dict(table.source)}, draw(recoveries))
+        judged = {"left_out": [asdict(one) for one in left], "group_left_out": [asdict(one) for one in grouped]}
+        call.leave(judged | {"table": dict(table.source)}, draw(recoveries))
 
 
 def read(data: Path) -> Recoveries:

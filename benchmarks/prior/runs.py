@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.benchmarks.recovery.jobs import Run
+from cpsr.benchmarks.recovery.optimizers import OptimizerName
 from cpsr.benchmarks.recovery.schedule import Schedule
 from cpsr.benchmarks.recovery.workload import ITERATIONS, RATE_STEP, TASKS, Workload
 
@@ -12,33 +13,63 @@ __all__ = ["RUNS", "PriorRun"]
 
 @dataclass(frozen=True)
 class PriorRun:
-    """A workload and the seed of its one run; seeds from 100 on are drawn nowhere else."""
+    """A workload and the seed of its one run; seeds from 100 on are drawn nowhere else.
+
+    Attributes:
+        workload: that is trained.
+        seed: of its one run.
+        group: task and optimizer; runs of one group differ in schedule and rate alone.
+    """
 
     workload: Workload
     seed: int
+    group: str
 
     def in_cache(self, cache: Path) -> Run:
         """The run as it is trained, kept there."""
         return Run(self.workload, self.seed, cache)
 
 
-# Best peak rates of the small GPT and the digits net, as `cpsr bench tune` found them, and how far the runs go from
-# them, in steps of 1.4: most jobs are tuned roughly, and rather below the best rate than above.
-BEST: dict[tuple[str, Schedule], float] = {
-    ("gpt-0.1M", "cosine"): 2.7e-3,
-    ("gpt-0.1M", "cosine10"): 2.7e-3,
-    ("gpt-0.1M", "wsd"): 2.7e-3,
-}
-STEPS = (-4, -2, 0, 1)
+@dataclass(frozen=True)
+class _Group:
+    """Runs of one task and optimizer.
+
+    Attributes:
+        task: its name.
+        optimizer: its name.
+        best: peak rate at which trainings with `cosine10` end best, as `cpsr bench tune` found it.
+        schedules: of the runs.
+        steps: how far the rates of the runs go from the best, in steps of 1.4.
+    """
+
+    task: str
+    optimizer: OptimizerName
+    best: float
+    schedules: tuple[Schedule, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The task, and the optimizer where it is not AdamW."""
+        return self.task if self.optimizer == "adamw" else f"{self.task}-{self.optimizer}"
+
+    def workloads(self) -> list[Workload]:
+        """Every schedule at every rate."""
+        return [self._workload(schedule, step) for schedule in self.schedules for step in self.steps]
+
+    def _workload(self, schedule: Schedule, step: int) -> Workload:
+        name = f"prior-{self.name}-{schedule}{step:+d}"
+        rate = self.best * RATE_STEP**step
+        return Workload(name, TASKS[self.task], schedule, rate, ITERATIONS, optimizer=self.optimizer)
+
+
+# Most jobs are tuned roughly, and rather below the best rate than above.
+GROUPS = (_Group("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),)
 
 
 def _runs() -> tuple[PriorRun, ...]:
-    workloads = [
-        Workload(f"prior-{task}-{schedule}{step:+d}", TASKS[task], schedule, best * RATE_STEP**step, ITERATIONS)
-        for (task, schedule), best in BEST.items()
-        for step in STEPS
-    ]
-    return tuple(PriorRun(workload, 100 + place) for place, workload in enumerate(workloads))
+    every = [(workload, group) for group in GROUPS for workload in group.workloads()]
+    return tuple(PriorRun(workload, 100 + place, group.name) for place, (workload, group) in enumerate(every))
 
 
 RUNS: tuple[PriorRun, ...] = _runs()

@@ -11,7 +11,14 @@ from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.prior import collect as collecting
 from cpsr.benchmarks.prior import run as running
 from cpsr.benchmarks.prior.collect import collect
-from cpsr.benchmarks.prior.fit import Recoveries, expected_without, fit, leave_one_run_out, recoveries_of
+from cpsr.benchmarks.prior.fit import (
+    Recoveries,
+    expected_without,
+    fit,
+    leave_one_group_out,
+    leave_one_run_out,
+    recoveries_of,
+)
 from cpsr.benchmarks.prior.runs import RUNS, PriorRun
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.recovery.tiny import TINY, one_thread
@@ -79,6 +86,17 @@ def test_each_run_is_judged_without_itself() -> None:
     assert numpy.array_equal(expected, recoveries.terms[: len(measured)] @ others.mean)
 
 
+def test_each_group_is_judged_without_itself() -> None:
+    recoveries, _ = drawn(runs=6, failures=8, settings=6, noise=2.0)
+    alone = leave_one_run_out(recoveries)
+    assert leave_one_group_out(recoveries, {f"run-{number}": f"run-{number}" for number in range(6)}) == alone
+    of_two = {f"run-{number}": f"group-{number // 2}" for number in range(6)}
+    recoveries.costs[[run in ("run-0", "run-1") for run in recoveries.runs]] *= 5.0
+    strange, others = leave_one_group_out(recoveries, of_two), leave_one_run_out(recoveries)
+    assert [one.run for one in strange] == [one.run for one in others]
+    assert strange[0] != others[0], "the run beside it in the group must not help"
+
+
 def test_two_runs_do_not_show_how_runs_differ() -> None:
     recoveries, _ = drawn(runs=2, failures=3, settings=3, noise=1.0)
     with pytest.raises(ValueError, match="2 runs"):
@@ -87,7 +105,7 @@ def test_two_runs_do_not_show_how_runs_differ() -> None:
 
 def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "INTERVALS", (20, 50))
-    runs = [PriorRun(TINY, 100)]
+    runs = [PriorRun(TINY, 100, "tiny")]
     with one_thread(), Workers(1) as pool:
         (first,) = collect(runs, 1, 2, tmp_path, pool)
         times = {path: path.stat().st_mtime_ns for path in (tmp_path / "failures").iterdir()}
@@ -114,6 +132,7 @@ def test_the_command_fits_what_is_there_and_writes_the_table(
     assert numpy.allclose(written.mean, table().mean, rtol=1e-4, atol=1e-6), "the shipped table is not of these data"
     report = json.loads((tmp_path / "prior.json").read_text())
     assert {one["run"] for one in report["left_out"]} == {run.workload.name for run in RUNS}
+    assert report["group_left_out"] == [], "all are of one group"
     assert (tmp_path / "prior.png").exists()
     assert "Each run, by the table without it" in capsys.readouterr().out
 
@@ -121,3 +140,11 @@ def test_the_command_fits_what_is_there_and_writes_the_table(
 def test_no_run_of_the_prior_is_one_that_is_reported() -> None:
     assert not {run.workload.name for run in RUNS} & set(WORKLOADS)
     assert all(run.seed >= 100 for run in RUNS)
+
+
+def test_runs_keep_their_seeds() -> None:
+    """Recoveries in the cache are of the name and the seed."""
+    assert len({run.seed for run in RUNS}) == len(RUNS) == 12
+    named = {run.workload.name: run.seed for run in RUNS}
+    assert [named[f"prior-gpt-0.1M-{kind}"] for kind in ("cosine-4", "cosine10+0", "wsd+1")] == [100, 106, 111]
+    assert {run.group for run in RUNS} == {"gpt-0.1M"}
