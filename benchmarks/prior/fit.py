@@ -76,8 +76,8 @@ class Left:
         run: its name.
         recoveries: measured in it.
         correlation: rank correlation (Spearman) of expected and measured cost.
-        chosen_over_horizon: mean over failures of the cost over the horizon: that of the measured setting that the
-            table likes best, or 1 where it expects no less and recomputes.
+        chosen_over_horizon: mean over failures of the cost over the horizon: that of the measured setting with the
+            lowest expectation among those that are safe (`Calibration.best`), or 1 where none is and it recomputes.
         recomputed: share of the failures at which it recomputes.
         stale_over_horizon: the same of going on from the checkpoint.
     """
@@ -197,10 +197,9 @@ def _judged(name: str, mine: Recoveries, table: Table) -> Left:
     chosen, stale = [], []
     for failure in sorted(set(mine.failures)):
         rows = [row for row, number in enumerate(mine.failures) if number == failure]
-        best = min(rows, key=lambda row: expected[row] + deviation[row])
-        horizon = mine.horizons[best]
-        predicts = expected[best] + deviation[best] < horizon
-        chosen.append(mine.costs[best] / horizon if predicts else 1.0)
+        horizon = mine.horizons[rows[0]]
+        safe = [row for row in rows if expected[row] + deviation[row] < horizon]
+        chosen.append(mine.costs[min(safe, key=lambda row: expected[row])] / horizon if safe else 1.0)
         stale.append(mine.costs[rows[0]] / horizon)
     correlation = float(stats.spearmanr(expected, mine.costs).statistic)
     recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
