@@ -25,8 +25,8 @@ WINDOWS_ITERATIONS = (100, 150, 200, 300)
 # A young run turns: lines over most of its life ended up to 12 nats above the checkpoint when followed.
 WINDOW_SHARE_OF_AGE = 0.5
 # How far the line is followed: these shares of its window, and these multiples of the horizon. The table is fitted to
-# 1.5 windows and 3 horizons. Beyond 0.75 windows a third of its recoveries begin 0.3 nats and more above the checkpoint,
-# which the guard does not accept.
+# 1.5 windows and 3 horizons. Beyond 0.75 windows a third of its recoveries begin 0.3 nats or more above the checkpoint:
+# the guard does not accept that.
 REACH_OF_WINDOW = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 # A reach of 0 goes on from the checkpoint's weights: early in training that is the cheapest for a part that was lost.
 REACH_OF_HORIZON = (0.0, 0.5, 1.0, 1.5, 2.0)
