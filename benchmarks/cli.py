@@ -142,6 +142,21 @@ def tune(
 
 
 @bench.command()
+def boost(
+    seeds: Annotated[int, typer.Option(min=3, help="That are reported on; settings are chosen on others.")] = 5,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps every training; by default runs/bench-boost.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Whether the predictor's move saves iterations when nothing fails, beside an outer optimizer and averages."""
+    from cpsr.benchmarks.boost.run import CACHE, SETTINGS
+    from cpsr.benchmarks.boost.run import main as run_boost
+    from cpsr.benchmarks.harness.processes import default_workers
+
+    run_boost(SETTINGS, seeds, cache or CACHE, json_path, workers or default_workers())
+
+
+@bench.command()
 def prior(
     failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 0,
     settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 4,

@@ -62,6 +62,7 @@ class Workload:
 
 TASKS: dict[str, Callable[[], Task]] = {
     "gpt-0.1M": partial(GPTTask, SIZES["gpt-0.1M"]),
+    "gpt-0.1M-headers": partial(GPTTask, SIZES["gpt-0.1M"], "headers"),
     "gpt-0.1M-documentation": partial(GPTTask, SIZES["gpt-0.1M"], "documentation"),
     "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
     "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),

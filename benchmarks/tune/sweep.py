@@ -64,6 +64,7 @@ def sweep(
     device: str,
     workers: Workers,
     tick: Callable[[int, int], None] = lambda done, total: None,
+    first_seed: int = 0,
 ) -> list[Sweep]:
     """Train at more rates until there are two on either side of the best of each setting.
 
@@ -74,6 +75,7 @@ def sweep(
         device: `cpu` or `cuda`.
         workers: processes that train.
         tick: called with the trainings done and the trainings known to be needed.
+        first_seed: of the seeds, which follow one another.
 
     Raises:
         CPSRError: the best rate of a setting lies at the limit of what is tried, or every training diverged.
@@ -82,7 +84,9 @@ def sweep(
     finished = 0
     while needed := [place for setting in chosen for place in _needed(setting, found)]:
         trainings = [
-            Training(setting.workload(step), seed, cache, device) for setting, step in needed for seed in range(seeds)
+            Training(setting.workload(step), first_seed + place, cache, device)
+            for setting, step in needed
+            for place in range(seeds)
         ]
         total, before = finished + len(trainings), finished
         ended = workers.each(trained, trainings, lambda done: tick(before + done, total))  # noqa: B023 - called at once

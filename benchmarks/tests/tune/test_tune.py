@@ -47,6 +47,12 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
 
 
+def test_seeds_begin_where_they_are_asked_for(tmp_path: Path) -> None:
+    with Workers(1) as pool:
+        sweep([TINY], 2, tmp_path, "cpu", pool, first_seed=10)
+    assert {path.name.split("-seed")[1].split("-")[0] for path in tmp_path.iterdir()} == {"10", "11"}
+
+
 def test_a_training_that_diverges_is_the_worst(tmp_path: Path) -> None:
     ended = Training(Setting("tiny", "constant", 100).workload(200), 0, tmp_path, "cpu").ended()
     assert ended.loss is None

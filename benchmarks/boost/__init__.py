@@ -1,0 +1,1 @@
+"""`cpsr bench boost`: whether the predictor's move makes a training end lower when nothing fails."""
