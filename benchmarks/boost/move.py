@@ -61,7 +61,7 @@ class Moving:
         self._move = move
         self._workload = workload
         self._seed = seed
-        self._predictor = LinePredictor(WINDOW_ITERATIONS, gain=1.0, base="checkpoint")
+        self._predictor = LinePredictor(WINDOW_ITERATIONS, gain=1.0)
         self._history = MovedHistory()
 
     def after_step(self, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ from cpsr.benchmarks.tune.sweep import Rate, Sweep
 from cpsr.errors import CPSRError
 from cpsr.fitter.end_cost import Ending
 
-SWEEP = Sweep(Setting("tiny", "cosine10", 1000), (Rate(2, (Ended(2.0, 0.01, 1.0),)),))
+SWEEP = Sweep(Setting("tiny", "cosine10", 1000), (Rate(2, 2e-3, (Ended(2.0, 0.01, 1.0),)),))
 CHOSEN = Chosen(Candidate(Move(100, 50)), Candidate(Outer(20, 0.5, 0.8), lower=1), "EMA 0.98", "LAWA 2", {})
 BASELINE = (2.0, 2.1, 1.9, 2.05, 1.95)
 WORTH = 3e-4  # nats an iteration

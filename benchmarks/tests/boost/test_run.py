@@ -18,7 +18,7 @@ from cpsr.benchmarks.tune.sweep import Rate, Sweep
 
 TINY = Setting("tiny", "cosine10", 400)
 # Far below the best rate of a net without noise, where every further iteration helps.
-SLOW = Sweep(TINY, (Rate(2, (Ended(0.1, 0.01, 1.0),)),))
+SLOW = Sweep(TINY, (Rate(2, 2e-3, (Ended(0.1, 0.01, 1.0),)),))
 
 
 def test_a_call_leaves_figures_and_a_plot_and_goes_on_from_what_is_kept(
