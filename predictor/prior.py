@@ -28,8 +28,8 @@ WINDOW_SHARE_OF_AGE = 0.5
 # 1.5 windows and 3 horizons. Beyond 0.75 windows a third of its recoveries begin 0.3 nats or more above the checkpoint:
 # the guard does not accept that.
 REACH_OF_WINDOW = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
-# A reach of 0 goes on from the checkpoint's weights: early in training that is the cheapest for a part that was lost.
-REACH_OF_HORIZON = (0.0, 0.5, 1.0, 1.5, 2.0)
+# Not 0: going on from the checkpoint's weights costs more than the table expects (1.2 horizons at an interval of 100).
+REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
 FURTHEST_ITERATIONS = 200  # the table saw no further, but for three horizons
 # The furthest failure in the table's fit; there is no expectation beyond it.
 HORIZON_ITERATIONS = 200
@@ -74,8 +74,9 @@ def start_of_three(points: Sequence[HistoryEntry], window_iterations: int) -> in
 def reaches(horizon: float, window: float) -> list[float]:
     """How far the line may be followed, in iterations at the checkpoint's pace; always to the failure."""
     found = {share * window for share in REACH_OF_WINDOW} | {multiple * horizon for multiple in REACH_OF_HORIZON}
+    shortest = REACH_OF_HORIZON[0] * horizon
     longest = max(min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS), horizon)
-    return sorted(reach for reach in found if reach <= longest)
+    return sorted(reach for reach in found if shortest <= reach <= longest)
 
 
 def settings(

@@ -62,7 +62,7 @@ class CostPoint:
     label: str
 
 
-# docs/measured/recovery.md, 2026-11-23: one model and schedule, at an interval of 50.
+# Measured on 2026-11-23, before the prior was fitted to longer reaches: one model and schedule, at an interval of 50.
 COST_POINTS = (
     CostPoint(-0.1, "CPSR at 75% of the training, the whole state lost"),
     CostPoint(0.17, "CPSR, one shard of four lost, mean"),

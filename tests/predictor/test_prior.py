@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.predictor.prior import (
+    REACH_OF_HORIZON,
     REACH_OF_WINDOW,
     WINDOWS_ITERATIONS,
     context_of,
@@ -64,7 +65,7 @@ def test_there_is_always_a_setting(count: int, interval: int, horizon: int) -> N
     assert found
     for setting in found:
         furthest = max(REACH_OF_WINDOW[-1] * setting.window_iterations, horizon)
-        assert 0.0 <= setting.reach_iterations <= furthest
+        assert REACH_OF_HORIZON[0] * horizon <= setting.reach_iterations <= furthest
         fits = [entry for entry in entries if entry.iteration >= entries[-1].iteration - setting.window_iterations]
         assert len(fits) >= 3
 
@@ -79,4 +80,4 @@ def test_a_gain_fixes_how_far_the_line_is_followed() -> None:
 def test_reaches_ascend_without_repeats() -> None:
     found = reaches(40.0, float(WINDOWS_ITERATIONS[-1]))
     assert found == sorted(set(found))
-    assert (found[0], found[-1]) == (0.0, 150.0)
+    assert (found[0], found[-1]) == (20.0, 150.0)
