@@ -137,9 +137,10 @@ class LinePredictor(SeriesPredictor):
             return super()._plan(history, target, usable)
         positions = self._path_positions(history, usable)
         products = self._path(history, positions)
-        self._straightness = straightness(products)
+        self._straightness, direction = straightness(products), self._direction
         plan = super()._plan(history, target, usable)
         if not bool(torch.isfinite(products).all()):  # one of the three is damaged, perhaps outside of the window
+            self._direction = direction  # what follows from a damaged one must not count
             reads = {operator: tuple(sorted({*read, *positions})) for operator, read in plan.reads.items()}
             return replace(plan, reads=reads)
         return plan
@@ -194,8 +195,10 @@ class LinePredictor(SeriesPredictor):
         usual = [setting for setting in considered if setting.direction == self._direction]
         if best[0].direction != self._direction and usual:
             before = self._calibration.best(context, usual, self._deviations)
-            gained = before[1].bound(self._deviations) - best[1].bound(self._deviations)
-            best = best if gained > HYSTERESIS_ITERATIONS else before
+            unsafe = before[1].bound(self._deviations) >= context.horizon_iterations
+            counted = min(self._deviations, 0.0)  # as `best` compares
+            gained = before[1].bound(counted) - best[1].bound(counted)
+            best = best if unsafe or gained > HYSTERESIS_ITERATIONS else before
         self._direction = best[0].direction
         return best
 

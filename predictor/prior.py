@@ -26,7 +26,7 @@ WINDOWS_ITERATIONS = (100, 150, 200, 300)
 WINDOW_SHARE_OF_AGE = 0.5
 # How far the line is followed: these shares of its window, and these multiples of the horizon. The table is fitted to
 # 1.5 windows and 3 horizons. Beyond 0.75 windows a third of its recoveries begin 0.3 nats or more above the checkpoint:
-# the guard does not accept that.
+# there the guard shortens the move.
 REACH_OF_WINDOW = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 # Not 0: going on from the checkpoint's weights costs more than the table expects (1.2 horizons at an interval of 100).
 REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
