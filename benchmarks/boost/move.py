@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from cpsr.benchmarks.recovery.predict import applied
+from cpsr.benchmarks.recovery.predict import applied, in_random_direction
 from cpsr.benchmarks.recovery.task import batch_generator
 from cpsr.benchmarks.recovery.trainer import State, Tensors, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
@@ -85,7 +85,9 @@ class Moving:
     def _apply(self, trainer: Trainer, state: State) -> None:
         displacement = self._displacement(state)
         if self._move.direction == "random":
-            displacement = _turned(displacement, batch_generator(self._seed + RANDOM_SEEDS, state.iteration))
+            displacement = in_random_direction(
+                displacement, batch_generator(self._seed + RANDOM_SEEDS, state.iteration)
+            )
         weights = {name: values + displacement[name] for name, values in state.weights.items()}
         trainer.load(replace(state, weights=weights))
         if self._move.path == "own":
@@ -147,12 +149,3 @@ def _schedule(workload: Workload, iteration: int) -> tuple[float, float]:
     """Cumulative learning rate up to an iteration, and the rate there; after the end the rate stays."""
     rate, beyond = workload.learning_rate(iteration), iteration - workload.iterations
     return (workload.times[-1] + beyond * rate if beyond > 0 else workload.times[iteration]), rate
-
-
-def _turned(displacement: Tensors, generator: torch.Generator) -> Tensors:
-    """Each tensor as long, in a random direction."""
-    found = {}
-    for name, values in displacement.items():
-        direction = torch.randn(values.shape, generator=generator)
-        found[name] = direction * (values.norm() / direction.norm())
-    return found

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from cpsr.benchmarks.boost.selection import Chosen
 from cpsr.benchmarks.recovery.statistics import Mean, Sample, grid_mean
+from cpsr.benchmarks.recovery.worth import worth_of
 from cpsr.benchmarks.tune.sweep import Sweep
 from cpsr.errors import CPSRError
-from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, end_cost_iterations, iteration_worth
+from cpsr.fitter.end_cost import Ending, IterationWorth, end_cost_iterations
 
 __all__ = ["MOVE", "NEEDED_PERCENT", "OUTER", "RANDOM", "CorpusResult", "Saved", "corpus_result", "is_worth_an_option"]
 
@@ -93,10 +94,7 @@ def corpus_result(
     if len(known) < len(baseline):
         raise CPSRError(f"{setting.name}: a baseline diverged at the best rate of its sweep; trainings are kept")
     same = [Ending(seed, setting.iterations, loss) for seed, loss in enumerate(known)]
-    try:
-        worth = iteration_worth([*same, *others], setting.iterations)
-    except WorthUnknownError as error:
-        raise CPSRError(f"{setting.name}: {error}") from error
+    worth = worth_of(setting.name, [*same, *others], setting.iterations)
     saved = {
         way: Saved(way, _setting(way, chosen), percent := _percent(known, found, worth), _mean(percent))
         for way, found in losses.items()

@@ -148,7 +148,7 @@ def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[
         window = min(draw.choice(windows), at.checkpoint - at.interval)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
         state = _line(history, target, checkpoint, window, gain)
-        setting = {"window_iterations": window, "gain": gain, "base": 0.0}
+        setting = {"window_iterations": window, "gain": gain}
         measured.append({"setting": setting} | _recover(trajectory, state))
     return {
         **asdict(at),

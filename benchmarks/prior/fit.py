@@ -101,7 +101,7 @@ def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, Iterat
             if recovery["final_gap_nats"] is None:
                 continue
             cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
-            if recovery["setting"] is not None and recovery["setting"]["base"]:
+            if recovery["setting"] is not None and recovery["setting"].get("base"):
                 continue  # early dearer by a horizon, later no better: nothing is predicted so any more
             terms.append(_terms(row, recovery["setting"]))
             costs.append(cost)

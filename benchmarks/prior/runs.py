@@ -6,7 +6,7 @@ from pathlib import Path
 from cpsr.benchmarks.recovery.jobs import Run
 from cpsr.benchmarks.recovery.optimizers import OptimizerName
 from cpsr.benchmarks.recovery.schedule import Schedule
-from cpsr.benchmarks.recovery.workload import ITERATIONS, RATE_STEP, TASKS, Workload
+from cpsr.benchmarks.recovery.workload import ITERATIONS, RATE_STEP, TASKS, Workload, trained_with
 
 __all__ = ["RUNS", "PriorRun"]
 
@@ -51,7 +51,7 @@ class _Group:
     @property
     def name(self) -> str:
         """The task, and the optimizer where it is not AdamW."""
-        return self.task if self.optimizer == "adamw" else f"{self.task}-{self.optimizer}"
+        return trained_with(self.task, self.optimizer)
 
     def workloads(self) -> list[Workload]:
         """Every schedule at every rate."""

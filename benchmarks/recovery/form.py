@@ -15,7 +15,7 @@ from cpsr.benchmarks.recovery.lost import LostPart
 from cpsr.benchmarks.recovery.methods.checkfree import mean_of_neighbours
 from cpsr.benchmarks.recovery.methods.roster import PREDICTORS
 from cpsr.benchmarks.recovery.methods.scar import running_checkpoint
-from cpsr.benchmarks.recovery.predict import predicted_state
+from cpsr.benchmarks.recovery.predict import in_random_direction, predicted_state
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 
@@ -157,9 +157,7 @@ def form_placebo(trajectory: Trajectory, point: Point, checkpoint: State) -> For
     if moved.state is None:
         return moved
     generator = torch.Generator().manual_seed(point.failure)
-    weights = {}
-    for name, values in checkpoint.weights.items():
-        direction = torch.randn(values.shape, generator=generator)
-        length = (moved.state.weights[name] - values).norm()
-        weights[name] = values + direction * (length / direction.norm())
+    displacement = {name: moved.state.weights[name] - values for name, values in checkpoint.weights.items()}
+    turned = in_random_direction(displacement, generator)
+    weights = {name: values + turned[name] for name, values in checkpoint.weights.items()}
     return replace(moved, state=replace(moved.state, weights=weights), reason="a random direction, as far as the line")

@@ -6,6 +6,7 @@ from cpsr.benchmarks.recovery.lost import LostPart
 from cpsr.benchmarks.recovery.predict import applied, target_of
 from cpsr.benchmarks.recovery.trainer import State, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.predictor.calibration import of_part
 from cpsr.predictor.displacement import measure, of_length, shorten
 from cpsr.predictor.guard import LENGTHS, Guard
 from cpsr.predictor.protocol import Forecast, History, StatePredictor
@@ -39,8 +40,8 @@ def guarded_state(
     if not forecast.feasible:
         return forecast, None
     horizon = failure - checkpoint.iteration
-    share = 1.0 if part is None else part.share
-    if share * (forecast.expected_end_cost_iterations + forecast.expected_deviation_iterations) >= horizon:
+    charged = of_part(forecast, 1.0 if part is None else part.share)
+    if charged.expected_end_cost_iterations + charged.expected_deviation_iterations >= horizon:
         reason = f"recomputing {horizon} iterations is the safer choice; {forecast.reason}"
         return replace(forecast, feasible=False, reason=reason), None
     guard = Guard()

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from cpsr.benchmarks.recovery.lost import LostPart
-from cpsr.benchmarks.recovery.trainer import State
+from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 
-__all__ = ["applied", "predicted_state", "target_of"]
+__all__ = ["applied", "in_random_direction", "predicted_state", "target_of"]
 
 
 def target_of(workload: Workload, failure: int) -> Target:
@@ -53,3 +53,12 @@ def applied(
         weights[name][start : start + values.numel()] = values
     formed = replace(checkpoint, iteration=failure, weights=weights)
     return formed if part is None else part.complete(formed)
+
+
+def in_random_direction(displacement: Tensors, generator: torch.Generator) -> Tensors:
+    """Each tensor as long, in a random direction."""
+    found = {}
+    for name, values in displacement.items():
+        direction = torch.randn(values.shape, generator=generator)
+        found[name] = direction * (values.norm() / direction.norm())
+    return found

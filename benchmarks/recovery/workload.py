@@ -12,7 +12,7 @@ from cpsr.benchmarks.recovery.task import Task
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import ConfigError
 
-__all__ = ["EVERYWHERE", "ITERATIONS", "RATE_STEP", "TASKS", "WORKLOADS", "Workload", "find_workloads"]
+__all__ = ["EVERYWHERE", "ITERATIONS", "RATE_STEP", "TASKS", "WORKLOADS", "Workload", "find_workloads", "trained_with"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,13 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gpt-0.8M": partial(GPTTask, SIZES["gpt-0.8M"]),
     "digits": DigitsTask,
 }
+
+
+def trained_with(task: str, optimizer: OptimizerName) -> str:
+    """The task's name, and the optimizer's where it is not AdamW."""
+    return task if optimizer == "adamw" else f"{task}-{optimizer}"
+
+
 ITERATIONS = 1200
 RATE_STEP = 1.4
 # Peak rates at which trainings of this length end best: benchmarks/results/2026-11-23-tune.json (`cpsr bench tune`).

@@ -9,7 +9,7 @@ from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.errors import CPSRError
 from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, iteration_worth
 
-__all__ = ["LENGTH_SHARES", "trainings_for", "worths"]
+__all__ = ["LENGTH_SHARES", "trainings_for", "worth_of", "worths"]
 
 LENGTH_SHARES = (0.8, 0.9, 1.0, 1.1, 1.2)
 
@@ -45,8 +45,17 @@ def worths(
                     f"{training.workload.name}, seed {training.seed}: the training without a failure diverged"
                 )
             endings.append(Ending(training.seed, training.workload.iterations, loss))
-        try:
-            found[workload.name] = iteration_worth(endings, workload.iterations)
-        except WorthUnknownError as error:
-            raise CPSRError(f"{workload.name}: {error}") from error
+        found[workload.name] = worth_of(workload.name, endings, workload.iterations)
     return found
+
+
+def worth_of(name: str, endings: Sequence[Ending], iterations: int) -> IterationWorth:
+    """What an iteration is worth at a length, from how trainings of it and of others ended.
+
+    Raises:
+        CPSRError: longer ones do not end lower; it begins with the name.
+    """
+    try:
+        return iteration_worth(endings, iterations)
+    except WorthUnknownError as error:
+        raise CPSRError(f"{name}: {error}") from error

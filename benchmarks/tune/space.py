@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cpsr.benchmarks.recovery.optimizers import OPTIMIZERS, OptimizerName
 from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule
-from cpsr.benchmarks.recovery.workload import RATE_STEP, TASKS, Workload
+from cpsr.benchmarks.recovery.workload import RATE_STEP, TASKS, Workload, trained_with
 from cpsr.errors import ConfigError
 
 __all__ = ["Setting", "rate_of", "settings"]
@@ -31,8 +31,7 @@ class Setting:
     @property
     def name(self) -> str:
         """In one word, as in `gpt-0.4M-cosine-1200` or `gpt-0.4M-sgd-cosine-1200`."""
-        trained = self.task if self.optimizer == "adamw" else f"{self.task}-{self.optimizer}"
-        return f"{trained}-{self.schedule}-{self.iterations}"
+        return f"{trained_with(self.task, self.optimizer)}-{self.schedule}-{self.iterations}"
 
     def workload(self, step: int) -> Workload:
         """The training at the rate of that step."""

@@ -83,7 +83,7 @@ class JobPlanner:
         self._saves: list[SaveOutcome] = []  # not processed yet
         self._situation: Situation | None = None
         self._curves = prior_curves(0, config)
-        self._path: float | None = None  # its straightness at the newest fit
+        self._path_straightness: float | None = None  # at the newest fit
         self._fitted = False
         self._missing: tuple[str, ...] = ()
         self._others: list[RankCosts] = []
@@ -290,7 +290,7 @@ class JobPlanner:
         lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
         span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
         journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
-        accuracy, self._path = self._accuracy(), self._straightness()
+        accuracy, self._path_straightness = self._accuracy(), self._straightness()
         journal.record(*(_backtest(journal.life, one) for one in accuracy))
         try:
             reported = reported_failures(run_dir)
@@ -350,7 +350,7 @@ class JobPlanner:
         settings = self._config.predictor
         prior = LinePredictor(settings.window_iterations, settings.gain)
         checkpoint, lost = self._config.checkpoint, curves.lost_share
-        expected = expected_costs(prior, situation.schedule, checkpoint, self._path, lost)
+        expected = expected_costs(prior, situation.schedule, checkpoint, self._path_straightness, lost)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected
