@@ -10,6 +10,7 @@ from typing import Any
 from cpsr.benchmarks.recovery import guarded
 from cpsr.benchmarks.recovery.methods.baselines import BASELINES, ORACLE, RECOMPUTE, LineValue
 from cpsr.benchmarks.recovery.methods.elementwise import ElementwisePredictor
+from cpsr.benchmarks.recovery.methods.per_operator import LineByStraightness, LineOfReaders
 from cpsr.benchmarks.recovery.sources import files_digest, predictor_files
 from cpsr.errors import ConfigError
 from cpsr.predictor.line import LinePredictor
@@ -84,6 +85,8 @@ PREDICTORS: dict[str, Method] = {
     **{name: Method(make, guarded=name == "line") for name, make in BASELINES.items() if name not in HARNESS},
     "line-6-x2": Method(partial(LinePredictor, gain=2.0), window_checkpoints=6),
     "line-8-1.5": Method(partial(LineValue, gain=1.5), window_checkpoints=8),
+    "line-readers": Method(LineOfReaders, guarded=True),
+    "line-by-straightness": Method(LineByStraightness, guarded=True),
     "vitp": Method(VITPPredictor, guarded=True),
     "vitp-always": Method(partial(VITPPredictor, direction="vitp"), learns_as="vitp", guarded=True),
     "vitp-elementwise": Method(ElementwisePredictor),
