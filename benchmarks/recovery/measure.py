@@ -24,6 +24,7 @@ from cpsr.benchmarks.recovery.form import (
     form_scar,
     form_truth,
     form_twin,
+    form_weights_only,
 )
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.lost import lost_part
@@ -38,6 +39,7 @@ from cpsr.benchmarks.recovery.methods.roster import (
     RECOMPUTE,
     SCAR,
     TWIN,
+    WEIGHTS_ONLY,
     predictor_source,
 )
 from cpsr.benchmarks.recovery.sources import files_digest, package_files
@@ -178,7 +180,10 @@ class PointMeasurement:
 
     def _formed_by(self, method: str) -> Formed:
         """The state that a method goes on from: its own where something was lost, and exact elsewhere."""
-        trajectory, point, failure = self._trajectory, self._point, self._failure[0]
+        trajectory, point = self._trajectory, self._point
+        if method == WEIGHTS_ONLY:
+            return form_weights_only(trajectory, point)  # all ranks go back, those that have lost nothing too
+        failure = self._failure[0]
         part = lost_part(point.lost, failure, point.checkpoint // point.interval)
         controls = {
             ORACLE: lambda: form_truth(trajectory, failure),
@@ -228,6 +233,7 @@ class PointMeasurement:
     def _train(self, state: State) -> dict[str, Any]:
         trainer = self._trajectory.trainer()
         trainer.load(state)
+        trainer.train_to(self._point.failure)
         iterations, losses, seconds = [trainer.iteration], [trainer.validate().tolist()], []
         end = self._trajectory.workload.iterations
         while trainer.iteration < end:
@@ -277,7 +283,9 @@ def _made_by(method: str) -> str:
 
 
 def _repeated(method: str, point: Point) -> int:
-    """Iterations that were trained again before the state that a method goes on from."""
+    """Iterations that are trained again because of the failure."""
+    if method == WEIGHTS_ONLY:
+        return point.failure - point.before
     return point.horizon if method == MOVED else 0
 
 

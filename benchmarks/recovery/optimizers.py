@@ -39,7 +39,7 @@ class _Part:
 
 
 class Updates:
-    """The updates of a model's weights; what they do next is determined by the iteration and the moments.
+    """The updates of a model's weights; what they do next is determined by the steps taken and the moments.
 
     Args:
         name: of the optimizer.
@@ -77,8 +77,8 @@ class Updates:
                     found[moment][name] = copied(kept.get(moment, torch.zeros_like(parameter)))
         return found
 
-    def load(self, iteration: int, moments: Moments) -> None:
-        """Stand after so many updates with these moments; they are copied."""
+    def load(self, steps: int, moments: Moments) -> None:
+        """Stand after so many steps with these moments; they are copied."""
         for part in self._parts:
             for name, parameter in part.parameters.items():
                 state = {
@@ -86,7 +86,7 @@ class Updates:
                     for moment in part.moments
                 }
                 if part.counts_steps:  # on the parameter's device, as fused AdamW has it
-                    state["step"] = torch.tensor(float(iteration), device=parameter.device)
+                    state["step"] = torch.tensor(float(steps), device=parameter.device)
                 part.optimizer.state[parameter] = state
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "SCAR",
     "STALE",
     "TWIN",
+    "WEIGHTS_ONLY",
     "Method",
     "find_methods",
     "predictor_source",
@@ -47,11 +48,13 @@ MOVED = "recompute-moved"
 TWIN = "twin"
 DOUBLED = "doubled"
 PLACEBO = "placebo"
+# The last rung of the product's ladder, where every whole checkpoint is damaged.
+WEIGHTS_ONLY = "weights-only"
 # What others do where a part is lost.
 SCAR = "scar"
 CHECKFREE = "checkfree"
 # Recomputing costs the horizon by definition, and is not run; the oracle's cost is the error of the measurement.
-HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, SCAR, CHECKFREE)
+HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, WEIGHTS_ONLY, SCAR, CHECKFREE)
 # Of what the benchmark gives to a predictor and keeps of it: raise it where learning or the kept fields change, and
 # everything is formed again.
 HARNESS_VERSION = 3
