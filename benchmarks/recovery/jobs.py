@@ -18,7 +18,7 @@ from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import WORKLOADS, Workload
 from cpsr.benchmarks.recovery.worth import trainings_for, worths
 from cpsr.demo.device import CPU
-from cpsr.fitter.end_cost import IterationWorth
+from cpsr.fitter.end_cost import Ending, IterationWorth
 
 __all__ = ["Job", "Run", "Worths", "measure", "runs_of", "train", "worths_of"]
 
@@ -80,18 +80,21 @@ def measure(jobs: Sequence[Job], workers: Workers, progress: Progress) -> tuple[
 
 
 def worths_of(runs: Sequence[Run], workers: Workers, progress: Progress) -> Worths:
-    """What an iteration is worth, by workload, from trainings of other lengths with the seeds of the runs.
+    """What an iteration is worth, by workload, from the whole runs and trainings of other lengths with their seeds.
 
     Raises:
         CPSRError: as `measure`.
     """
     trainings: dict[Workload, list[Training]] = {}
+    own: dict[Workload, list[Ending]] = {}
     for run in dict.fromkeys(runs):
-        of = trainings.setdefault(run.workload, [])
-        of += trainings_for(run.workload, run.seed, run.cache, run.device)
+        others = trainings_for(run.workload, run.seed, run.cache, run.device)
+        trainings.setdefault(run.workload, []).extend(others)
+        ending = Ending(run.seed, run.workload.iterations, float(run.trajectory().final_losses().mean()))
+        own.setdefault(run.workload, []).append(ending)
     total = sum(len(of) for of in trainings.values())
     bar = progress.add_task("trainings of other lengths", total=total)
-    return worths(trainings, workers, lambda done: progress.update(bar, completed=done))
+    return worths(trainings, own, workers, lambda done: progress.update(bar, completed=done))
 
 
 def train(runs: Sequence[Run], workers: Workers, progress: Progress) -> None:

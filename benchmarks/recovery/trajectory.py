@@ -124,12 +124,15 @@ class Trajectory:
         """Loss of each chunk of the data that the end of the training is judged on, in nats; the run is whole.
 
         Raises:
-            CPSRError: a file of the cache is damaged.
+            CPSRError: the training diverged, or a file of the cache is damaged.
         """
         path = self.directory / "final.json"
         kept = read_json(path)
         if kept is None:
-            kept = self.at(self.workload.iterations).final_losses().tolist()
+            losses = self.at(self.workload.iterations).final_losses()
+            if not numpy.isfinite(losses).all():
+                raise CPSRError(f"{self.workload.name}, seed {self.seed}: the training without a failure diverged")
+            kept = losses.tolist()
             write_json(path, kept)
         return numpy.array(kept)
 

@@ -11,22 +11,26 @@ from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, iter
 
 __all__ = ["LENGTH_SHARES", "trainings_for", "worth_of", "worths"]
 
-LENGTH_SHARES = (0.8, 0.9, 1.0, 1.1, 1.2)
+LENGTH_SHARES = (0.8, 0.9, 1.1, 1.2)
 
 
 def trainings_for(workload: Workload, seed: int, cache: Path, device: str) -> list[Training]:
-    """The trainings of one seed that show a workload's worth."""
+    """The trainings of one seed, of other lengths, that show a workload's worth."""
     lengths = [round(share * workload.iterations) for share in LENGTH_SHARES]
     return [Training(workload.of_length(length), seed, cache / "endings", device) for length in lengths]
 
 
 def worths(
-    trainings: Mapping[Workload, Sequence[Training]], workers: Workers, tick: Callable[[int], None]
+    trainings: Mapping[Workload, Sequence[Training]],
+    own: Mapping[Workload, Sequence[Ending]],
+    workers: Workers,
+    tick: Callable[[int], None],
 ) -> dict[str, IterationWorth]:
     """Train what is missing; the worth by the workload's name.
 
     Args:
-        trainings: of each workload.
+        trainings: of each workload, of other lengths.
+        own: how those of the workload's own length ended, by seed.
         workers: processes that train.
         tick: called with the number of trainings done.
 
@@ -37,7 +41,7 @@ def worths(
     losses = dict(zip(every, workers.each(ended, every, tick), strict=True))
     found = {}
     for workload, of in trainings.items():
-        endings = []
+        endings = list(own[workload])
         for training in of:
             loss = losses[training].loss
             if loss is None:
@@ -45,6 +49,7 @@ def worths(
                     f"{training.workload.name}, seed {training.seed}: the training without a failure diverged"
                 )
             endings.append(Ending(training.seed, training.workload.iterations, loss))
+        endings.sort(key=lambda ending: (repr(ending.group), ending.iterations))  # the last bits depend on the order
         found[workload.name] = worth_of(workload.name, endings, workload.iterations)
     return found
 
