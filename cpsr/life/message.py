@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from cpsr.checkpoint.tiers import Source
 from cpsr.journal import Beginning
+from cpsr.planner.price import exact_price, predicted_price
 from cpsr.ranks.exits import ranks_named
 from cpsr.restart.restored import Recomputes, Restored
 
@@ -94,24 +95,20 @@ def _cost(restored: Restored) -> str:
     if f is None:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
     if restored.predicted:
-        later = f"exact: same loss, {_iterations(f - (restored.checkpoint_iteration or 0))} later"
+        later = exact_price(f - (restored.checkpoint_iteration or 0))
         forecast = restored.forecast
         if forecast is None:
             return f"predicted: on time, for an unknown end cost ({later})"
-        cost, deviation = max(forecast.expected_end_cost_iterations, 0.0), forecast.expected_deviation_iterations
-        return f"predicted: on time, for an end cost of {cost:.0f} +- {deviation:.0f} iterations ({later})"
+        price = predicted_price(forecast.expected_end_cost_iterations, forecast.expected_deviation_iterations)
+        return f"{price} ({later})"
     if restored.beginning is Beginning.EMERGENCY_DUMP:
         return f"random states and registered objects are those of checkpoint {restored.checkpoint_iteration}"
     if f <= at:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
     if restored.beginning is Beginning.EXACT:
-        return f"exact: same loss, {_iterations(f - at)} later{_why_recomputed(restored)}"
+        return f"{exact_price(f - at)}{_why_recomputed(restored)}"
     count = f"{f - at} iterations are" if f - at > 1 else "1 iteration is"
     return f"{count} recomputed{_why_recomputed(restored)}"
-
-
-def _iterations(count: int) -> str:
-    return f"{count} iteration{'' if count == 1 else 's'}"
 
 
 def _why_recomputed(restored: Restored) -> str:

@@ -11,6 +11,7 @@ from cpsr.planner.bounds import Limits, Mode
 from cpsr.planner.choice import SHORTEST_TAKEN, Rule
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import Costs
+from cpsr.planner.price import exact_price, predicted_price
 from cpsr.planner.ranks import Optimum
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
@@ -183,13 +184,12 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     interval = float(chosen.interval_iterations)
     horizon = float(Costs([job]).horizon_iterations(numpy.array([[interval]]), chosen.mode)[0, 0])
     if chosen.mode == "recompute" or job.recovery is None:
-        return f"exact: same loss, {horizon:.0f} iterations later"
+        return exact_price(horizon)
     cost = float(job.recovery.end_cost_iterations(numpy.array([horizon]), interval)[0])
     deviation = 0.0  # not known of other curves; of a given line there is none
     if isinstance(job.recovery, EndCostCurve):
         deviation = job.recovery.deviation_iterations(horizon, interval)
-    spread = f" +- {deviation:.0f}" if deviation >= 0.5 else ""
-    return f"predicted: on time, for an end cost of {cost:.0f}{spread} iterations"
+    return predicted_price(cost, deviation)
 
 
 def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:

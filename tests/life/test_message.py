@@ -74,6 +74,13 @@ PREDICTED = Restored(
             "(exact: same loss, 11 iterations later). Not checked: no probe batches.",
         ),
         (
+            replace(PREDICTED, forecast=replace(LINE, expected_end_cost_iterations=-12.4), guard={}),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
+            "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of -12 +- 8 iterations "
+            "(exact: same loss, 11 iterations later).",
+        ),
+        (
             EXACT,
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
