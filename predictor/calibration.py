@@ -39,6 +39,9 @@ __all__ = [
 ]
 
 TABLE_VERSION = 3
+# Another direction must promise so much lower a cost before a change, or the two would alternate: recoveries from one
+# failure scatter by as much.
+HYSTERESIS_ITERATIONS = 5.0
 Direction = Literal["line", "vitp"]
 _Array = NDArray[numpy.float64]
 
@@ -227,7 +230,9 @@ class Calibration:
         terms = features(context, setting)
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
-    def best(self, context: Context, settings: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
+    def best(
+        self, context: Context, settings: Sequence[Setting], deviations: float, usual: Direction | None = None
+    ) -> tuple[Setting, Expected]:
         """The setting of the lowest expected cost among those that are safe, and that cost.
 
         Safe is what costs less than recomputing even with so many standard deviations more. Where nothing is safe, and
@@ -237,9 +242,15 @@ class Calibration:
             context: of the failure.
             settings: at least one.
             deviations: how cautious to be.
+            usual: a direction that is kept where it is safe, and no other promises `HYSTERESIS_ITERATIONS` less.
         """
         expected = [(setting, self.expected(context, setting)) for setting in settings]
         safe = [one for one in expected if one[1].bound(deviations) < context.horizon_iterations]
-        if deviations >= 0.0 and safe:
-            return min(safe, key=lambda one: one[1].end_cost_iterations)
-        return min(expected, key=lambda one: one[1].bound(deviations))
+        if not safe:
+            return min(expected, key=lambda one: one[1].bound(deviations))
+
+        def compared(one: tuple[Setting, Expected]) -> float:
+            handicap = 0.0 if usual in (None, one[0].direction) else HYSTERESIS_ITERATIONS
+            return one[1].bound(min(deviations, 0.0)) + handicap
+
+        return min(safe, key=compared)

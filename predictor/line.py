@@ -22,9 +22,6 @@ __all__ = ["LAG_DEVIATION_ITERATIONS", "REHEARSAL_DEVIATION_ITERATIONS", "LinePr
 CAUTION_DEVIATIONS = 1.0
 # A rehearsal explores: it prefers settings that may be good and are uncertain.
 CURIOSITY_DEVIATIONS = -1.0
-# The other direction must promise so much lower a cost before a change, or the two would alternate: recoveries from
-# one failure scatter by as much.
-HYSTERESIS_ITERATIONS = 5.0
 # How far the end cost lies from the lag after 60 to 160 iterations: 27 iterations, at 159 recoveries of 12 small runs
 # (2026-11-23). Early in a run the lag is 21 too low on average, in the middle 6, late 0.
 LAG_DEVIATION_ITERATIONS = 27.0
@@ -191,14 +188,7 @@ class LinePredictor(SeriesPredictor):
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
         directions = self._directions()
         considered = prior.settings(context, windows, self._gain, directions)
-        best = self._calibration.best(context, considered, self._deviations)
-        usual = [setting for setting in considered if setting.direction == self._direction]
-        if best[0].direction != self._direction and usual:
-            before = self._calibration.best(context, usual, self._deviations)
-            unsafe = before[1].bound(self._deviations) >= context.horizon_iterations
-            counted = min(self._deviations, 0.0)  # as `best` compares
-            gained = before[1].bound(counted) - best[1].bound(counted)
-            best = best if unsafe or gained > HYSTERESIS_ITERATIONS else before
+        best = self._calibration.best(context, considered, self._deviations, usual=self._direction)
         self._direction = best[0].direction
         return best
 

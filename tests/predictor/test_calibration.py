@@ -113,6 +113,37 @@ def test_curiosity_chooses_the_setting_that_may_be_best() -> None:
     assert Expected(10.0, 2.0).bound(-1.0) == 8.0
 
 
+@pytest.mark.parametrize(
+    ("reach", "deviations", "kept"),
+    [
+        (92.0, 1.0, True),  # the other direction promises 4 iterations less
+        (96.0, 1.0, False),  # and here 6
+        (92.0, -1.0, True),
+        (96.0, -1.0, False),
+    ],
+)
+def test_the_usual_direction_is_kept_unless_another_promises_enough(
+    reach: float, deviations: float, kept: bool
+) -> None:
+    calibration = Calibration(replace(small_table(), covariance=numpy.zeros((len(FEATURES), len(FEATURES)))))
+    line, bent = replace(SETTING, reach_iterations=84.0), replace(SETTING, reach_iterations=reach, direction="vitp")
+    assert calibration.best(CONTEXT, [bent, line], deviations, usual="line")[0] == (line if kept else bent)
+    assert calibration.best(CONTEXT, [bent, line], deviations)[0] == bent
+    assert calibration.best(CONTEXT, [bent], deviations, usual="line")[0] == bent
+
+
+def test_an_unsafe_direction_is_not_kept() -> None:
+    mean, covariance = small_table().mean, numpy.zeros((len(FEATURES), len(FEATURES)))
+    at = FEATURES.index("(reach / age)**2 * 200")
+    covariance[at, at] = 25.0
+    calibration = Calibration(Table(mean, covariance, 5.0, {}))
+    near = replace(SETTING, reach_iterations=80.0, direction="vitp")
+    far = replace(SETTING, reach_iterations=1200.0)
+    assert calibration.expected(CONTEXT, far).bound(1.0) > CONTEXT.horizon_iterations
+    assert calibration.expected(CONTEXT, near).bound(1.0) < CONTEXT.horizon_iterations
+    assert calibration.best(CONTEXT, [far, near], 1.0, usual="line")[0] == near
+
+
 def test_a_table_survives_its_file() -> None:
     found = Table.from_json(small_table().to_json())
     assert numpy.array_equal(found.mean, small_table().mean)
