@@ -122,7 +122,7 @@ def _judged(failing: FailingRun, record: dict[str, Any], worth: IterationWorth) 
     if record["final_loss"] is not None:
         gap = record["final_loss"] - float(failing.run.trajectory().final_losses().mean())
     repeated = int(record["work"][-1]) - end
-    lost = sum(point.horizon for point in failing.points)
+    horizons = sum(point.horizon for point in failing.points)
     return FailuresResult(
         failing,
         record["recoveries"],
@@ -133,7 +133,7 @@ def _judged(failing: FailingRun, record: dict[str, Any], worth: IterationWorth) 
         float(numpy.mean(losses < recomputing)),
         gap,
         repeated,
-        None if gap is None else end_cost_iterations(gap, worth, repeated) / lost,
+        None if gap is None else end_cost_iterations(gap, worth, repeated) / horizons,
     )
 
 

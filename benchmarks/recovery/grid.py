@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from cpsr.benchmarks.recovery.lost import LOST, Lost
+from cpsr.benchmarks.recovery.lost import PART_NAMES, PartName
 from cpsr.benchmarks.recovery.methods.roster import find_methods
 from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
 from cpsr.demo.device import CPU
@@ -50,7 +50,7 @@ class Cell:
     workload: str
     interval: int
     fraction: float
-    lost: Lost = "all"
+    lost: PartName = "all"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Point:
     fraction: float
     checkpoint: int
     failure: int
-    lost: Lost = "all"
+    lost: PartName = "all"
 
     @property
     def horizon(self) -> int:
@@ -95,7 +95,7 @@ class Selection:
     points: int
     seeds: int
     methods: tuple[str, ...] | None
-    lost: tuple[Lost, ...] = ("all",)
+    lost: tuple[PartName, ...] = ("all",)
     device: str = CPU
 
 
@@ -155,12 +155,12 @@ def selection(
     return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")
 
 
-def _parts(text: str) -> tuple[Lost, ...]:
+def _parts(text: str) -> tuple[PartName, ...]:
     asked = [part.strip() for part in text.split(",")]
-    wrong = [part for part in asked if part not in LOST]
+    wrong = [part for part in asked if part not in PART_NAMES]
     if wrong:
-        raise ConfigError(f"--lost {text}: no part is called '{wrong[0]}'; there are {', '.join(LOST)}")
-    return tuple(part for part in LOST if part in asked)
+        raise ConfigError(f"--lost {text}: no part is called '{wrong[0]}'; there are {', '.join(PART_NAMES)}")
+    return tuple(part for part in PART_NAMES if part in asked)
 
 
 def _intervals(text: str) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ def _refuse_unkept(chosen: Selection) -> None:
             )
 
 
-def points(iterations: int, interval: int, fraction: float, count: int, lost: Lost = "all") -> list[Point]:
+def points(iterations: int, interval: int, fraction: float, count: int, lost: PartName = "all") -> list[Point]:
     """The first `count` failure points of a cell; the first ones stay when more are taken.
 
     Args:

@@ -8,12 +8,12 @@ from typing import Literal, get_args
 from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.errors import ConfigError
 
-__all__ = ["BLOCK", "LOST", "Lost", "LostPart", "Spans", "completed", "lost_part", "lost_spans"]
+__all__ = ["BLOCK", "PART_NAMES", "LostPart", "PartName", "Spans", "completed", "lost_part", "lost_spans"]
 
 # `1/4` is one of four equal shards of all elements in the order of the parameters, as ZeRO cuts them. `stage` is the
 # middle transformer block.
-Lost = Literal["all", "1/2", "1/4", "1/8", "stage"]
-LOST: tuple[Lost, ...] = get_args(Lost)
+PartName = Literal["all", "1/2", "1/4", "1/8", "stage"]
+PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Spans = Mapping[str, tuple[int, int]]
 """First and last element plus one of each parameter's lost part; parameters without one are not in it."""
 BLOCK = re.compile(r"blocks\.(\d+)\.")
@@ -34,21 +34,21 @@ class LostPart:
     @property
     def share(self) -> float:
         """Of all elements, that is lost."""
-        lost = sum(end - begin for begin, end in self.spans.values())
-        return lost / sum(values.numel() for values in self.survived.weights.values())
+        elements = sum(end - begin for begin, end in self.spans.values())
+        return elements / sum(values.numel() for values in self.survived.weights.values())
 
     def complete(self, formed: State) -> State:
         """The formed state where something was lost, and the exact one elsewhere."""
         return completed(formed, self.survived, self.spans)
 
 
-def lost_part(lost: Lost, survived: State, draw: int) -> LostPart:
+def lost_part(lost: PartName, survived: State, draw: int) -> LostPart:
     """The part that a failure takes; arguments as of `lost_spans`."""
     numels = {name: values.numel() for name, values in survived.weights.items()}
     return LostPart(lost_spans(numels, lost, draw), survived)
 
 
-def lost_spans(numels: Mapping[str, int], lost: Lost, draw: int) -> Spans:
+def lost_spans(numels: Mapping[str, int], lost: PartName, draw: int) -> Spans:
     """Which elements are lost.
 
     Args:

@@ -9,7 +9,7 @@ from rich.table import Table
 from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import verdict as aim_text
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
-from cpsr.benchmarks.recovery.lost import Lost
+from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.methods.roster import HARNESS, MOVED, RECOMPUTE, STALE
 from cpsr.benchmarks.recovery.result import (
     END_COST_AIM,
@@ -24,7 +24,7 @@ from cpsr.tables import print_table
 
 __all__ = ["mean_text", "show"]
 
-LOST_TEXTS: dict[Lost, str] = {
+LOST_TEXTS: dict[PartName, str] = {
     "all": "all lost",
     "1/2": "one shard of 2 lost",
     "1/4": "one shard of 4 lost",
@@ -61,7 +61,7 @@ def show(console: Console, result: RecoveryResult) -> None:
     console.print(machine_text(result.machine))
 
 
-def _cells_table(result: RecoveryResult, workload: str, interval: int, lost: Lost) -> Table:
+def _cells_table(result: RecoveryResult, workload: str, interval: int, lost: PartName) -> Table:
     cells = {
         (cell.method, cell.cell.fraction): cell
         for cell in result.cells
@@ -82,7 +82,7 @@ def _cells_table(result: RecoveryResult, workload: str, interval: int, lost: Los
     return table
 
 
-def _means_table(result: RecoveryResult, lost: Lost) -> Table:
+def _means_table(result: RecoveryResult, lost: PartName) -> Table:
     title = f"Mean end cost / u, {LOST_TEXTS[lost]}, by stage of the training and by interval"
     table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
@@ -97,7 +97,7 @@ def _means_table(result: RecoveryResult, lost: Lost) -> Table:
     return table
 
 
-def _whole_table(result: RecoveryResult, lost: Lost) -> Table:
+def _whole_table(result: RecoveryResult, lost: PartName) -> Table:
     table = Table(title=f"Mean end cost / u, {LOST_TEXTS[lost]}, over the feasible grid", title_justify="left")
     table.add_column("method", no_wrap=True)
     for heading in ("all cells", "of all u", "lag after 60-160 iterations", "diverged", "learning, s"):
@@ -112,7 +112,7 @@ def _whole_table(result: RecoveryResult, lost: Lost) -> Table:
     return table
 
 
-def _whole_texts(result: RecoveryResult, method: str, lost: Lost) -> list[str]:
+def _whole_texts(result: RecoveryResult, method: str, lost: PartName) -> list[str]:
     whole = result.mean(method, lost=lost)
     if whole is None:
         return ["-"] * 4

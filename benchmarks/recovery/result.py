@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpsr.benchmarks.recovery.grid import INTERVALS, Cell, Selection
-from cpsr.benchmarks.recovery.lost import Lost
+from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods.roster import MOVED, PREDICTORS
 from cpsr.benchmarks.recovery.statistics import (
@@ -59,7 +59,7 @@ class GridMean:
     workload: str | None
     fraction: float | None
     interval: int | None
-    lost: Lost
+    lost: PartName
     cells: int
     end_cost: Mean
     lag: Mean | None
@@ -95,7 +95,7 @@ class RecoveryResult:
         workload: str | None = None,
         fraction: float | None = None,
         interval: int | None = None,
-        lost: Lost = "all",
+        lost: PartName = "all",
     ) -> GridMean | None:
         """The grid mean of these cells, None where nothing was measured."""
         wanted = (method, workload, fraction, interval, lost)
@@ -179,7 +179,7 @@ def _grid_mean(
     workload: str | None,
     fraction: float | None,
     interval: int | None,
-    lost: Lost,
+    lost: PartName,
 ) -> list[GridMean]:
     chosen = {
         cell: found

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpsr.benchmarks.recovery.gpt import GPTTask
 from cpsr.benchmarks.recovery.grid import Point, selection
-from cpsr.benchmarks.recovery.lost import LOST, Lost, completed, lost_spans
+from cpsr.benchmarks.recovery.lost import PART_NAMES, PartName, completed, lost_spans
 from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods.checkfree import mean_of_neighbours
 from cpsr.benchmarks.recovery.methods.scar import running_checkpoint
@@ -21,7 +21,7 @@ from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError
 from cpsr.fitter.end_cost import IterationWorth
 
-SHARDS: tuple[Lost, ...] = ("1/2", "1/4", "1/8")
+SHARDS: tuple[PartName, ...] = ("1/2", "1/4", "1/8")
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 SMALL = Workload("small", lambda: GPTTask(GPTConfig(layers=3, heads=1, width=8, context=16)), "cosine", 1e-3, 100)
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
 
 
 @given(st.dictionaries(st.text("ab", min_size=1), st.integers(1, 50), min_size=1), st.sampled_from(SHARDS))
-def test_shards_cut_all_elements_once_and_evenly(numels: dict[str, int], lost: Lost) -> None:
+def test_shards_cut_all_elements_once_and_evenly(numels: dict[str, int], lost: PartName) -> None:
     shards = int(lost.removeprefix("1/"))
     seen = {name: torch.zeros(numel) for name, numel in numels.items()}
     sizes = []
@@ -73,7 +73,7 @@ def test_survivors_keep_their_exact_state_and_what_was_lost_is_formed(run: Traje
 
 
 @pytest.mark.parametrize("lost", SHARDS)
-def test_all_methods_meet_where_little_is_lost(run: Trajectory, lost: Lost) -> None:
+def test_all_methods_meet_where_little_is_lost(run: Trajectory, lost: PartName) -> None:
     """Each method forms the lost part alone: no more elements differ from the truth than were lost."""
     with one_thread():
         measurement = PointMeasurement(run, Point(50, 0.5, 450, 488, lost), WORTH)
@@ -117,7 +117,7 @@ def test_parts_are_named_on_the_command_line() -> None:
     assert selection(lost="1/4,all").lost == ("all", "1/4")
     with pytest.raises(ConfigError, match="no part is called '1/3'"):
         selection(lost="1/3")
-    assert len(LOST) == 5
+    assert len(PART_NAMES) == 5
 
 
 def test_a_measurement_of_a_part_is_kept_apart(run: Trajectory, tmp_path: Path) -> None:
