@@ -175,6 +175,21 @@ def prior(
 
 
 @bench.command()
+def network(
+    cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Write a network pretrained on all runs here.")] = None,
+    json_path: JsonPath = None,
+) -> None:
+    """Pretrain the predictor's network on the prior's runs, and judge its directions on runs that were left out."""
+    from cpsr.benchmarks.harness.processes import default_workers
+    from cpsr.benchmarks.prior.network_run import main as run_network
+    from cpsr.benchmarks.prior.run import CACHE
+
+    run_network(cache or CACHE, workers or default_workers(), weights, json_path)
+
+
+@bench.command()
 def predictor(
     parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
     checkpoints: Annotated[int, typer.Option(min=3, help="In the history; 4 bytes a parameter each.")] = 8,

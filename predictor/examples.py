@@ -78,7 +78,7 @@ class Windows:
     def newest_question(self) -> Question:
         """A query for the newest difference from all snapshots before it, which no training has seen."""
         count = len(self.points)
-        return self._question(list(range(count - MIN_LATER)), list(range(count - MIN_LATER, count)))
+        return self.question(list(range(count - MIN_LATER)), list(range(count - MIN_LATER, count)))
 
     def draw(self, generator: torch.Generator) -> Question:
         """A random newest snapshot, window before it, and span of later checkpoints."""
@@ -95,19 +95,25 @@ class Windows:
         ]
         if len(seen) < MIN_SNAPSHOTS:
             seen = list(range(oldest, newest + 1))
-        return self._question(seen, list(range(newest + 1, newest + 1 + max(MIN_LATER, len(within)))))
+        return self.question(seen, list(range(newest + 1, newest + 1 + max(MIN_LATER, len(within)))))
 
-    def _question(self, seen: list[int], later: list[int]) -> Question:
+    def question(self, seen: Sequence[int], later: Sequence[int]) -> Question:
+        """A query for the direction of the line through `later` snapshots, given those that are seen.
+
+        Args:
+            seen: places of at least `MIN_SNAPSHOTS` and at most `MAX_SNAPSHOTS`, ascending.
+            later: places of at least `MIN_LATER`, ascending, after those.
+        """
         # Only later checkpoints show the later motion. A displacement from the newest seen one, however it is
         # denoised, would share its noise with the input, and teach the head to undo that noise.
         times = numpy.array([self.points[place].time for place in later])
         row = torch.zeros(len(self.points), dtype=torch.float32, device="cpu")
-        row[later] = torch.from_numpy(times - times.mean()).float() / float(numpy.abs(times - times.mean()).max())
+        row[list(later)] = torch.from_numpy(times - times.mean()).float() / float(numpy.abs(times - times.mean()).max())
         points = [self.points[place] for place in seen]
         return Question(
             Geometry.of(points, float(times.mean())),
             merged(self.products, seen),
-            torch.tensor(seen, device="cpu"),
+            torch.tensor(list(seen), device="cpu"),
             row,
             self.products,
             self.weights,

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from cpsr.predictor.straightness import path_places, path_positions, straightnes
 from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
 from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 
-__all__ = ["MIN_UPDATES", "VITPPredictor"]
+__all__ = ["MIN_UPDATES", "Progress", "VITPPredictor"]
 
 STATE_VERSION = 1
 # Name of the whole model's path where ranks add products up; no operator has it.
@@ -35,21 +35,36 @@ MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 MAX_ACCURACIES = 256
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How much of a run was learned from.
+
+    Attributes:
+        iteration: newest checkpoint of the history that was taken in; None: none.
+        checkpoints: taken in so far.
+        updates: of the network, on this run.
+    """
+
+    iteration: int | None
+    checkpoints: int
+    updates: int
+
+
 class VITPPredictor(LinePredictor):
     """The line with a learned direction for each operator (a `StatePredictor`).
 
     What the line adds to the checkpoint, gain times slope times time, keeps its length and is turned: by a row over the
-    operator's snapshots that a small network chooses from the Gram matrix of their differences. The network starts
-    with the line's direction exactly. It is trained on the run's own past, as checkpoints arrive (`learn`), to point
-    to where the weights moved later; scale and window are not learned here. Fewer than four snapshots, an
-    operator that never moved, and products that are not finite leave the line's row.
+    operator's snapshots that a small network chooses from the Gram matrix of their differences. The network was
+    pretrained on other runs, and answers near the line at first. It is trained on the run's own past, as checkpoints
+    arrive (`learn`), to point to where the weights moved later; scale and window are not learned here. Fewer than four
+    snapshots, an operator that never moved, and products that are not finite leave the line's row.
 
     Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
     trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
     network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared, because
-    gradients would have to go around 32 times for each checkpoint. It takes 0.15 s of a core with 40 operators and
-    0.16 s with 3,000 (2026-11-21, one core of an x86 server). A rank that lags or was lost costs its own operators
-    alone: training goes on without them, and a forecast reads them anew, or leaves them the line's row.
+    gradients would have to go around with every update. An update takes some 5 ms of a core with 40 operators and more
+    (2026-11-21, x86 server). A rank that lags or was lost costs its own operators alone: training goes on without them,
+    and a forecast reads them anew, or leaves them the line's row.
 
     Source: CPSR, section III-A (VITP), with coefficients per operator in place of predicted values.
 
@@ -171,6 +186,10 @@ class VITPPredictor(LinePredictor):
         """
         return copy.deepcopy(self._accuracy)
 
+    def progress(self) -> Progress:
+        """How much of the run was learned from."""
+        return Progress(max(self._statistics.seen, default=None), self._checkpoints, self._head.steps)
+
     def straightness(self) -> float | None:
         """Straightness of the recent path, from what was learned; None until that is three checkpoints.
 
@@ -255,7 +274,7 @@ class VITPPredictor(LinePredictor):
             "version": STATE_VERSION,
             "statistics": shared_state(self._statistics) if self._shared else self._statistics.state_dict(),
             "examples": self._examples.state_dict(),
-            "head": self._head.state_dict() if self._head.steps else None,  # no 0.2 MB for an untrained network
+            "head": self._head.state_dict() if self._head.steps else None,  # else no 0.2 MB for what is shipped
             "checkpoints": self._checkpoints,
             "accuracy": copy.deepcopy(self._accuracy),
         }

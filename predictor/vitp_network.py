@@ -5,14 +5,17 @@ features before the position embedding. Here a token is a whole snapshot of an o
 differences alone. So the work does not depend on the size of the operator.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
 
 import numpy
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import load
 from torch.nn import functional
 
 from cpsr.predictor.denoise import bands
@@ -23,10 +26,12 @@ from cpsr.predictor.statistics import MAX_SNAPSHOTS
 __all__ = [
     "MIN_SNAPSHOTS",
     "PARAMETERS",
+    "WEIGHTS",
     "Geometry",
     "corrections",
     "cosines",
     "initial_parameters",
+    "pretrained_parameters",
     "squared_norms",
     "undisturbed",
 ]
@@ -45,6 +50,9 @@ COSINES = 8
 FEATURES = 4 + COSINES
 # Below this share of the mean squared difference, or of the largest, a product is rounding of float32.
 TINY = 1e-12
+
+# What `cpsr bench network` has pretrained: one tensor, `parameters`.
+WEIGHTS = "vitp_weights.safetensors"
 
 Matrix = NDArray[numpy.float64]
 
@@ -120,7 +128,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def initial_parameters(generator: torch.Generator) -> torch.Tensor:
-    """Weights of a new network, `(PARAMETERS,)` float32: its directions are exactly the line's."""
+    """Weights of an untrained network, `(PARAMETERS,)` float32: its directions are exactly the line's."""
     pieces = []
     for name, shape in SHAPES.items():
         piece = torch.zeros(shape, dtype=torch.float32, device="cpu")
@@ -130,6 +138,23 @@ def initial_parameters(generator: torch.Generator) -> torch.Tensor:
             piece = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(shape[-1])
         pieces.append(piece.flatten())
     return torch.cat(pieces)
+
+
+@functools.cache
+def pretrained_parameters() -> torch.Tensor:
+    """Weights from the file beside this module, `(PARAMETERS,)` float32; read once, and never to be changed in place.
+
+    Raises:
+        ValueError: the file holds the weights of another network.
+    """
+    values = load(resources.files(__package__).joinpath(WEIGHTS).read_bytes())["parameters"]
+    if values.shape != (PARAMETERS,) or values.dtype != numpy.float32:
+        raise ValueError(
+            f"{WEIGHTS} holds {values.size} weights of type {values.dtype}, this network has {PARAMETERS} of float32; "
+            "install cpsr anew, or pretrain again: cpsr bench network --weights PATH"
+        )
+    with undisturbed():
+        return torch.from_numpy(values.copy())
 
 
 def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Tensor) -> torch.Tensor:

@@ -1,49 +1,75 @@
 """Training of VITP's head on past windows: a bounded number of small steps for each checkpoint."""
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.adamw import adamw
 
-from cpsr.predictor.examples import Examples, Question, Windows
-from cpsr.predictor.vitp_network import PARAMETERS, corrections, cosines, initial_parameters, undisturbed
+from cpsr.predictor.examples import Question, Windows
+from cpsr.predictor.vitp_network import (
+    PARAMETERS,
+    corrections,
+    cosines,
+    initial_parameters,
+    pretrained_parameters,
+    undisturbed,
+)
 
-__all__ = ["STEPS_PER_CHECKPOINT", "Head"]
+__all__ = ["STEPS_PER_CHECKPOINT", "Head", "Questions"]
 
 STATE_VERSION = 1
-# 0.1 s of one core for each checkpoint, at 3 ms a step, in four slices. Of 1e-3 and 3e-4 the latter found slow
-# directions better on a byte-level GPT at intervals of 20 and 50 iterations, where 1e-3 was behind the line at 20.
-STEPS_PER_CHECKPOINT = 32
+# Some 0.04 s of one core for each checkpoint, at 5 ms a step, in four slices: with 1% of a core that keeps pace with a
+# checkpoint every 6 seconds.
+STEPS_PER_CHECKPOINT = 8
+# Of 1e-3 and 3e-4 the latter found slow directions better on a byte-level GPT at intervals of 20 and 50 iterations,
+# where 1e-3 was behind the line at 20.
 LEARNING_RATE = 3e-4
-WEIGHT_DECAY = 1e-2  # AdamW's usual one: with nothing to learn the head goes back to the line
+WEIGHT_DECAY = 1e-2  # AdamW's usual one
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8  # likewise
 # Any number: what matters is that it is the same in every life of every run.
 SEED = 20_261_121
 
 
+class Questions(Protocol):
+    """What a head is trained on."""
+
+    def draw(self, generator: torch.Generator) -> Question:
+        """A random query with its answer."""
+
+
 class Head:
     """The network's weights and what their training goes on from.
 
+    Args:
+        parameters: to start from, `(PARAMETERS,)` float32; None: those that were pretrained on other runs.
+
     Attributes:
         parameters: all weights, `(PARAMETERS,)` float32 on the CPU.
-        steps: how often they were updated.
+        steps: how often they were updated since that start.
     """
 
     parameters: torch.Tensor
     steps: int
 
-    def __init__(self) -> None:
-        parameters = initial_parameters(torch.Generator(device="cpu").manual_seed(SEED))
-        self._stand(parameters, torch.zeros_like(parameters), torch.zeros_like(parameters), steps=0)
+    def __init__(self, parameters: torch.Tensor | None = None) -> None:
+        start = pretrained_parameters() if parameters is None else parameters
+        with undisturbed():
+            nothing = torch.zeros(PARAMETERS, dtype=torch.float32, device="cpu")
+        self._stand(start, nothing, nothing, steps=0)
+
+    @classmethod
+    def untrained(cls) -> "Head":
+        """A head whose directions are exactly the line's."""
+        return cls(initial_parameters(torch.Generator(device="cpu").manual_seed(SEED)))
 
     def copy(self) -> "Head":
         """Another head that goes on from here."""
-        other = Head()
+        other = Head(self.parameters.detach())
         other.load_state_dict(self.state_dict())
         return other
 
-    def step(self, examples: Examples, generator: torch.Generator) -> Iterator[None]:
+    def step(self, examples: Questions, generator: torch.Generator) -> Iterator[None]:
         """One update towards the later motion of one random window; yields three times within it.
 
         Abandoned in between, `steps` shows no update.

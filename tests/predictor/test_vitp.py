@@ -14,8 +14,8 @@ import torch
 from cpsr.predictor import ranks as predictor_ranks
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
-from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor
-from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT
+from cpsr.predictor.vitp import MIN_UPDATES, Progress, VITPPredictor
+from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 from cpsr.state import codec
 from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
@@ -133,9 +133,31 @@ def loaded(state: dict[str, Any], **options: Any) -> VITPPredictor:
 def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     history = until(make_history, noisy(circle, 12), 12)
     expected = LinePredictor(**LINE).forecast(history, ahead(history))
-    found = VITPPredictor(**LINE, direction="vitp").forecast(history, ahead(history))
+    predictor = VITPPredictor(**LINE, direction="vitp")
+    pretrained = predictor.forecast(history, ahead(history))
+    state = predictor.state_dict()
+    predictor.load_state_dict({**state, "vitp": {**state["vitp"], "head": Head.untrained().state_dict()}})
+    found = predictor.forecast(history, ahead(history))
     assert found.coefficients == expected.coefficients
-    assert found.settings["direction"] == "vitp"
+    assert found.settings["direction"] == pretrained.settings["direction"] == "vitp"
+    assert found.settings["updates"] == pretrained.settings["updates"] == 0
+    assert pretrained.coefficients != expected.coefficients
+
+
+def test_what_earlier_versions_learned_goes_on(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    """They started at the line, and saved no network before its first update."""
+    steps = noisy(circle, 17)
+    before = Head.untrained()
+    state = {**taught, "vitp": {**taught["vitp"], "head": {**before.state_dict(), "steps": 352}}}
+    predictor = loaded(state)
+    assert predictor.progress() == Progress(750, 16, 352)
+    history = until(make_history, steps, 17)
+    for _ in predictor.learn(history):
+        pass
+    assert predictor.progress() == Progress(800, 17, 352 + STEPS_PER_CHECKPOINT)
+    unused = loaded({**taught, "vitp": {**taught["vitp"], "head": None}})
+    assert unused.progress() == Progress(750, 16, 0)
+    assert unused.forecast(history, ahead(history)).settings["direction"] == "vitp"
 
 
 def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str, Any]) -> None:

@@ -1,7 +1,12 @@
 import math
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from cpsr.predictor.denoise import bands
 from cpsr.predictor.line import line_coefficients
@@ -14,6 +19,7 @@ from cpsr.predictor.vitp_network import (
     corrections,
     cosines,
     initial_parameters,
+    pretrained_parameters,
     squared_norms,
 )
 
@@ -41,7 +47,33 @@ def test_it_is_small() -> None:
     assert initial_parameters(torch.Generator().manual_seed(0)).shape == (PARAMETERS,)
 
 
-def test_a_new_network_adds_nothing() -> None:
+@pytest.fixture
+def read_anew() -> Iterator[None]:
+    """The shipped weights are read again, before and after."""
+    pretrained_parameters.cache_clear()
+    yield
+    pretrained_parameters.cache_clear()
+
+
+@pytest.mark.usefixtures("read_anew")
+def test_pretrained_weights_are_shipped() -> None:
+    with torch.inference_mode(), torch.device("meta"):  # whatever the training loop around is in
+        found = pretrained_parameters()
+    assert (found.shape, found.dtype, found.device.type) == ((PARAMETERS,), torch.float32, "cpu")
+    assert not found.is_inference()
+    assert bool(torch.isfinite(found).all())
+    assert pretrained_parameters() is found
+
+
+@pytest.mark.usefixtures("read_anew")
+def test_the_weights_of_another_network_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"parameters": numpy.zeros(7, dtype=numpy.float32)}, tmp_path / "vitp_weights.safetensors")
+    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
+    with pytest.raises(ValueError, match=f"holds 7 .* this network has {PARAMETERS} of float32; install cpsr anew"):
+        pretrained_parameters()
+
+
+def test_an_untrained_network_adds_nothing() -> None:
     parameters = initial_parameters(torch.Generator().manual_seed(0))
     found = corrections(parameters, Geometry.of(points(), 8.0), grams(5, 7))
     assert torch.equal(found, torch.zeros(5, 7))

@@ -11,7 +11,7 @@ from cpsr.predictor import examples as module
 from cpsr.predictor.examples import Examples, Windows
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import OperatorMotion
-from cpsr.predictor.vitp_network import PARAMETERS
+from cpsr.predictor.vitp_network import PARAMETERS, pretrained_parameters
 from cpsr.predictor.vitp_training import Head
 from cpsr.state import codec
 
@@ -53,14 +53,25 @@ def trained(steps: int, head: Head | None = None) -> Head:
     return head
 
 
-def test_it_learns_to_turn_and_starts_at_the_line() -> None:
+def test_it_learns_to_turn_and_untrained_it_starts_at_the_line() -> None:
     later = windows({f"w{k}": turning(k, first=30) for k in range(20, 40)})  # other planes, another time
-    before = returned(Head().accuracy(later))
+    untrained = Head.untrained()
+    before = returned(untrained.accuracy(later))
     assert before["vitp_cosine"] == pytest.approx(before["line_cosine"], abs=1e-6)
-    after = returned(trained(250).accuracy(later))
+    after = returned(trained(250, untrained).accuracy(later))
     assert after["line_cosine"] == before["line_cosine"]
     assert after["line_cosine"] < 0.5
     assert after["vitp_cosine"] > 0.8
+
+
+def test_it_starts_pretrained_and_counts_updates_from_there() -> None:
+    head = Head()
+    assert torch.equal(head.parameters, pretrained_parameters())
+    assert not torch.equal(head.parameters, Head.untrained().parameters)
+    state = head.state_dict()
+    assert (state["steps"], bool(state["exp_avg"].any()), bool(state["exp_avg_sq"].any())) == (0, False, False)
+    assert trained(2).steps == 2
+    assert torch.equal(Head().parameters, pretrained_parameters()), "what one head learns reaches no other"
 
 
 def test_the_same_examples_give_the_same_head() -> None:

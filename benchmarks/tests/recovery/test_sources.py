@@ -63,3 +63,9 @@ def test_a_baseline_rests_on_the_baselines_and_predictors_that_it_imports() -> N
     names = {path.name for path in predictor_files(BASELINES / "baselines.py")}
     assert {"baselines.py", "autoregression.py", "line.py", "prior_table.json"} <= names
     assert "elementwise.py" not in names
+
+
+def test_the_product_rests_on_its_pretrained_weights() -> None:
+    assert {"prior_table.json", "vitp_weights.safetensors"} <= {
+        path.name for path in predictor_files(PREDICTOR / "vitp.py")
+    }
