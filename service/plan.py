@@ -25,6 +25,7 @@ from cpsr.planner.inputs import Origin
 from cpsr.service.checkpoints import Checkpoint, checkpoint_of
 from cpsr.service.health import RECENT_STEPS, iteration_seconds
 from cpsr.service.identity import identity_of
+from cpsr.service.network import NETWORK_EXAMPLE, Network, network_of
 from cpsr.service.override import Override, override_of
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.problems import Problem
@@ -73,6 +74,7 @@ _EXAMPLE: dict[str, Any] = {
     "newest_checkpoint": None,
     "last_recovery": None,
     "last_rehearsal": None,
+    "network": NETWORK_EXAMPLE,
     "descends_from_predicted": False,
     "warnings": [],
 }
@@ -151,6 +153,9 @@ class PlanReply(BaseModel):
     newest_checkpoint: Checkpoint | None
     last_recovery: Recovery | None
     last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
+    network: Network | None = Field(
+        description="How far the predictor's network keeps pace; null where nothing learns."
+    )
     descends_from_predicted: bool | None = Field(
         description="Whether the current state is labelled: it was predicted, or restored with older experts or from "
         "weights alone, or was trained on from such a state; null where it is not known."
@@ -261,6 +266,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             newest_checkpoint=None if checkpoint is None else checkpoint_of(checkpoint, run_dir),
             last_recovery=None if recovery is None else recovery_of(recovery),
             last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
+            network=network_of(reader),
             descends_from_predicted=_descends_from_predicted(reader, recovery),
             warnings=warnings,
         )

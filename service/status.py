@@ -151,7 +151,8 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     shown = [f"{name} {baselines[name]}" for name in BASELINES_SHOWN if name in baselines]
     if shown:
         lines.append(f"others would choose: {', '.join(shown)}")
-    lines += [line for line in (_checkpoint_line(plan), _recovery_line(plan), _rehearsal_line(plan)) if line]
+    found = _checkpoint_line(plan), _network_line(plan), _recovery_line(plan), _rehearsal_line(plan)
+    lines += [line for line in found if line]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
@@ -184,6 +185,14 @@ def _checkpoint_line(plan: dict[str, Any]) -> str:
     size = "" if checkpoint["bytes"] is None else f", {checkpoint['bytes'] / 1e6:,.1f} MB"
     age = _duration(max(0.0, time.time() - checkpoint["created_unix_seconds"]))
     return f"newest checkpoint: iteration {checkpoint['iteration']}{size}, {age} ago, {checkpoint['origin']}"
+
+
+def _network_line(plan: dict[str, Any]) -> str:
+    network = plan.get("network")  # a service of an older version lacks it
+    if network is None:
+        return ""
+    taken, committed = network["checkpoints_taken_in"], network["checkpoints_committed"]
+    return f"network: {taken} of {committed} checkpoints taken in, {network['updates']} updates"
 
 
 def _recovery_line(plan: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from cpsr.journal.rows import (
     EventRow,
     FailureRow,
     FitRow,
+    LearningRow,
     LifeRow,
     PhaseRow,
     PlanRow,
@@ -37,7 +38,14 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 # Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
 # Tables that older files lack, by the version that added them; there they have no rows.
-SINCE_VERSION: dict[type[Any], int] = {RehearsalRow: 2, PhaseRow: 3, FitRow: 3, BacktestRow: 4, BubbleRow: 5}
+SINCE_VERSION: dict[type[Any], int] = {
+    RehearsalRow: 2,
+    PhaseRow: 3,
+    FitRow: 3,
+    BacktestRow: 4,
+    BubbleRow: 5,
+    LearningRow: 7,
+}
 PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
     "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
@@ -150,6 +158,16 @@ class JournalReader:
         """The checkpoint that a life committed last, of those at the iterations [start, stop)."""
         where = "WHERE status = 'committed' AND life = ? AND iteration >= ? AND iteration < ?"
         return _first(self._rows(CheckpointRow, f"{where} ORDER BY row DESC LIMIT 1", (life, start, stop)))
+
+    def committed_since(self, iteration: int) -> int:
+        """Number of iterations from this one on whose checkpoint was committed, however often."""
+        counted = "SELECT COUNT(DISTINCT iteration) FROM checkpoints WHERE status = 'committed' AND iteration >= ?"
+        ((count,),) = self._query(counted, (iteration,))
+        return int(count)
+
+    def latest_learning(self) -> LearningRow | None:
+        """What the predictor had taken in last; None in a run that has not begun to learn, or whose file is older."""
+        return _first(self._rows(LearningRow, "ORDER BY row DESC LIMIT 1"))
 
     def is_predicted(self, iteration: int) -> bool:
         """Whether any checkpoint that was committed at this iteration is labelled `predicted`."""

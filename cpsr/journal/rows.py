@@ -22,6 +22,7 @@ __all__ = [
     "EventRow",
     "FailureRow",
     "FitRow",
+    "LearningRow",
     "LifeRow",
     "PhaseRow",
     "PlanRow",
@@ -247,6 +248,22 @@ class BacktestRow:
     iteration: int
     checkpoints: int
     result: Mapping[str, Any]
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRow:
+    """How much of the run the predictor has taken in, whenever that changes.
+
+    `checkpoints` of those from `first_iteration` on were taken in, the newest at `iteration` (None: none yet), and its
+    network had `updates` on the run itself.
+    """
+
+    life: int
+    iteration: int | None
+    first_iteration: int
+    checkpoints: int
+    updates: int
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 

@@ -19,6 +19,7 @@ from cpsr.journal.rows import (
     EventRow,
     FailureRow,
     FitRow,
+    LearningRow,
     LifeRow,
     PhaseRow,
     PlanRow,
@@ -44,7 +45,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
@@ -59,6 +60,7 @@ TABLES: dict[type[Any], str] = {
     PhaseRow: "phases",
     FitRow: "fits",
     BacktestRow: "backtests",
+    LearningRow: "learning",
     BubbleRow: "bubbles",
     PlanRow: "plans",
     EventRow: "events",
@@ -157,6 +159,11 @@ CREATE TABLE bubbles (
 CREATE INDEX events_by_kind ON events (kind);
 """,
     6: "ALTER TABLE recoveries RENAME COLUMN expected_lag_iterations TO expected_end_cost_iterations",
+    7: """
+CREATE TABLE learning (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER, first_iteration INTEGER NOT NULL,
+    checkpoints INTEGER NOT NULL, updates INTEGER NOT NULL, created_unix_seconds REAL NOT NULL);
+""",
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.

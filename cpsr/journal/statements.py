@@ -12,6 +12,7 @@ from cpsr.journal.rows import (
     EventRow,
     FailureRow,
     FitRow,
+    LearningRow,
     LifeRow,
     PhaseRow,
     PlanRow,
@@ -37,6 +38,7 @@ Row = (
     | PhaseRow
     | FitRow
     | BacktestRow
+    | LearningRow
     | BubbleRow
     | EventRow
 )

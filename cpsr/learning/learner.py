@@ -97,6 +97,7 @@ class Learner:
         self._replacing = threading.Lock()  # of the lock itself, and of the hand-over; never locked for long
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows when another thread may change the predictor, which drops the work under way
+        self._handed_over = 0  # how often the predictor got what was learned
         self._known: dict[int, ReadManifest] = {}
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -184,6 +185,11 @@ class Learner:
             except Exception as error:  # after any error training goes on
                 logger.exception("the predictor refused an outcome")
                 self._end(f"it refused the outcome of a recovery: {_description(error)}")
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever the predictor may have changed what it has learned; never waits."""
+        return self._generation + self._handed_over
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""
@@ -355,6 +361,7 @@ class Learner:
         with self._replacing:
             if self._lock is lock:  # else this thread was abandoned, and others use the predictor
                 vars(self._predictor).update(learned)
+                self._handed_over += 1
 
 
 class _UnreadableDirectoryError(Exception):

@@ -1,13 +1,14 @@
 """The predictor in a running job, and its parts that learn beside the training."""
 
 import logging
+from dataclasses import asdict
 
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Ending, Job, Part, Rewind
-from cpsr.journal import RankJournal
+from cpsr.journal import LearningRow, RankJournal
 from cpsr.learning.assignment import OperatorAssignment
 from cpsr.learning.bubble_log import BubbleLog
 from cpsr.learning.exchange import Exchange
@@ -15,7 +16,7 @@ from cpsr.learning.learner import Learner
 from cpsr.learning.memory import Use, allot_memory
 from cpsr.learning.pace import bubbles_of, pace_of
 from cpsr.predictor.ranks import Ranks
-from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.vitp import Progress, VITPPredictor
 from cpsr.state.shard import Shard
 
 __all__ = ["Learning"]
@@ -55,6 +56,9 @@ class Learning(Part):
         self._learns = False
         self._journal: RankJournal | None = None
         self._bubble_log: BubbleLog | None = None
+        self._changes = -1  # of the learner, when its progress was looked at
+        self._recorded: tuple[Progress, int] | None = None
+        self._history_start = 0
 
     def open(self, job: Job, store: CheckpointStore) -> Use:
         """Find out whether the ranks can predict and learn within their memory; a collective.
@@ -80,9 +84,16 @@ class Learning(Part):
         return self._exchange.duplicated_operator(shard)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
-        """Notify the thread of the newest checkpoint, and report its failure."""
+        """Notify the thread of the newest checkpoint, record its progress, and report its failure.
+
+        Args:
+            saved_iteration: the newest checkpoint; None: there is none yet.
+            history_start: checkpoints before this iteration do not lead here.
+        """
         if saved_iteration is not None:
             self.learner.notify(saved_iteration, history_start)
+        self._history_start = history_start
+        self._record_progress()
         self._report_failure()
 
     def at_checkpoint(self, iteration: int) -> None:
@@ -104,10 +115,23 @@ class Learning(Part):
     def close(self, ending: Ending) -> None:
         """End the thread."""
         self.learner.close()
+        self._record_progress()
         self._report_failure()
         account = self.bubbles.account()
         if account.bubble_seconds > 0 and self._journal is not None:
             self._journal.event("bubbles", account.summary(), self._adapter.iteration, logging.DEBUG)
+
+    def _record_progress(self) -> None:
+        """Record on rank 0, which trains the network, how much was learned, if that has changed."""
+        journal, changes = self._journal, self.learner.changes
+        if not self._learns or journal is None or journal.rank != 0 or changes == self._changes:
+            return
+        self._changes = changes
+        progress = self.learner.ask(self.predictor.progress)
+        if (progress, self._history_start) != self._recorded:
+            self._recorded = progress, self._history_start
+            row = LearningRow(life=journal.life, first_iteration=self._history_start, **asdict(progress))
+            journal.record(row)
 
     def _report_failure(self) -> None:
         failure = self.learner.failure()

@@ -19,6 +19,7 @@ function tiles(plan, health) {
     tile("A checkpoint every", interval(plan), chosen(plan)),
     tile("After a failure", modeName(plan.recovery_mode) ?? number(null), `mode ${plan.mode ?? "not known"}`),
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
+    ...(plan.network ? [network(plan.network)] : []),
     tile("A failure every", duration(mtbf(plan)), source(plan)),
     tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
     tile("Descends from", state(plan), plan.world_size === null ? "" : `${number(plan.world_size, 9)} ranks`),
@@ -28,6 +29,11 @@ function tiles(plan, health) {
 function tile(name, value, ...more) {
   const lines = more.filter((text) => text).map((text) => element("dd", { class: "quiet" }, text));
   return element("div", {}, element("dt", {}, name), element("dd", {}, value), ...lines);
+}
+
+function network({ checkpoints_taken_in: taken, checkpoints_committed: committed, updates }) {
+  const figures = `${number(taken, 9)} of ${number(committed, 9)} checkpoints`;
+  return tile("Network", figures, `taken in, ${number(updates, 9)} updates`);
 }
 
 function written(health) {

@@ -32,6 +32,7 @@ from cpsr.journal import (
     FitRow,
     Journal,
     JournalReader,
+    LearningRow,
     LifeRow,
     PhaseRow,
     PlanRow,
@@ -283,6 +284,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     with JournalReader(path) as reader:
         assert (reader.rehearsals(), reader.phases(), reader.openings()) == ([], [], [])
         assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
+        assert (reader.latest_learning(), reader.committed_since(0)) == (None, 0)
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
@@ -302,6 +304,22 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         ((_, last),) = reader.openings()
         assert (last[PlanRow], last[BubbleRow]) == (1, 0)
         assert [life.life for life in reader.lives()] == [0, 1]
+
+
+def test_what_was_learned_last_and_the_checkpoints_that_lead_here(path: Path, journal: Journal) -> None:
+    first = LearningRow(life=0, iteration=None, first_iteration=0, checkpoints=0, updates=0)
+    journal.record(first)
+    for iteration, status in ((50, "committed"), (100, "committed"), (150, "skipped"), (100, "committed")):
+        journal.record(CheckpointRow(life=0, iteration=iteration, status=status))  # type: ignore[arg-type]
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.latest_learning() == first
+        assert [reader.committed_since(iteration) for iteration in (0, 51, 101)] == [2, 1, 0]
+    newer = LearningRow(life=0, iteration=100, first_iteration=51, checkpoints=1, updates=8)
+    journal.record(newer)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.latest_learning() == newer
 
 
 def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journal: Journal) -> None:

@@ -143,10 +143,15 @@ def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
     learner.start(filled, 0)
+    assert learner.changes == 0
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 20)  # the history before iteration 20 does not lead here
     _wait_for(predictor, [20, 30])
+    assert learner.changes == 2
+    with learner.locked():
+        pass  # the state may be another one now
+    assert learner.changes == 3
     assert learner.state_dict()["known"] == [20, 30]
     assert learner.failure() is None
     learner.close()

@@ -21,6 +21,7 @@ from cpsr.journal import (
     FailureRow,
     FitRow,
     Journal,
+    LearningRow,
     PhaseRow,
     PlanOverride,
     RecoverySource,
@@ -145,6 +146,7 @@ def record_run(journal: Journal) -> None:
     for iteration in (30, 60, 90):
         journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
     journal.record(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
+    journal.record(LearningRow(life=0, iteration=60, first_iteration=0, checkpoints=2, updates=16))
     journal.record(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
     guard = {
         "loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3},
@@ -176,6 +178,8 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         now = section(page, "Now")
         expect(now).to_contain_text("120")
         expect(now).to_contain_text("a predicted state")
+        expect(now).to_contain_text("2 of 3 checkpoints")
+        expect(now).to_contain_text("taken in, 16 updates")
         loss = section(page, "Training loss")
         expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100 (power law)")
         expect(loss.get_by_text("95% of single losses")).to_be_visible()

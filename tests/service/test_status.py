@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, Journal, PlanOverride, override_plan
+from cpsr.journal import CheckpointRow, Journal, LearningRow, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
 from tests.service.journals import (
     bubble_row,
@@ -45,6 +45,7 @@ def run_dir(tmp_path: Path) -> Path:
     journal.record(plan_row(measured_plan()))
     record_steps(journal)
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=2_500_000))
+    journal.record(LearningRow(life=0, iteration=None, first_iteration=0, checkpoints=0, updates=0))
     journal.record(recovery_row())
     journal.record(rehearsal_row(outcome="measured", lag_iterations=-7.0))
     for rank, life in ((0, 0), (1, 0), (1, 0)):
@@ -66,7 +67,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
     code, output, errors = status(run_dir)
     assert (code, errors) == (0, "")
-    assert output.count("\n") < 12
+    assert output.count("\n") < 13
     interval = measured_plan().interval_iterations
     for words in (
         "run gpt: ok, iteration 7",
@@ -75,6 +76,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
         "others would choose: young 139, checkfreq",
         "newest checkpoint: iteration 50, 2.5 MB",
+        "network: 0 of 1 checkpoints taken in, 0 updates",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "last rehearsal: at iteration 70, measured, lag in its second half -7 iterations",
         "the state descends from a predicted one, or from one that was restored in part",
