@@ -13,6 +13,7 @@ import torch
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.prior.runs import PriorRun
+from cpsr.benchmarks.recovery.lost import LostPart, PartName, lost_part
 from cpsr.benchmarks.recovery.predict import target_of
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import CachedHistory, Trajectory
@@ -36,6 +37,9 @@ WINDOWS = (60, 100, 150, 200, 300)
 SHORTEST_HORIZONS, LONGEST_HORIZONS, LONGEST_WINDOWS = 0.5, 3.0, 1.5
 LONGEST_ITERATIONS = 200  # what is longer than three horizons is no longer than this
 MIN_CHECKPOINTS = 3
+# Every so many failures of a run take one shard of the state; the rest take all of it.
+SHARD_EVERY = 4
+SHARDS: tuple[PartName, ...] = ("1/2", "1/4", "1/8")
 MEASURED = (60, 160)
 MAX_LAG_ITERATIONS = 300
 VALIDATION_ITERATIONS = 5
@@ -136,22 +140,31 @@ def _draw_reach(horizon: int, window: int, draw: random.Random) -> float:
     return float(shortest * (longest / shortest) ** draw.random())
 
 
+def _lost(asked: Asked, trajectory: Trajectory, at: Failure, draw: random.Random) -> LostPart:
+    takes_shard = asked.index % SHARD_EVERY == SHARD_EVERY - 1
+    lost: PartName = draw.choice(SHARDS) if takes_shard else "all"
+    return lost_part(lost, trajectory.at(at.failure).state(), draw.randrange(8) if takes_shard else 0)
+
+
 def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[str, Any]:
     at = _draw_failure(asked.run, draw)
     workload = asked.run.workload
     checkpoint = trajectory.at(at.checkpoint).state()
+    lost = _lost(asked, trajectory, at, draw)
     history = trajectory.history(at.checkpoint, at.interval)
     target = target_of(workload, at.failure)
-    measured = [{"setting": None} | _recover(trajectory, replace(checkpoint, iteration=at.failure))]
+    stale = lost.complete(replace(checkpoint, iteration=at.failure))
+    measured = [{"setting": None} | _recover(trajectory, stale)]
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
     for _ in range(asked.settings):
         window = min(draw.choice(windows), at.checkpoint - at.interval)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
         state = _line(history, target, checkpoint, window, gain)
         setting = {"window_iterations": window, "gain": gain}
-        measured.append({"setting": setting} | _recover(trajectory, state))
+        measured.append({"setting": setting} | _recover(trajectory, lost.complete(state)))
     return {
         **asdict(at),
+        "lost_share": round(lost.share, 6),
         "iterations": workload.iterations,
         "learning_rate": workload.learning_rate(at.checkpoint),
         "peak_learning_rate": target.peak_learning_rate,

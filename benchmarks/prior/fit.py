@@ -122,9 +122,12 @@ def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
         learning_rate_ratio=row["learning_rate"] / row["peak_learning_rate"],
         straightness=_straightness(row),
     )
-    if setting is None:  # the checkpoint itself: no window matters where nothing is followed
-        return features(context, Setting(float(row["interval"]), 0.0))
-    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon))
+    # The checkpoint itself: no window matters where nothing is followed.
+    followed = Setting(float(row["interval"]), 0.0)
+    if setting is not None:
+        followed = Setting(setting["window_iterations"], setting["gain"] * horizon)
+    lost_share: float = row.get("lost_share", 1.0)
+    return lost_share * features(context, followed)
 
 
 def _straightness(row: Mapping[str, Any]) -> float:

@@ -12,7 +12,7 @@ from cpsr.benchmarks.prior.collect import collect, read_rows
 from cpsr.benchmarks.prior.fit import Recoveries, fit, leave_one_group_out, leave_one_run_out, recoveries_of
 from cpsr.benchmarks.prior.report import draw, show
 from cpsr.benchmarks.prior.runs import RUNS
-from cpsr.benchmarks.recovery.jobs import worths_of
+from cpsr.benchmarks.recovery.jobs import train, worths_of
 from cpsr.fitter.end_cost import IterationWorth
 
 __all__ = ["CACHE", "DATA", "main", "read"]
@@ -50,7 +50,9 @@ def main(
         if failures:
             bar = call.progress.add_task("failures", total=failures * len(RUNS))
             with Workers(workers) as pool:
-                worths = worths_of([run.in_cache(cache) for run in RUNS], pool, call.progress)
+                whole = [run.in_cache(cache) for run in RUNS]
+                train(whole, pool, call.progress)
+                worths = worths_of(whole, pool, call.progress)
                 rows = collect(
                     RUNS, failures, settings, cache, pool, lambda done: call.progress.update(bar, completed=done)
                 )

@@ -63,8 +63,14 @@ class _Group:
         return Workload(name, TASKS[self.task], schedule, rate, ITERATIONS, optimizer=self.optimizer)
 
 
-# Most jobs are tuned roughly, and rather below the best rate than above.
-GROUPS = (_Group("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),)
+# Most jobs are tuned roughly, and rather below the best rate than above. A group's place decides its runs' seeds: add at
+# the end. Muon takes four times as long here.
+GROUPS = (
+    _Group("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),
+    _Group("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0)),
+    _Group("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0)),
+    _Group("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,)),
+)
 
 
 def _runs() -> tuple[PriorRun, ...]:

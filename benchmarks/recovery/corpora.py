@@ -1,7 +1,8 @@
 """The texts that the language models learn: each is on every machine that runs CPSR."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from cpsr.demo.corpus import read_corpus, split_files
 from cpsr.errors import ConfigError
 
-__all__ = ["CORPORA", "read_documentation", "read_headers", "read_library"]
+__all__ = ["CORPORA", "read_descriptions", "read_documentation", "read_headers", "read_library"]
 
-VALIDATION_EVERY = 12  # every so many topics are held out: an eighth of the text
+# Every so many pieces are held out: a twelfth of the text of either.
+TOPICS_VALIDATION_EVERY = 12
+PACKAGES_VALIDATION_EVERY = 14
 
 
 @cache
@@ -39,9 +42,24 @@ def read_documentation() -> tuple[torch.Tensor, torch.Tensor]:
     """Training and validation text of the language reference that Python's `help()` shows, by topic."""
     from pydoc_data.topics import topics  # half a megabyte, for this one task
 
+    return _split((topics[name] for name in sorted(topics)), TOPICS_VALIDATION_EVERY)
+
+
+@cache
+def read_descriptions() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation text of what the installed packages say about themselves, by package.
+
+    Mostly English with some code, about a megabyte; it depends on the packages that are installed.
+    """
+    known = {package.metadata["Name"].lower(): package.metadata for package in metadata.distributions()}
+    texts = (str(known[name].json.get("description", "")) for name in sorted(known))
+    return _split(texts, PACKAGES_VALIDATION_EVERY)
+
+
+def _split(pieces: Iterable[str], validation_every: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts: tuple[list[str], list[str]] = ([], [])
-    for place, name in enumerate(sorted(topics)):
-        parts[place % VALIDATION_EVERY == 0].append(topics[name])
+    for place, text in enumerate(pieces):
+        parts[place % validation_every == 0].append(text)
     training, validation = (torch.frombuffer(bytearray("".join(part).encode()), dtype=torch.uint8) for part in parts)
     return training, validation
 
@@ -50,4 +68,5 @@ CORPORA: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
     "library": read_library,
     "headers": read_headers,
     "documentation": read_documentation,
+    "descriptions": read_descriptions,
 }

@@ -82,6 +82,11 @@ def measure(jobs: Sequence[Job], workers: Workers, progress: Progress) -> tuple[
 def worths_of(runs: Sequence[Run], workers: Workers, progress: Progress) -> Worths:
     """What an iteration is worth, by workload, from the whole runs and trainings of other lengths with their seeds.
 
+    Args:
+        runs: trained to their ends already (`train`).
+        workers: processes that train.
+        progress: shows the trainings.
+
     Raises:
         CPSRError: as `measure`.
     """

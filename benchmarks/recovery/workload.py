@@ -64,6 +64,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gpt-0.1M": partial(GPTTask, SIZES["gpt-0.1M"]),
     "gpt-0.1M-headers": partial(GPTTask, SIZES["gpt-0.1M"], "headers"),
     "gpt-0.1M-documentation": partial(GPTTask, SIZES["gpt-0.1M"], "documentation"),
+    "gpt-0.1M-descriptions": partial(GPTTask, SIZES["gpt-0.1M"], "descriptions"),
     "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
     "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),
     "gpt-0.4M-documentation": partial(GPTTask, SIZES["gpt-0.4M"], "documentation"),
@@ -79,8 +80,11 @@ def trained_with(task: str, optimizer: OptimizerName) -> str:
 
 ITERATIONS = 1200
 RATE_STEP = 1.4
-# Peak rates at which trainings of this length end best: benchmarks/results/2026-11-23-tune.json (`cpsr bench tune`).
+# Peak rates at which trainings of this length end best: benchmarks/results/2026-11-23-tune*.json (`cpsr bench tune`).
 TUNED: dict[tuple[str, Schedule], float] = {
+    ("gpt-0.1M", "cosine"): 2.744e-3,
+    ("gpt-0.1M", "cosine10"): 2.744e-3,
+    ("gpt-0.1M", "wsd"): 2.744e-3,
     ("gpt-0.4M", "cosine10"): 2.744e-3,
     ("gpt-0.4M-documentation", "cosine10"): 3.842e-3,
     ("gpt-0.4M-headers", "cosine10"): 3.842e-3,

@@ -105,6 +105,7 @@ def test_two_runs_do_not_show_how_runs_differ() -> None:
 
 def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "INTERVALS", (20, 50))
+    monkeypatch.setattr(collecting, "SHARD_EVERY", 2)
     runs = [PriorRun(TINY, 100, "tiny")]
     with one_thread(), Workers(1) as pool:
         (first,) = collect(runs, 1, 2, tmp_path, pool)
@@ -122,6 +123,10 @@ def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     assert len(found.costs) == 6
     assert found.costs[0] == pytest.approx(stale["final_gap_nats"] / worth.nats)
     assert math.isclose(found.horizons[0], first["failure"] - first["checkpoint"])
+    assert first["lost_share"] == 1.0
+    assert second["lost_share"] in (pytest.approx(share, abs=0.01) for share in (0.5, 0.25, 0.125))
+    whole = recoveries_of([first, second | {"lost_share": 1.0}], {TINY.name: worth})
+    assert numpy.allclose(found.terms[3:], second["lost_share"] * whole.terms[3:]), "a part costs its share"
 
 
 def test_the_command_fits_what_is_there_and_writes_the_table(
@@ -132,7 +137,7 @@ def test_the_command_fits_what_is_there_and_writes_the_table(
     assert numpy.allclose(written.mean, table().mean, rtol=1e-4, atol=1e-6), "the shipped table is not of these data"
     report = json.loads((tmp_path / "prior.json").read_text())
     assert {one["run"] for one in report["left_out"]} == {run.workload.name for run in RUNS}
-    assert report["group_left_out"] == [], "all are of one group"
+    assert {one["run"] for one in report["group_left_out"]} == {run.workload.name for run in RUNS}
     assert (tmp_path / "prior.png").exists()
     assert "Each run, by the table without it" in capsys.readouterr().out
 
@@ -144,7 +149,9 @@ def test_no_run_of_the_prior_is_one_that_is_reported() -> None:
 
 def test_runs_keep_their_seeds() -> None:
     """Recoveries in the cache are of the name and the seed."""
-    assert len({run.seed for run in RUNS}) == len(RUNS) == 12
+    assert len({run.seed for run in RUNS}) == len(RUNS) == 17
     named = {run.workload.name: run.seed for run in RUNS}
-    assert [named[f"prior-gpt-0.1M-{kind}"] for kind in ("cosine-4", "cosine10+0", "wsd+1")] == [100, 106, 111]
-    assert {run.group for run in RUNS} == {"gpt-0.1M"}
+    kinds = "cosine-4", "cosine10+0", "wsd+1", "sgd-cosine10-2", "descriptions-cosine10+0", "muon-cosine10+0"
+    assert [named[f"prior-gpt-0.1M-{kind}"] for kind in kinds] == [100, 106, 111, 112, 115, 116]
+    others = {"gpt-0.1M-sgd", "gpt-0.1M-descriptions", "gpt-0.1M-muon"}
+    assert {run.group for run in RUNS} == {"gpt-0.1M", *others}
