@@ -16,7 +16,16 @@ from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import merged
 from cpsr.predictor.straightness import path_places, straightness
 
-__all__ = ["Left", "Recoveries", "expected_without", "fit", "leave_one_group_out", "leave_one_run_out", "recoveries_of"]
+__all__ = [
+    "Left",
+    "Recoveries",
+    "expected_of_parts",
+    "expected_without",
+    "fit",
+    "leave_one_group_out",
+    "leave_one_run_out",
+    "recoveries_of",
+]
 
 # Pulls coefficients that the data leave open to zero: a share of each feature's own mean square.
 RIDGE = 1e-2
@@ -44,6 +53,7 @@ class Recoveries:
         costs: in iterations, `(n,)`.
         lags: after 60 to 160 iterations, `(n,)`; NaN where there is none.
         horizons: in iterations, `(n,)`.
+        lost_shares: of the state, `(n,)`.
         runs: names, `n` of them.
         failures: number of the failure among all, `n` of them.
     """
@@ -52,6 +62,7 @@ class Recoveries:
     costs: _Array
     lags: _Array
     horizons: _Array
+    lost_shares: _Array
     runs: Sequence[str]
     failures: Sequence[int]
 
@@ -63,6 +74,7 @@ class Recoveries:
             self.costs[rows],
             self.lags[rows],
             self.horizons[rows],
+            self.lost_shares[rows],
             [self.runs[row] for row in rows],
             [self.failures[row] for row in rows],
         )
@@ -76,16 +88,16 @@ class Left:
         run: its name.
         recoveries: measured in it.
         correlation: rank correlation (Spearman) of expected and measured cost.
-        chosen_over_horizon: mean over failures of the cost over the horizon: that of the measured setting with the
-            lowest expectation among those that are safe (`Calibration.best`), or 1 where none is and it recomputes.
+        chosen_over_horizon: of each failure the cost over the horizon: that of the measured setting with the lowest
+            expectation among those that are safe (`Calibration.best`), or 1 where none is and it recomputes.
         recomputed: share of the failures at which it recomputes.
-        stale_over_horizon: the same of going on from the checkpoint.
+        stale_over_horizon: mean over failures of going on from the checkpoint.
     """
 
     run: str
     recoveries: int
     correlation: float
-    chosen_over_horizon: float
+    chosen_over_horizon: tuple[float, ...]
     recomputed: float
     stale_over_horizon: float
 
@@ -95,7 +107,7 @@ def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, Iterat
 
     Recoveries that diverged are left out, and those whose displacement did not begin at the checkpoint's weights.
     """
-    terms, costs, lags, horizons, runs, failures = [], [], [], [], [], []
+    terms, costs, lags, horizons, shares, runs, failures = [], [], [], [], [], [], []
     for number, row in enumerate(rows):
         for recovery in row["recoveries"]:
             if recovery["final_gap_nats"] is None:
@@ -108,9 +120,18 @@ def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, Iterat
             lag = recovery["lag_iterations"]
             lags.append(math.nan if lag is None else lag)
             horizons.append(row["failure"] - row["checkpoint"])
+            shares.append(row.get("lost_share", 1.0))
             runs.append(row["run"])
             failures.append(number)
-    return Recoveries(numpy.array(terms), numpy.array(costs), numpy.array(lags), numpy.array(horizons), runs, failures)
+    return Recoveries(
+        numpy.array(terms),
+        numpy.array(costs),
+        numpy.array(lags),
+        numpy.array(horizons),
+        numpy.array(shares),
+        runs,
+        failures,
+    )
 
 
 def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
@@ -171,6 +192,13 @@ def expected_without(recoveries: Recoveries, run: str) -> tuple[_Array, _Array]:
     return mine.terms @ fit(recoveries.of([not one for one in inside]), {}).mean, mine.costs
 
 
+def expected_of_parts(recoveries: Recoveries) -> tuple[_Array, _Array]:
+    """Expected costs where a part of the state was lost, by the table of whole states, and the measured ones."""
+    whole = [share == 1.0 for share in recoveries.lost_shares]
+    parts = recoveries.of([not one for one in whole])
+    return parts.terms @ fit(recoveries.of(whole), {}).mean, parts.costs
+
+
 def leave_one_run_out(recoveries: Recoveries) -> list[Left]:
     """Judge the fit on every run by the table without it."""
     return leave_one_group_out(recoveries, {run: run for run in recoveries.runs})
@@ -206,7 +234,8 @@ def _judged(name: str, mine: Recoveries, table: Table) -> Left:
         stale.append(mine.costs[rows[0]] / horizon)
     correlation = float(stats.spearmanr(expected, mine.costs).statistic)
     recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
-    return Left(name, len(mine.costs), correlation, float(numpy.mean(chosen)), recomputed, float(numpy.mean(stale)))
+    costs = tuple(float(cost) for cost in chosen)
+    return Left(name, len(mine.costs), correlation, costs, recomputed, float(numpy.mean(stale)))
 
 
 def _regression(recoveries: Recoveries) -> tuple[_Array, float, _Array]:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from scipy import stats
 
-from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_without
+from cpsr.benchmarks.prior.fit import Left, Recoveries, expected_of_parts, expected_without
 from cpsr.benchmarks.recovery.plot import COLOURS
 from cpsr.predictor.calibration import FEATURES, Table
 from cpsr.tables import print_table
@@ -32,6 +32,7 @@ def show(console: Console, recoveries: Recoveries, table: Table, left: list[Left
     for name, mean, variance in zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True):
         coefficients.add_row(name, f"{mean:+.3f}", f"{variance**0.5:.3f}")
     print_table(console, coefficients)
+    _show_parts(console, recoveries)
     _show_left(console, "Each run, by the table without it", left)
     if grouped:
         _show_left(console, "Each run, by the table without its task and optimizer", grouped)
@@ -42,9 +43,24 @@ def _show_left(console: Console, title: str, left: list[Left]) -> None:
     for heading in ("run", "recoveries", "rank correlation", "chosen / u", "recomputed", "restart from c / u"):
         judged.add_column(heading, justify="left" if heading == "run" else "right")
     for one in left:
-        costs = f"{one.chosen_over_horizon:+.2f}", f"{one.recomputed:.0%}", f"{one.stale_over_horizon:+.2f}"
+        chosen = float(numpy.mean(one.chosen_over_horizon))
+        costs = f"{chosen:+.2f}", f"{one.recomputed:.0%}", f"{one.stale_over_horizon:+.2f}"
         judged.add_row(one.run, str(one.recoveries), f"{one.correlation:+.2f}", *costs)
+    every = numpy.concatenate([one.chosen_over_horizon for one in left])
+    dearer = f"{numpy.mean(every > 1.0):.0%} cost more than recomputing"
+    judged.caption = f"over {len(every)} failures: median {numpy.median(every):+.2f} u, {dearer}"
     print_table(console, judged)
+
+
+def _show_parts(console: Console, recoveries: Recoveries) -> None:
+    if (recoveries.lost_shares == 1.0).all():
+        return
+    expected, measured = expected_of_parts(recoveries)
+    correlation = stats.spearmanr(expected, measured).statistic
+    console.print(
+        f"{len(measured)} recoveries of a lost part, by the table of whole states: {expected.mean():+.1f} iterations "
+        f"expected, {measured.mean():+.1f} measured, rank correlation {correlation:+.2f}"
+    )
 
 
 def draw(recoveries: Recoveries) -> Figure:

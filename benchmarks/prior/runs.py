@@ -63,8 +63,8 @@ class _Group:
         return Workload(name, TASKS[self.task], schedule, rate, ITERATIONS, optimizer=self.optimizer)
 
 
-# Most jobs are tuned roughly, and rather below the best rate than above. A group's place decides its runs' seeds: add at
-# the end. Muon takes four times as long here.
+# Most jobs are tuned roughly, and rather below the best rate than above. A group's place decides the seeds of its runs:
+# add others at the end. Muon takes four times as long here.
 GROUPS = (
     _Group("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),
     _Group("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0)),

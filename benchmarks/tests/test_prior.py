@@ -13,6 +13,7 @@ from cpsr.benchmarks.prior import run as running
 from cpsr.benchmarks.prior.collect import collect
 from cpsr.benchmarks.prior.fit import (
     Recoveries,
+    expected_of_parts,
     expected_without,
     fit,
     leave_one_group_out,
@@ -46,7 +47,8 @@ def drawn(runs: int, failures: int, settings: int, noise: float) -> tuple[Recove
                 names.append(f"run-{run}")
                 numbers.append(run * failures + failure)
     values = numpy.array(costs)
-    return Recoveries(numpy.array(terms), values, values, numpy.array(horizons), names, numbers), shares
+    whole = numpy.ones(len(values))
+    return Recoveries(numpy.array(terms), values, values, numpy.array(horizons), whole, names, numbers), shares
 
 
 def test_the_fit_finds_the_mean_and_how_runs_differ() -> None:
@@ -79,7 +81,8 @@ def test_each_run_is_judged_without_itself() -> None:
     recoveries, _ = drawn(runs=5, failures=8, settings=6, noise=2.0)
     for left in leave_one_run_out(recoveries):
         assert left.correlation > 0.9
-        assert left.chosen_over_horizon < left.stale_over_horizon
+        assert len(left.chosen_over_horizon) == 8
+        assert numpy.mean(left.chosen_over_horizon) < left.stale_over_horizon
         assert 0 <= left.recomputed < 0.5
     expected, measured = expected_without(recoveries, "run-0")
     others = fit(recoveries.of([run != "run-0" for run in recoveries.runs]), {})
@@ -95,6 +98,17 @@ def test_each_group_is_judged_without_itself() -> None:
     strange, others = leave_one_group_out(recoveries, of_two), leave_one_run_out(recoveries)
     assert [one.run for one in strange] == [one.run for one in others]
     assert strange[0] != others[0], "the run beside it in the group must not help"
+
+
+def test_parts_are_expected_to_cost_their_share() -> None:
+    recoveries, _ = drawn(runs=6, failures=8, settings=6, noise=1.0)
+    part = numpy.array([failure % 4 == 3 for failure in recoveries.failures])
+    recoveries.lost_shares[part] = 0.25
+    recoveries.terms[part] *= 0.25
+    recoveries.costs[part] *= 0.25
+    expected, measured = expected_of_parts(recoveries)
+    assert len(expected) == part.sum()
+    assert numpy.abs(expected - measured).mean() < 6.0
 
 
 def test_two_runs_do_not_show_how_runs_differ() -> None:
