@@ -58,7 +58,7 @@ class Way:
 
 
 LINE = "line"
-WAYS = (Way(False, 8), Way(False, 32), Way(True, 0), Way(True, 8), Way(True, 32))
+WAYS = (Way(False, 8), Way(True, 0), Way(True, 8), Way(True, 32))
 
 
 @dataclass(frozen=True)
