@@ -55,9 +55,9 @@ class VITPPredictor(LinePredictor):
 
     What the line adds to the checkpoint, gain times slope times time, keeps its length and is turned: by a row over the
     operator's snapshots that a small network chooses from the Gram matrix of their differences. The network was
-    pretrained on other runs, and answers near the line at first. It is trained on the run's own past, as checkpoints
-    arrive (`learn`), to point to where the weights moved later; scale and window are not learned here. Fewer than four
-    snapshots, an operator that never moved, and products that are not finite leave the line's row.
+    pretrained on other runs to point to where the weights moved later. It is trained further on the run's own past, as
+    checkpoints arrive (`learn`); scale and window are not learned here. Fewer than four snapshots, an operator that
+    never moved, and products that are not finite leave the line's row.
 
     Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
     trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
