@@ -154,7 +154,7 @@ class PlanReply(BaseModel):
     last_recovery: Recovery | None
     last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
     network: Network | None = Field(
-        description="How far the predictor's network keeps pace; null where nothing learns."
+        description="How far the predictor's network keeps pace; null where this life does not learn."
     )
     descends_from_predicted: bool | None = Field(
         description="Whether the current state is labelled: it was predicted, or restored with older experts or from "
@@ -266,7 +266,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             newest_checkpoint=None if checkpoint is None else checkpoint_of(checkpoint, run_dir),
             last_recovery=None if recovery is None else recovery_of(recovery),
             last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
-            network=network_of(reader),
+            network=network_of(reader, current.life),
             descends_from_predicted=_descends_from_predicted(reader, recovery),
             warnings=warnings,
         )

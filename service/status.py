@@ -191,8 +191,8 @@ def _network_line(plan: dict[str, Any]) -> str:
     network = plan.get("network")  # a service of an older version lacks it
     if network is None:
         return ""
-    taken, committed = network["checkpoints_taken_in"], network["checkpoints_committed"]
-    return f"network: {taken} of {committed} checkpoints taken in, {network['updates']} updates"
+    taken, waiting = network["checkpoints_taken_in"], network["checkpoints_waiting"]
+    return f"network: {taken} checkpoints taken in, {waiting} waiting, {network['updates']} updates"
 
 
 def _recovery_line(plan: dict[str, Any]) -> str:

@@ -29,6 +29,8 @@ from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 __all__ = ["Asked", "collect", "read_rows"]
 
 SEED = 0  # of what is drawn
+# Of how failures are drawn and measured: raise it where that changes, and everything is measured anew.
+VERSION = 2
 INTERVALS = (10, 20, 30, 50, 70, 100)
 FRACTIONS = (0.15, 0.92)
 HORIZON_SHARES = (0.4, 1.0)
@@ -72,11 +74,6 @@ class Asked:
     settings: int
     cache: Path
 
-    @property
-    def path(self) -> Path:
-        """Where the measurement is kept."""
-        return self.cache / "failures" / f"{self.run.workload.name}-{self.index:03d}-{self.settings}.json"
-
 
 def collect(
     runs: Sequence[PriorRun],
@@ -108,15 +105,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _measured(asked: Asked) -> dict[str, Any]:
-    kept: dict[str, Any] | None = read_json(asked.path)
+    torch.set_num_threads(1)
+    run = asked.run
+    trajectory = run.in_cache(asked.cache).trajectory()
+    # The directory is that of this training alone: what was measured on another text or by another trainer is not read.
+    path = trajectory.directory / "drawn" / f"{asked.index:03d}-{asked.settings}-v{VERSION}.json"
+    kept: dict[str, Any] | None = read_json(path)
     if kept is None:
-        torch.set_num_threads(1)
-        run = asked.run
-        trajectory = run.in_cache(asked.cache).trajectory()
         trajectory.extend(run.workload.iterations)
         name = run.workload.name
         kept = {"run": name, "index": asked.index} | _measure(asked, trajectory, _draws(f"{name} {asked.index}"))
-        write_json(asked.path, kept)
+        write_json(path, kept)
     return kept
 
 

@@ -86,7 +86,7 @@ class Left:
 
     Attributes:
         run: its name.
-        recoveries: measured in it.
+        recoveries: measured in it, after failures that took the whole state.
         correlation: rank correlation (Spearman) of expected and measured cost.
         chosen_over_horizon: of each failure the cost over the horizon: that of the measured setting with the lowest
             expectation among those that are safe (`Calibration.best`), or 1 where none is and it recomputes.
@@ -193,10 +193,19 @@ def expected_without(recoveries: Recoveries, run: str) -> tuple[_Array, _Array]:
 
 
 def expected_of_parts(recoveries: Recoveries) -> tuple[_Array, _Array]:
-    """Expected costs where a part of the state was lost, by the table of whole states, and the measured ones."""
-    whole = [share == 1.0 for share in recoveries.lost_shares]
-    parts = recoveries.of([not one for one in whole])
-    return parts.terms @ fit(recoveries.of(whole), {}).mean, parts.costs
+    """Expected costs where a part of the state was lost, and the measured ones.
+
+    Those of each run are expected by a table of whole states of the other runs.
+    """
+    expected, measured = [], []
+    parts = recoveries.of([share < 1.0 for share in recoveries.lost_shares])
+    for name in sorted(set(parts.runs)):
+        rest = zip(recoveries.runs, recoveries.lost_shares, strict=True)
+        table = fit(recoveries.of([run != name and share == 1.0 for run, share in rest]), {})
+        mine = parts.of([run == name for run in parts.runs])
+        expected.append(mine.terms @ table.mean)
+        measured.append(mine.costs)
+    return numpy.concatenate(expected), numpy.concatenate(measured)
 
 
 def leave_one_run_out(recoveries: Recoveries) -> list[Left]:
@@ -218,7 +227,9 @@ def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> 
             continue
         table = fit(others, {})
         for name in {run for run in recoveries.runs if group_of[run] == group}:
-            found[name] = _judged(name, recoveries.of([run == name for run in recoveries.runs]), table)
+            rows = zip(recoveries.runs, recoveries.lost_shares, strict=True)
+            whole = recoveries.of([run == name and share == 1.0 for run, share in rows])
+            found[name] = _judged(name, whole, table)
     return [found[name] for name in sorted(found)]
 
 

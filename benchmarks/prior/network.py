@@ -92,7 +92,7 @@ class _Asked:
     def path(self) -> Path:
         """Where the result is kept, as long as it would come out the same."""
         sources = files_digest(predictor_files(Path(__file__)), self.parameters.tobytes().hex())
-        return self.cache / "network" / f"{self.run.workload.name}-{self.left_out}-{sources}.json"
+        return self.run.in_cache(self.cache).trajectory().directory / "network" / f"{self.left_out}-{sources}.json"
 
 
 class _Every:
@@ -170,11 +170,12 @@ def _received(sent: _Sent) -> Windows:
 
 
 def _judged(asked: _Asked) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] | None = read_json(asked.path)
+    path = asked.path
+    kept: list[dict[str, Any]] | None = read_json(path)
     if kept is None:
         motions = _motions(asked.run, asked.cache)
         kept = [asdict(_judged_at(interval, asked, motions)) for interval in INTERVALS]
-        write_json(asked.path, kept)
+        write_json(path, kept)
     return kept
 
 

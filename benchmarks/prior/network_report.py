@@ -20,7 +20,7 @@ BIN_ITERATIONS = 100
 
 
 def show(console: Console, found: Sequence[Judged]) -> None:
-    """Mean cosines by what was left out and by interval, and how far each way is above the line, over runs."""
+    """Mean cosines by what was left out and by interval, and how far each way is above the line, over groups."""
     groups = list(dict.fromkeys(one.left_out for one in found))
     table = Table(title="Mean cosine with the motion of the next 100 to 200 iterations", title_justify="left")
     early = f"first {EARLY_SHARE:.0%}"
@@ -37,7 +37,7 @@ def show(console: Console, found: Sequence[Judged]) -> None:
         parts += [[one for one in found if one.interval == interval] for interval in INTERVALS]
         means = [f"{mean_cosine(part, way):.4f}" for part in parts]
         table.add_row(way, *means, f"{mean_cosine(found, way, EARLY_SHARE):.4f}", _over_line(found, way))
-    table.caption = "each group's runs by a network pretrained on the others; +- the standard error over runs"
+    table.caption = "each group's runs by a network pretrained on the others; +- the standard error over groups"
     print_table(console, table)
 
 
@@ -59,10 +59,10 @@ def _oldest(cosines: Sequence[float], share: float) -> Sequence[float]:
 def _over_line(found: Sequence[Judged], way: str) -> str:
     if way == LINE:
         return ""
-    by_run: dict[str, list[float]] = {}
+    by_group: dict[str, list[float]] = {}
     for one in found:
-        by_run.setdefault(one.run, []).append(mean_cosine([one], way) - mean_cosine([one], LINE))
-    means = [float(numpy.mean(values)) for values in by_run.values()]
+        by_group.setdefault(one.left_out, []).append(mean_cosine([one], way) - mean_cosine([one], LINE))
+    means = [float(numpy.mean(values)) for values in by_group.values()]
     error = f" +- {numpy.std(means, ddof=1) / len(means) ** 0.5:.4f}" if len(means) > 1 else ""
     return f"{numpy.mean(means):+.4f}{error}"
 

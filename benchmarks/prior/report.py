@@ -58,7 +58,7 @@ def _show_parts(console: Console, recoveries: Recoveries) -> None:
     expected, measured = expected_of_parts(recoveries)
     correlation = stats.spearmanr(expected, measured).statistic
     console.print(
-        f"{len(measured)} recoveries of a lost part, by the table of whole states: {expected.mean():+.1f} iterations "
+        f"{len(measured)} recoveries of a lost part, by whole states of other runs: {expected.mean():+.1f} iterations "
         f"expected, {measured.mean():+.1f} measured, rank correlation {correlation:+.2f}"
     )
 

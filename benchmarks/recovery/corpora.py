@@ -49,9 +49,10 @@ def read_documentation() -> tuple[torch.Tensor, torch.Tensor]:
 def read_descriptions() -> tuple[torch.Tensor, torch.Tensor]:
     """Training and validation text of what the installed packages say about themselves, by package.
 
-    Mostly English with some code, about a megabyte; it depends on the packages that are installed.
+    Mostly English with some code, about a megabyte; it depends on the packages that are installed, but not on this one.
     """
     known = {package.metadata["Name"].lower(): package.metadata for package in metadata.distributions()}
+    known.pop("cpsr", None)
     texts = (str(known[name].json.get("description", "")) for name in sorted(known))
     return _split(texts, PACKAGES_VALIDATION_EVERY)
 

@@ -10,7 +10,7 @@ from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import verdict as aim_text
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
 from cpsr.benchmarks.recovery.lost import PartName
-from cpsr.benchmarks.recovery.methods.roster import HARNESS, MOVED, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.methods.roster import HARNESS, LINE, MOVED, RECOMPUTE, STALE
 from cpsr.benchmarks.recovery.result import (
     END_COST_AIM,
     PAPER_BELOW,
@@ -145,6 +145,10 @@ def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
                 f"      against {MOVED}: {mean_text(result.against_moved[method])} u; any run can move its weights "
                 "so, failed or not: what is below 0 here is what the prediction saves of recomputing"
             )
+        if method in result.against_line:
+            both = result.against_line_predicted.get(method)
+            where = "" if both is None else f"; where both predict {mean_text(both)} u"
+            yield f"      against {LINE}: {mean_text(result.against_line[method])} u{where}"
         for other in (RECOMPUTE, STALE):
             yield f"      against {other}: {_tally([cell for cell in result.cells if cell.method == method], other)}"
 

@@ -7,7 +7,7 @@ from typing import Any
 from cpsr.benchmarks.recovery.grid import INTERVALS, Cell, Selection
 from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods.roster import MOVED, PREDICTORS
+from cpsr.benchmarks.recovery.methods.roster import LINE, MOVED, PREDICTORS, STALE
 from cpsr.benchmarks.recovery.statistics import (
     CellResult,
     Mean,
@@ -78,6 +78,8 @@ class RecoveryResult:
         cells: every method in every cell.
         means: over cells.
         against_moved: by method, end cost over the horizon minus that of recomputing and moving as far, paired.
+        against_line: the same minus that of `line`.
+        against_line_predicted: the same over the failures at which both predict.
         worths: loss that an iteration is worth, by workload.
     """
 
@@ -87,6 +89,8 @@ class RecoveryResult:
     cells: list[CellResult]
     means: list[GridMean]
     against_moved: dict[str, Mean]
+    against_line: dict[str, Mean]
+    against_line_predicted: dict[str, Mean]
     worths: Mapping[str, IterationWorth]
 
     def mean(
@@ -115,7 +119,9 @@ class RecoveryResult:
                 "paper_share_below_baseline": PAPER_BELOW,
             },
             "means": [asdict(mean) for mean in self.means],
-            "against_recompute_moved": {name: asdict(mean) for name, mean in self.against_moved.items()},
+            "against_recompute_moved": _plain(self.against_moved),
+            "against_line": _plain(self.against_line),
+            "against_line_where_both_predict": _plain(self.against_line_predicted),
             "cells": [asdict(cell) for cell in self.cells],
             "worths": {name: asdict(worth) for name, worth in self.worths.items()},
             "failures": {name: _failures(of) for name, of in outcomes.items()},
@@ -160,7 +166,20 @@ def summarise(
                     means += _grid_mean(mine, method, workload, fraction, None, lost)
                 for interval in intervals:
                     means += _grid_mean(mine, method, workload, None, interval, lost)
-    return RecoveryResult(selection, machine, tuple(methods), cells, means, _against_moved(by_cell, methods), worths)
+    guarded = [method for method in methods if method in GUARDED]
+    others = [method for method in methods if method in PREDICTORS and method not in (LINE, STALE)]
+    predicted = {cell: [one for one in of if one.predicted] for cell, of in by_cell.items()}
+    return RecoveryResult(
+        selection,
+        machine,
+        tuple(methods),
+        cells,
+        means,
+        against_moved=_against(by_cell, guarded, MOVED),
+        against_line=_against(by_cell, others, LINE),
+        against_line_predicted=_against(predicted, others, LINE),
+        worths=worths,
+    )
 
 
 def _feasible(by_cell: dict[Cell, list[Outcome]], method: str) -> dict[Cell, list[Outcome]]:
@@ -207,18 +226,22 @@ def _grid_mean(
     ]
 
 
-def _against_moved(by_cell: dict[Cell, list[Outcome]], methods: Sequence[str]) -> dict[str, Mean]:
-    moved = _feasible(by_cell, MOVED)
+def _against(by_cell: dict[Cell, list[Outcome]], methods: Sequence[str], other: str) -> dict[str, Mean]:
+    beside = _feasible(by_cell, other)
     found = {}
-    for method in (name for name in methods if name in GUARDED):
+    for method in methods:
         cells = [
-            differences(cell.workload, of, moved[cell])
+            differences(cell.workload, of, beside[cell])
             for cell, of in _feasible(by_cell, method).items()
-            if cell in moved
+            if cell in beside
         ]
         if any(cells):
             found[method] = grid_mean([cell for cell in cells if cell])
     return found
+
+
+def _plain(means: Mapping[str, Mean]) -> dict[str, Any]:
+    return {name: asdict(mean) for name, mean in means.items()}
 
 
 def _failures(outcomes: Sequence[Outcome]) -> dict[str, list[list[float | str | None]]]:

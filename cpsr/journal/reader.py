@@ -159,10 +159,13 @@ class JournalReader:
         where = "WHERE status = 'committed' AND life = ? AND iteration >= ? AND iteration < ?"
         return _first(self._rows(CheckpointRow, f"{where} ORDER BY row DESC LIMIT 1", (life, start, stop)))
 
-    def committed_since(self, iteration: int) -> int:
-        """Number of iterations from this one on whose checkpoint was committed, however often."""
-        counted = "SELECT COUNT(DISTINCT iteration) FROM checkpoints WHERE status = 'committed' AND iteration >= ?"
-        ((count,),) = self._query(counted, (iteration,))
+    def committed_between(self, life: int, first: int, last: int) -> int:
+        """Number of iterations, from `first` to `last`, whose checkpoint was committed in that life or a later one."""
+        counted = (
+            "SELECT COUNT(DISTINCT iteration) FROM checkpoints "
+            "WHERE status = 'committed' AND life >= ? AND iteration BETWEEN ? AND ?"
+        )
+        ((count,),) = self._query(counted, (life, first, last))
         return int(count)
 
     def latest_learning(self) -> LearningRow | None:

@@ -31,9 +31,9 @@ function tile(name, value, ...more) {
   return element("div", {}, element("dt", {}, name), element("dd", {}, value), ...lines);
 }
 
-function network({ checkpoints_taken_in: taken, checkpoints_committed: committed, updates }) {
-  const figures = `${number(taken, 9)} of ${number(committed, 9)} checkpoints`;
-  return tile("Network", figures, `taken in, ${number(updates, 9)} updates`);
+function network({ checkpoints_taken_in: taken, checkpoints_waiting: waiting, updates }) {
+  const figures = `${number(waiting, 9)} waiting, ${number(updates, 9)} updates`;
+  return tile("Network", `${number(taken, 9)} checkpoints taken in`, figures);
 }
 
 function written(health) {

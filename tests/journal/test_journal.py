@@ -284,7 +284,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     with JournalReader(path) as reader:
         assert (reader.rehearsals(), reader.phases(), reader.openings()) == ([], [], [])
         assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
-        assert (reader.latest_learning(), reader.committed_since(0)) == (None, 0)
+        assert (reader.latest_learning(), reader.committed_between(0, 0, 999)) == (None, 0)
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
         assert [life.life for life in reader.lives()] == [0]
         assert reader.plans() == [kept]
@@ -314,7 +314,8 @@ def test_what_was_learned_last_and_the_checkpoints_that_lead_here(path: Path, jo
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.latest_learning() == first
-        assert [reader.committed_since(iteration) for iteration in (0, 51, 101)] == [2, 1, 0]
+        assert [reader.committed_between(0, *between) for between in ((0, 999), (51, 100), (0, 99))] == [2, 1, 1]
+        assert reader.committed_between(1, 0, 999) == 0
     newer = LearningRow(life=0, iteration=100, first_iteration=51, checkpoints=1, updates=8)
     journal.record(newer)
     assert journal.flush(FLUSH_SECONDS)

@@ -169,9 +169,16 @@ def test_it_leaves_the_global_random_state_and_threads_alone() -> None:
     assert repr(numpy.random.get_state()) == numbers
 
 
+def test_a_network_that_began_at_the_line_gives_way_to_the_shipped_one() -> None:
+    head = Head()
+    head.load_state_dict({**Head.untrained().state_dict(), "version": 1, "steps": 64})
+    assert head.steps == 0
+    assert torch.equal(head.parameters, Head().parameters)
+
+
 def test_another_version_or_network_is_refused() -> None:
     state = Head().state_dict()
-    with pytest.raises(ValueError, match=f"this is version 1 with {PARAMETERS}"):
-        Head().load_state_dict({**state, "version": 2})
+    with pytest.raises(ValueError, match=f"this is version 2 with {PARAMETERS}"):
+        Head().load_state_dict({**state, "version": 3})
     with pytest.raises(ValueError, match="with 7 weights"):
         Head().load_state_dict({**state, "parameters": torch.zeros(7)})

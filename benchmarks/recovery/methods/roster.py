@@ -23,6 +23,7 @@ __all__ = [
     "DOUBLED",
     "HARNESS",
     "HARNESS_VERSION",
+    "LINE",
     "MOVED",
     "ORACLE",
     "PLACEBO",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 STALE = "stale"  # what every method is paired with, beside recomputing
+LINE = "line"  # what the product does
 # Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own.
 MOVED = "recompute-moved"
 # Controls that show what the score is worth. The twin lost nothing: it was trained from the checkpoint to the failure
@@ -85,7 +87,7 @@ class Method:
 
 
 PREDICTORS: dict[str, Method] = {
-    **{name: Method(make, guarded=name == "line") for name, make in BASELINES.items() if name not in HARNESS},
+    **{name: Method(make, guarded=name == LINE) for name, make in BASELINES.items() if name not in HARNESS},
     "line-6-x2": Method(partial(LinePredictor, gain=2.0), window_checkpoints=6),
     "line-8-1.5": Method(partial(LineValue, gain=1.5), window_checkpoints=8),
     "line-readers": Method(LineOfReaders, guarded=True),
