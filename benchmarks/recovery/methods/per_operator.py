@@ -1,4 +1,4 @@
-"""The line with a reach for each operator: of what was tried, the two that promised most."""
+"""The line with a reach for each operator, two ways: by what the operator does, and by how straight its path is."""
 
 from abc import abstractmethod
 from dataclasses import replace
