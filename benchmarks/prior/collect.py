@@ -140,9 +140,10 @@ def _draw_reach(horizon: int, window: int, draw: random.Random) -> float:
 
 
 def _lost(asked: Asked, trajectory: Trajectory, at: Failure, draw: random.Random) -> LostPart:
-    takes_shard = asked.index % SHARD_EVERY == SHARD_EVERY - 1
-    lost: PartName = draw.choice(SHARDS) if takes_shard else "all"
-    return lost_part(lost, trajectory.at(at.failure).state(), draw.randrange(8) if takes_shard else 0)
+    survived = trajectory.at(at.failure).state()
+    if asked.index % SHARD_EVERY < SHARD_EVERY - 1:
+        return lost_part("all", survived, 0)
+    return lost_part(draw.choice(SHARDS), survived, draw.randrange(8))
 
 
 def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[str, Any]:

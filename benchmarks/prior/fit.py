@@ -66,6 +66,11 @@ class Recoveries:
     runs: Sequence[str]
     failures: Sequence[int]
 
+    @property
+    def whole(self) -> "Recoveries":
+        """Those after failures that took the whole state."""
+        return self.of([share == 1.0 for share in self.lost_shares])
+
     def of(self, chosen: Sequence[bool]) -> "Recoveries":
         """The rows chosen."""
         rows = [row for row, one in enumerate(chosen) if one]
@@ -115,12 +120,13 @@ def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, Iterat
             cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
             if recovery["setting"] is not None and recovery["setting"].get("base"):
                 continue  # early dearer by a horizon, later no better: nothing is predicted so any more
-            terms.append(_terms(row, recovery["setting"]))
+            share = row.get("lost_share", 1.0)
+            terms.append(share * _terms(row, recovery["setting"]))
             costs.append(cost)
             lag = recovery["lag_iterations"]
             lags.append(math.nan if lag is None else lag)
             horizons.append(row["failure"] - row["checkpoint"])
-            shares.append(row.get("lost_share", 1.0))
+            shares.append(share)
             runs.append(row["run"])
             failures.append(number)
     return Recoveries(
@@ -143,12 +149,9 @@ def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
         learning_rate_ratio=row["learning_rate"] / row["peak_learning_rate"],
         straightness=_straightness(row),
     )
-    # The checkpoint itself: no window matters where nothing is followed.
-    followed = Setting(float(row["interval"]), 0.0)
-    if setting is not None:
-        followed = Setting(setting["window_iterations"], setting["gain"] * horizon)
-    lost_share: float = row.get("lost_share", 1.0)
-    return lost_share * features(context, followed)
+    if setting is None:  # the checkpoint itself: no window matters where nothing is followed
+        return features(context, Setting(float(row["interval"]), 0.0))
+    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon))
 
 
 def _straightness(row: Mapping[str, Any]) -> float:
@@ -198,10 +201,9 @@ def expected_of_parts(recoveries: Recoveries) -> tuple[_Array, _Array]:
     Those of each run are expected by a table of whole states of the other runs.
     """
     expected, measured = [], []
-    parts = recoveries.of([share < 1.0 for share in recoveries.lost_shares])
+    whole, parts = recoveries.whole, recoveries.of([share < 1.0 for share in recoveries.lost_shares])
     for name in sorted(set(parts.runs)):
-        rest = zip(recoveries.runs, recoveries.lost_shares, strict=True)
-        table = fit(recoveries.of([run != name and share == 1.0 for run, share in rest]), {})
+        table = fit(whole.of([run != name for run in whole.runs]), {})
         mine = parts.of([run == name for run in parts.runs])
         expected.append(mine.terms @ table.mean)
         measured.append(mine.costs)
@@ -220,16 +222,14 @@ def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> 
         recoveries: of some groups; one that leaves fewer than 3 other runs is not judged.
         group_of: the group of each run.
     """
-    found = {}
+    found, whole = {}, recoveries.whole
     for group in {group_of[run] for run in recoveries.runs}:
         others = recoveries.of([group_of[run] != group for run in recoveries.runs])
         if len(set(others.runs)) < MIN_RUNS:
             continue
         table = fit(others, {})
         for name in {run for run in recoveries.runs if group_of[run] == group}:
-            rows = zip(recoveries.runs, recoveries.lost_shares, strict=True)
-            whole = recoveries.of([run == name and share == 1.0 for run, share in rows])
-            found[name] = _judged(name, whole, table)
+            found[name] = _judged(name, whole.of([run == name for run in whole.runs]), table)
     return [found[name] for name in sorted(found)]
 
 

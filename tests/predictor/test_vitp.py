@@ -144,8 +144,8 @@ def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     assert pretrained.coefficients != expected.coefficients
 
 
-def test_what_earlier_versions_learned_goes_on(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    """They started at the line, and saved no network before its first update."""
+def test_a_network_goes_on_from_its_own_updates(make_history: MakeHistory, taught: dict[str, Any]) -> None:
+    """Whatever it started from; none is saved before its first update."""
     steps = noisy(circle, 17)
     before = Head.untrained()
     state = {**taught, "vitp": {**taught["vitp"], "head": {**before.state_dict(), "steps": 352}}}

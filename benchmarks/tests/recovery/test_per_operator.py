@@ -12,8 +12,10 @@ ITERATIONS = list(range(700, 1001, 50))
 TARGET = Target(1040, 1040.0, 1.0)
 WINDOW_ITERATIONS, GAIN = 300, 1.0
 
+Moved = dict[str, torch.Tensor]
 
-def moved(predictor: StatePredictor, history: Any) -> dict[str, torch.Tensor]:
+
+def moved(predictor: StatePredictor, history: Any) -> Moved:
     """How far each operator is predicted from the newest checkpoint."""
     forecast = predictor.forecast(history, TARGET)
     assert forecast.feasible, forecast.reason
@@ -34,13 +36,18 @@ def a_straight_and_a_bent_path(names: tuple[str, str]) -> list[dict[str, torch.T
     return states
 
 
+def beside_the_line(
+    make_history: MakeHistory, made: type[LinePredictor], names: tuple[str, str]
+) -> tuple[Moved, Moved]:
+    """How far the line moves operators of a straight and of a bent path, and how far the other does."""
+    history = make_history(ITERATIONS, a_straight_and_a_bent_path(names))
+    line, other = (moved(one(WINDOW_ITERATIONS, GAIN), history) for one in (LinePredictor, made))
+    return line, other
+
+
 def test_only_readers_move(make_history: MakeHistory) -> None:
     names = "blocks.0.qkv.weight", "blocks.0.project.weight"
-    history = make_history(ITERATIONS, a_straight_and_a_bent_path(names))
-    line, some = (
-        moved(LinePredictor(WINDOW_ITERATIONS, GAIN), history),
-        moved(LineOfReaders(WINDOW_ITERATIONS, GAIN), history),
-    )
+    line, some = beside_the_line(make_history, LineOfReaders, names)
     torch.testing.assert_close(some[names[0]], line[names[0]])
     assert line[names[1]].norm() > 0.1
     assert some[names[1]].norm() < 1e-6
@@ -48,11 +55,7 @@ def test_only_readers_move(make_history: MakeHistory) -> None:
 
 def test_what_moves_straight_is_followed_farther(make_history: MakeHistory) -> None:
     names = "straight", "bent"
-    history = make_history(ITERATIONS, a_straight_and_a_bent_path(names))
-    line, by_own = (
-        moved(LinePredictor(WINDOW_ITERATIONS, GAIN), history),
-        moved(LineByStraightness(WINDOW_ITERATIONS, GAIN), history),
-    )
+    line, by_own = beside_the_line(make_history, LineByStraightness, names)
     factors = {name: float(by_own[name].norm() / line[name].norm()) for name in names}
     assert 1.0 < factors["straight"] <= 2.0
     assert factors["bent"] < 1.0
