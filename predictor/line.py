@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,8 +14,9 @@ from cpsr.predictor.calibration import Calibration, Context, Direction, Expected
 from cpsr.predictor.gram import gram
 from cpsr.predictor.obstacles import too_far, too_few, window_start
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
+from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
-from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, straightness
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, reach_factor, straightness
 
 __all__ = ["LAG_DEVIATION_ITERATIONS", "REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
@@ -33,7 +35,8 @@ REHEARSAL_DEVIATION_ITERATIONS = 30.0
 class LinePredictor(SeriesPredictor):
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + gain * slope * (time_f - time_c)`. Window and gain are those of the lowest expected end cost, by the
+    Predicts `x_c + factor * gain * slope * (time_f - time_c)`. The factor is the operator's: as much as its own path is
+    straighter than the model's, 0 to 2. Window and gain are those of the lowest expected end cost, by the
     offline table and by what this run has measured; where even that is no less than recomputing, the forecast's
     `expected_end_cost_iterations` shows it. It needs three usable checkpoints within the window, and goes no further
     ahead than the line is fitted over, nor 10 intervals.
@@ -70,7 +73,11 @@ class LinePredictor(SeriesPredictor):
         self._calibration = Calibration()
         self._deviations = CAUTION_DEVIATIONS
         self._direction: Direction = "line"
-        self._straightness = TYPICAL_STRAIGHTNESS  # of the forecast under way
+        # Of the forecast under way: the path of the whole model, each operator's reach over the model's, and the
+        # checkpoints that these are known over.
+        self._straightness = TYPICAL_STRAIGHTNESS
+        self._factors: dict[str, float] = {}
+        self._points: tuple[HistoryEntry, ...] = ()
 
     def candidates(self, history: History, target: Target) -> list[Forecast]:
         """The most informative setting for a rehearsal of this failure: the one that may be best, as far as is known.
@@ -129,12 +136,15 @@ class LinePredictor(SeriesPredictor):
         self._direction = state.get("direction", "line")
 
     def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
-        self._straightness = TYPICAL_STRAIGHTNESS
+        self._straightness, self._factors = TYPICAL_STRAIGHTNESS, {}
+        self._points = tuple(history.entries[position] for position in usable)
         if len(usable) < prior.MIN_CHECKPOINTS:
             return super()._plan(history, target, usable)
         positions = self._path_positions(history, usable)
-        products = self._path(history, positions)
+        paths = self._path(history, positions)
+        products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
         self._straightness, direction = straightness(products), self._direction
+        self._factors = {operator: reach_factor(path, self._straightness) for operator, path in paths.items()}
         plan = super()._plan(history, target, usable)
         if not bool(torch.isfinite(products).all()):  # one of the three is damaged, perhaps outside of the window
             self._direction = direction  # what follows from a damaged one must not count
@@ -146,12 +156,20 @@ class LinePredictor(SeriesPredictor):
         """Positions of the three checkpoints that the recent path is measured by."""
         return path_positions(history, usable)
 
-    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
-        """Products `(2, 2)` of the displacements over the two halves of the recent path, over all weights."""
-        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
-        for operator in history.operators:
-            total += gram(history, operator, positions, max(2, self._chunk_elements))
-        return total
+    def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Products `(2, 2)` of each operator's displacements over the two halves of the recent path."""
+        block = max(2, self._chunk_elements)
+        return {operator: gram(history, operator, positions, block) for operator in history.operators}
+
+    def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
+        return replace(fit, row=_stretched(fit.row, self._factor(operator, series)))
+
+    def _factor(self, operator: str, series: Series) -> float:
+        """How far this operator follows the line, over the model's reach; 1 where it has snapshots of its own.
+
+        Straightness grows with the distance between snapshots: that of other snapshots does not compare.
+        """
+        return self._factors.get(operator, 1.0) if series.points == self._points else 1.0
 
     def _directions(self) -> tuple[Direction, ...]:
         """Directions that this predictor can take now."""
@@ -174,10 +192,12 @@ class LinePredictor(SeriesPredictor):
         gain = setting.reach_iterations / context.horizon_iterations
         start = window_start(points, window)
         row = line_coefficients([point.time for point in points[start:]], target.time, gain, self._base)
+        factors = [*self._factors.values()] or [1.0]
         settings = {
             "window_iterations": window,
             "gain": gain,
             "direction": setting.direction,
+            "operator_factors": [min(factors), statistics.median(factors), max(factors)],
             "expected_end_cost_iterations": cost,
             "expected_deviation_iterations": expected.deviation_iterations,
             "context": asdict(context),
@@ -196,12 +216,20 @@ class LinePredictor(SeriesPredictor):
         return prior.windows(points) if self._window_iterations is None else [self._window_iterations]
 
     def _sentence(self, settings: Mapping[str, Any]) -> str:
+        lowest, _, highest = settings["operator_factors"]
         return (
             f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
-            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f}, "
+            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f} "
+            f"({lowest:.1f} to {highest:.1f} times that by operator), "
             f"{settings['horizon_iterations']} iterations ahead; expected end cost "
             f"{settings['expected_end_cost_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
         )
+
+
+def _stretched(row: Sequence[float], factor: float) -> tuple[float, ...]:
+    """The row with its displacement from the newest snapshot this much as long."""
+    older = [factor * value for value in row[:-1]]
+    return (*older, 1.0 - math.fsum(older))
 
 
 def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:

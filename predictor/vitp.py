@@ -27,8 +27,6 @@ from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
 __all__ = ["MIN_UPDATES", "Progress", "VITPPredictor"]
 
 STATE_VERSION = 1
-# Name of the whole model's path where ranks add products up; no operator has it.
-PATH = "/path"
 # A network trained on fewer than four checkpoints is of little use.
 MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 # One number for every checkpoint of the run's recent past.
@@ -353,7 +351,7 @@ class VITPPredictor(LinePredictor):
         start = window_start(series.points, fit.settings["window_iterations"])
         window = tuple(range(start, len(series.points)))
         held_in = frozenset(history.entries[position].iteration for position in series.indices)
-        self._asked[operator] = OperatorFit(series, fit, window, held_in)
+        self._asked[operator] = OperatorFit(series, fit, window, held_in, self._factor(operator, series))
         return replace(fit, reads=window)
 
     def _directions(self) -> tuple[Direction, ...]:
@@ -368,12 +366,12 @@ class VITPPredictor(LinePredictor):
         learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in seen
         return path_positions(history, before if learned else usable)
 
-    def _path(self, history: History, positions: Sequence[int]) -> torch.Tensor:
+    def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
         iterations = [history.entries[position].iteration for position in positions]
-        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
-        for operator in filter(self._is_mine, history.operators):
-            total += self._gram(history, operator, positions, iterations)
-        return self._ranks.reduce({PATH: total})[PATH]
+        mine = filter(self._is_mine, history.operators)
+        paths = {operator: self._gram(history, operator, positions, iterations) for operator in mine}
+        summed = self._ranks.reduce(paths)
+        return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 
     def _products(self, history: History, operator: str, asked: OperatorFit) -> torch.Tensor:
         """Gram matrix over the window."""

@@ -27,15 +27,17 @@ class OperatorFit:
 
     Attributes:
         series: its snapshots.
-        fit: the line's row over them.
+        fit: its row over them.
         window: places of the snapshots that the line is fitted over.
         held_in: iterations of the history's entries that the snapshots are read from.
+        factor: how far this operator follows the line, over the model's reach.
     """
 
     series: Series
     fit: Fit
     window: tuple[int, ...]
     held_in: frozenset[int]
+    factor: float
 
     @property
     def points(self) -> tuple[HistoryEntry, ...]:
@@ -44,7 +46,7 @@ class OperatorFit:
 
     @property
     def gain(self) -> float:
-        """How far the line is followed, in horizons."""
+        """How far the whole model follows the line, in horizons."""
         return float(self.fit.settings["gain"])
 
 
@@ -104,5 +106,5 @@ def _turned(
     if not (0.0 < before < float("inf") and SHORTEST * before < after < float("inf")):
         return None
     row = torch.tensor(asked.fit.row, dtype=torch.float64, device="cpu")
-    row[list(asked.window)] += displacement * (before / after) - line
+    row[list(asked.window)] += asked.factor * (displacement * (before / after) - line)
     return tuple(row.tolist())

@@ -6,12 +6,12 @@ from typing import Literal
 
 import torch
 
+from cpsr.benchmarks.recovery.methods.baselines import PlainLine
 from cpsr.benchmarks.recovery.predict import applied, in_random_direction
 from cpsr.benchmarks.recovery.task import batch_generator
 from cpsr.benchmarks.recovery.trainer import State, Tensors, Trainer
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.errors import CPSRError
-from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = ["WINDOW_ITERATIONS", "Move"]
@@ -61,7 +61,7 @@ class Moving:
         self._move = move
         self._workload = workload
         self._seed = seed
-        self._predictor = LinePredictor(WINDOW_ITERATIONS, gain=1.0)
+        self._predictor = PlainLine(WINDOW_ITERATIONS, gain=1.0)
         self._history = MovedHistory()
 
     def after_step(self, trainer: Trainer) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from cpsr.predictor.line import line_coefficients
 from cpsr.predictor.obstacles import window_start
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
+from cpsr.predictor.straightness import path_positions, reach_factor, straightness
 
 __all__ = ["Asked", "collect", "read_rows"]
 
 SEED = 0  # of what is drawn
 # Of how failures are drawn and measured: raise it where that changes, and everything is measured anew.
-VERSION = 2
+VERSION = 3
 INTERVALS = (10, 20, 30, 50, 70, 100)
 FRACTIONS = (0.15, 0.92)
 HORIZON_SHARES = (0.4, 1.0)
@@ -155,11 +156,12 @@ def _measure(asked: Asked, trajectory: Trajectory, draw: random.Random) -> dict[
     target = target_of(workload, at.failure)
     stale = lost.complete(replace(checkpoint, iteration=at.failure))
     measured = [{"setting": None} | _recover(trajectory, stale)]
+    factors = _factors(history)
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
     for _ in range(asked.settings):
         window = min(draw.choice(windows), at.checkpoint - at.interval)
         gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
-        state = _line(history, target, checkpoint, window, gain)
+        state = _line(history, target, checkpoint, window, gain, factors)
         setting = {"window_iterations": window, "gain": gain}
         measured.append({"setting": setting} | _recover(trajectory, lost.complete(state)))
     return {
@@ -183,13 +185,26 @@ def _motion(history: CachedHistory) -> dict[str, Any]:
     }
 
 
-def _line(history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float) -> State:
+def _factors(history: CachedHistory) -> dict[str, float]:
+    """How far each operator follows the line, as the predictor decides it."""
+    positions = path_positions(history, range(len(history.entries)))
+    products = {name: gram(history, name, positions) for name in history.operators}
+    whole = straightness(torch.stack(list(products.values())).sum(0))
+    return {name: reach_factor(one, whole) for name, one in products.items()}
+
+
+def _line(
+    history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float, factors: Mapping[str, float]
+) -> State:
     """The line with these settings, also where the predictor would not go so far."""
     start = window_start(history.entries, window)
     times = [entry.time for entry in history.entries[start:]]
-    row = (0.0,) * start + line_coefficients(times, target.time, gain, base=0.0)
+    rows = {
+        name: (0.0,) * start + line_coefficients(times, target.time, gain * factor, base=0.0)
+        for name, factor in factors.items()
+    }
     weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
-    for name, begin, values in combine(history, dict.fromkeys(history.operators, row), CHUNK_ELEMENTS):
+    for name, begin, values in combine(history, rows, CHUNK_ELEMENTS):
         weights[name][begin : begin + values.numel()] = values
     return replace(checkpoint, iteration=target.iteration, weights=weights)
 

@@ -108,19 +108,14 @@ class Left:
 
 
 def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> Recoveries:
-    """The rows of `collect`, their final gaps in iterations.
-
-    Recoveries that diverged are left out, and those whose displacement did not begin at the checkpoint's weights.
-    """
+    """The rows of `collect`, their final gaps in iterations; recoveries that diverged are left out."""
     terms, costs, lags, horizons, shares, runs, failures = [], [], [], [], [], [], []
     for number, row in enumerate(rows):
         for recovery in row["recoveries"]:
             if recovery["final_gap_nats"] is None:
                 continue
             cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
-            if recovery["setting"] is not None and recovery["setting"].get("base"):
-                continue  # early dearer by a horizon, later no better: nothing is predicted so any more
-            share = row.get("lost_share", 1.0)
+            share = row["lost_share"]
             terms.append(share * _terms(row, recovery["setting"]))
             costs.append(cost)
             lag = recovery["lag_iterations"]

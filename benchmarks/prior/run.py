@@ -18,7 +18,7 @@ from cpsr.fitter.end_cost import IterationWorth
 __all__ = ["CACHE", "DATA", "main", "read"]
 
 CACHE = Path("runs/bench-prior")
-DATA = Path("benchmarks/results/2026-11-23-prior")
+DATA = Path("benchmarks/results/2026-11-24-prior")
 
 
 def main(
@@ -34,7 +34,7 @@ def main(
 
     Args:
         data: directory of `recoveries.jsonl`, one failure a line, and `worths.json`; written anew if something is
-            measured. Other files `recoveries*.jsonl` there are from earlier draws, and are fitted too.
+            measured.
         cache: keeps the fault-free runs and every measured failure; an interrupted call goes on from there.
         failures: of each run; 0 only fits what is in `data`.
         settings: of the line, drawn at random at each failure.
@@ -72,8 +72,9 @@ def main(
 def read(data: Path) -> Recoveries:
     """What a call has left in its directory."""
     worths = json.loads((data / "worths.json").read_text(encoding="utf-8"))
-    rows = [row for path in sorted(data.glob("recoveries*.jsonl")) for row in read_rows(path)]
-    return recoveries_of(rows, {name: IterationWorth(**worth) for name, worth in worths.items()})
+    return recoveries_of(
+        read_rows(data / "recoveries.jsonl"), {name: IterationWorth(**worth) for name, worth in worths.items()}
+    )
 
 
 def _write(data: Path, rows: Sequence[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> None:

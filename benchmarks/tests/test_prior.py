@@ -26,7 +26,7 @@ from cpsr.benchmarks.tests.recovery.tiny import TINY, one_thread
 from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features, table
 
-SHIPPED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-23-prior"
+SHIPPED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "2026-11-24-prior"
 BENT = FEATURES.index("reach * bent")
 
 

@@ -109,6 +109,26 @@ def test_horizon_zero_is_the_checkpoint_itself(make_history: MakeHistory) -> Non
         assert out.data_ptr() != weights[-1]["w"].data_ptr()
 
 
+def test_an_operator_of_a_straighter_path_is_followed_further(make_history: MakeHistory) -> None:
+    there = torch.linspace(-1.0, 1.0, 9)
+    aside = (there.flip(0) - there.mean()).abs()
+    turn = len(ITERATIONS) // 2
+    weights = [
+        {"straight": there * place, "bent": there * min(place, turn) + aside * max(place - turn, 0)}
+        for place in range(len(ITERATIONS))
+    ]
+    history = make_history(ITERATIONS, weights)
+    forecast = LinePredictor(300, 1.0).forecast(history, Target(1040, 1040.0, 1.0))
+    plain = numpy.array(line_coefficients([float(i) for i in ITERATIONS], 1040.0, gain=1.0, base=0.0))[:-1]
+    factors = {name: row[0] / plain[0] for name, row in forecast.coefficients.items()}
+    for name, row in forecast.coefficients.items():
+        assert row[:-1] == pytest.approx(factors[name] * plain)
+    assert factors["bent"] < 1.0 < factors["straight"] <= 2.0
+    lowest, _, highest = forecast.settings["operator_factors"]
+    assert (lowest, highest) == pytest.approx((factors["bent"], factors["straight"]))
+    assert f"({lowest:.1f} to {highest:.1f} times that by operator)" in forecast.reason
+
+
 def test_a_target_before_the_newest_entry_is_an_error(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     with pytest.raises(ValueError, match="before the newest history entry"):

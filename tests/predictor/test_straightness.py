@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpsr.predictor.gram import gram
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.straightness import path_places, straightness
+from cpsr.predictor.straightness import path_places, reach_factor, straightness
 from cpsr.predictor.vitp import VITPPredictor
 
 MakeHistory = Callable[..., Any]
@@ -84,3 +84,26 @@ def test_a_straight_path_promises_more(make_history: MakeHistory) -> None:
         for angle in (0.0, math.pi / 2)
     ]
     assert costs[0] < costs[1]
+
+
+def path(first: float, second: float, cosine: float) -> torch.Tensor:
+    between = cosine * math.sqrt(first * second)
+    return torch.tensor([[first, between], [between, second]], dtype=torch.float64)
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6), st.floats(-1.0, 1.0), st.floats(1e-3, 1.0))
+def test_a_straighter_path_is_followed_further(first: float, second: float, cosine: float, whole: float) -> None:
+    own = straightness(path(first, second, cosine))
+    factor = reach_factor(path(first, second, cosine), whole)
+    assert factor == pytest.approx(min(max(own / whole, 0.0), 2.0))
+    assert reach_factor(path(first, second, whole), straightness(path(first, second, whole))) == 1.0
+
+
+@pytest.mark.parametrize("whole", [0.0, -0.3])
+def test_a_model_without_direction_has_one_reach(whole: float) -> None:
+    assert reach_factor(path(1.0, 1.0, 0.5), whole) == 1.0
+
+
+@pytest.mark.parametrize("still", [path(0.0, 1.0, 0.0), path(1.0, 0.0, 0.0), path(math.nan, 1.0, 0.5)])
+def test_an_operator_whose_path_is_not_known_follows_the_model(still: torch.Tensor) -> None:
+    assert reach_factor(still, 0.4) == 1.0

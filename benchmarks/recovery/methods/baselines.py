@@ -11,10 +11,10 @@ from cpsr.predictor.denoise import bands
 from cpsr.predictor.line import LinePredictor, line_coefficients
 from cpsr.predictor.obstacles import too_far, too_few
 from cpsr.predictor.protocol import HistoryEntry, StatePredictor, Target
-from cpsr.predictor.series import distinct_times
+from cpsr.predictor.series import Series, distinct_times
 from cpsr.predictor.series_predictor import Fit, SeriesPredictor, newest_row
 
-__all__ = ["BASELINES", "ORACLE", "RECOMPUTE"]
+__all__ = ["BASELINES", "ORACLE", "RECOMPUTE", "LineValue", "PlainLine"]
 
 RECOMPUTE = "recompute"
 """Exactly the newest checkpoint, and every iteration since trained again: no prediction, costs the horizon."""
@@ -84,7 +84,14 @@ def _bands_start(points: Sequence[HistoryEntry]) -> int:
     return prior.start_of_three(points, BANDS_WINDOW_ITERATIONS)
 
 
-class LineValue(LinePredictor):
+class PlainLine(LinePredictor):
+    """The line with one reach for all operators."""
+
+    def _factor(self, operator: str, series: Series) -> float:
+        return 1.0
+
+
+class LineValue(PlainLine):
     """The line from its own value at the checkpoint, in place of the checkpoint's weights."""
 
     _base = 1.0
@@ -102,12 +109,13 @@ BASELINES: dict[str, Callable[..., StatePredictor]] = {
     "line-w200": _line(200),
     "line-w300": _line(300),
     "line-w400": _line(400),
-    "line-x2": partial(LinePredictor, 300, 2.0, name="line-x2"),
+    "line-x2": partial(PlainLine, 300, 2.0, name="line-x2"),
     "line-1.5": partial(LineValue, 300, 1.5, name="line-1.5"),
     "line-base": partial(LineValue, 300, 0.0, name="line-base"),
     "mean-3": MeanOfRecent,
     "ridge-ar": RidgeAutoregression,
     "fdd": DenoisedBands,
+    "line-one-reach": partial(PlainLine, name="line-one-reach"),
     "line": LinePredictor,
 }
 """Name of a method -> makes its predictor, of the same `name`; optional keywords as of `SeriesPredictor`."""

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.recovery import guarded
-from cpsr.benchmarks.recovery.methods.baselines import BASELINES, ORACLE, RECOMPUTE, LineValue
+from cpsr.benchmarks.recovery.methods.baselines import BASELINES, ORACLE, RECOMPUTE, LineValue, PlainLine
 from cpsr.benchmarks.recovery.methods.elementwise import ElementwisePredictor
-from cpsr.benchmarks.recovery.methods.per_operator import LineByStraightness, LineOfReaders
 from cpsr.benchmarks.recovery.sources import files_digest, predictor_files
 from cpsr.errors import ConfigError
-from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import StatePredictor
 from cpsr.predictor.series_predictor import SeriesPredictor
 from cpsr.predictor.vitp import VITPPredictor
@@ -41,6 +39,7 @@ __all__ = [
 
 STALE = "stale"  # what every method is paired with, beside recomputing
 LINE = "line"  # what the product does
+ONE_REACH = "line-one-reach"  # likewise, and every operator as far as the whole model
 # Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own.
 MOVED = "recompute-moved"
 # Controls that show what the score is worth. The twin lost nothing: it was trained from the checkpoint to the failure
@@ -87,11 +86,11 @@ class Method:
 
 
 PREDICTORS: dict[str, Method] = {
-    **{name: Method(make, guarded=name == LINE) for name, make in BASELINES.items() if name not in HARNESS},
-    "line-6-x2": Method(partial(LinePredictor, gain=2.0), window_checkpoints=6),
+    **{
+        name: Method(make, guarded=name in (LINE, ONE_REACH)) for name, make in BASELINES.items() if name not in HARNESS
+    },
+    "line-6-x2": Method(partial(PlainLine, gain=2.0), window_checkpoints=6),
     "line-8-1.5": Method(partial(LineValue, gain=1.5), window_checkpoints=8),
-    "line-readers": Method(LineOfReaders, guarded=True),
-    "line-by-straightness": Method(LineByStraightness, guarded=True),
     "vitp": Method(VITPPredictor, guarded=True),
     "vitp-always": Method(partial(VITPPredictor, direction="vitp"), learns_as="vitp", guarded=True),
     "vitp-elementwise": Method(ElementwisePredictor),

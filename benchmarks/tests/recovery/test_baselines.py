@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.recovery.methods.baselines import BASELINES, LineValue
+from cpsr.benchmarks.recovery.methods.baselines import BASELINES, LineValue, PlainLine
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
 
@@ -87,8 +87,9 @@ def test_the_simple_ones_are_what_they_are_called(make_history: MakeHistory) -> 
         ("line-w200", LineValue, 200, 1.0),
         ("line-w300", LineValue, 300, 1.0),
         ("line-w400", LineValue, 400, 1.0),
-        ("line-x2", LinePredictor, 300, 2.0),
+        ("line-x2", PlainLine, 300, 2.0),
         ("line-1.5", LineValue, 300, 1.5),
+        ("line-one-reach", PlainLine, None, None),
         ("line", LinePredictor, None, None),
     ],
 )
