@@ -4,17 +4,19 @@ import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
 from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, experts_taken_at, file_name, holds_weights
+from cpsr.checkpoint.mapped import MappedTensors
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     check_in_pieces,
     files_left_to,
+    map_tensors,
     open_tensors,
     read_manifest,
     read_rank_manifest,
@@ -65,18 +67,13 @@ class _Left(NamedTuple):
 @dataclass(frozen=True)
 class _Checkpoint:
     read: ReadManifest
-    file: Any  # safetensors' open file: it maps the weights, nothing is read before it is asked for
-    experts: Mapping[str, Any]  # the files of the operators that are not in that one
+    file: MappedTensors  # nothing is read before it is asked for
+    experts: Mapping[str, MappedTensors]  # the files of the operators that are not in that one
     partial: bool
 
     @property
     def iteration(self) -> int:
         return self.read.entry.iteration
-
-    def close(self) -> None:
-        """Unmap the files."""
-        for file in {id(one): one for one in [self.file, *self.experts.values()]}.values():
-            file.__exit__(None, None, None)
 
 
 class DiskHistory:
@@ -186,17 +183,13 @@ class DiskHistory:
         if start == stop:
             return torch.empty(0, device="cpu")
         checkpoint = self._checkpoints[entry]
-        file = checkpoint.experts.get(operator, checkpoint.file)
-        with torch.device("cpu"):  # or safetensors would make the slice on torch's default device
-            piece: torch.Tensor = file.get_slice(f"param/{operator}")[start:stop]
-        return piece.float()
+        return checkpoint.experts.get(operator, checkpoint.file).flat(f"param/{operator}")[start:stop].float()
 
     def keep(self, iterations: Collection[int]) -> None:
         """Leave out every other checkpoint: ranks must predict from the same ones."""
         for checkpoint in self._checkpoints:
             if checkpoint.iteration not in iterations:
                 self._exclude(checkpoint.iteration, "it does not belong here, or another rank cannot read it")
-                checkpoint.close()
         self._checkpoints = [item for item in self._checkpoints if item.iteration in iterations]
         self._operators = self._common_operators()
 
@@ -208,7 +201,7 @@ class DiskHistory:
     def close_in_pieces(self) -> Iterator[None]:
         """`close`, where every `next` unmaps the files of one checkpoint."""
         while self._checkpoints:
-            self._checkpoints.pop().close()
+            self._checkpoints.pop()  # with the last view of its files the map goes
             yield
 
     def _add(self, info: CheckpointInfo) -> Iterator[None]:
@@ -224,8 +217,8 @@ class DiskHistory:
                     self._exclude(info.iteration, found)
                     return
                 read = found
-            file = open_tensors(info.directory / file_name(self._rank, "params"))
-            own = {name: open_tensors(info.directory / name) for name in set(read.places.values())}
+            file = map_tensors(info.directory / file_name(self._rank, "params"))
+            own = {name: map_tensors(info.directory / name) for name in set(read.places.values())}
         except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
             return

@@ -26,12 +26,13 @@ from cpsr.checkpoint.manifest import (
     step_iteration,
     thinned_record,
 )
+from cpsr.checkpoint.mapped import MappedTensors
 from cpsr.checkpoint.replicated import files_with, missing_among
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
-__all__ += ["files_left_to", "is_there", "is_thinned", "open_tensors", "read_manifest", "read_rank_manifest"]
-__all__ += ["verify_checkpoint", "verify_run"]
+__all__ += ["files_left_to", "is_there", "is_thinned", "map_tensors", "open_tensors", "read_manifest"]
+__all__ += ["read_rank_manifest", "verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -220,6 +221,16 @@ def open_tensors(path: Path) -> Any:
     return _persistently(_open_tensors, path)
 
 
+def map_tensors(path: Path) -> MappedTensors:
+    """A file of tensors whose header was read before, mapped.
+
+    Raises:
+        CheckpointCorruptError: it is missing, or no safetensors file.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
+    """
+    return _persistently(_map_tensors, path)
+
+
 def verify_checkpoint(directory: Path) -> list[Problem]:
     """Everything that is wrong with one committed checkpoint, over all its ranks; reads all of its bytes.
 
@@ -312,6 +323,16 @@ def _open_tensors(path: Path) -> Any:
     except SafetensorError as error:
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
     except (OSError, RuntimeError) as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
+
+
+def _map_tensors(path: Path) -> MappedTensors:
+    os.close(open_plain(path))  # torch reports errors without errno, and follows links
+    try:
+        return MappedTensors(path)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # what a header that is none raises
+        raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
+    except RuntimeError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
