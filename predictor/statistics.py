@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 
 from cpsr.predictor.combine import all_finite, read_piece
@@ -60,9 +61,13 @@ def merged(products: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
     Returns:
         `(..., n - 1, n - 1)`.
     """
-    sums = torch.zeros(len(places) - 1, products.shape[-1], dtype=products.dtype, device="cpu")
-    for row, (first, last) in zip(sums, itertools.pairwise(places), strict=True):
-        row[first:last] = 1.0  # a difference over several snapshots is the sum of those between them
+    size = products.shape[-1]
+    if list(places) == list(range(size + 1)):
+        return products.clone()
+    # A difference over several snapshots is the sum of those between them.
+    ends, between = numpy.array(places), numpy.arange(size)
+    within = (ends[:-1, None] <= between) & (between < ends[1:, None])
+    sums = torch.from_numpy(within).to(products.dtype)
     return sums @ products @ sums.T
 
 

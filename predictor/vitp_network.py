@@ -26,11 +26,14 @@ from cpsr.predictor.statistics import MAX_SNAPSHOTS
 __all__ = [
     "MIN_SNAPSHOTS",
     "PARAMETERS",
+    "TINY",
     "WEIGHTS",
     "Geometry",
+    "coefficients",
     "corrections",
     "cosines",
     "initial_parameters",
+    "named",
     "pretrained_parameters",
     "squared_norms",
     "undisturbed",
@@ -123,6 +126,9 @@ class Geometry:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Gradients in float32, whatever mode the training loop around is in; never kept across a `yield` of `learn`."""
+    if torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")):
+        yield  # on the learner's thread: the modes would take longer than what is done in them
+        return
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         yield
 
@@ -168,9 +174,25 @@ def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Te
     Returns:
         `(B, K)` float32: rows over the snapshots that sum to 0, in the low and mid band, against `geometry.line`.
     """
-    weights = _named(parameters)
-    coefficients = _transformed(weights, _tokens(weights, geometry, products))
-    return (coefficients - coefficients.mean(dim=1, keepdim=True)) @ geometry.denoised
+    answers = coefficients(named(parameters), geometry, products)
+    return (answers - answers.mean(dim=1, keepdim=True)) @ geometry.denoised
+
+
+def coefficients(weights: Mapping[str, torch.Tensor], geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
+    """The network's answers before the bands, `(B, K)`: `corrections` are these less their mean, denoised.
+
+    Args:
+        weights: `named` ones.
+        geometry: as in `corrections`.
+        products: likewise.
+    """
+    return _transformed(weights, _tokens(weights, geometry, products))
+
+
+def named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of the flat vector's parts, by name, in its order."""
+    pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
+    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
 
 
 def cosines(rows: torch.Tensor, others: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
@@ -198,11 +220,6 @@ def _inner(rows: torch.Tensor, products: torch.Tensor, others: torch.Tensor) -> 
     # A row over the snapshots that sums to 0 is one over the differences: minus its partial sums.
     first, second = -rows.cumsum(dim=-1)[..., :-1], -others.cumsum(dim=-1)[..., :-1]
     return (first.unsqueeze(-2) @ products @ second.unsqueeze(-1)).reshape(len(products))
-
-
-def _named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
-    pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
-    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
 
 
 def _tokens(weights: Mapping[str, torch.Tensor], geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
@@ -249,7 +266,8 @@ def _transformed(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> t
 
 
 def _normed(tokens: torch.Tensor, scale_and_shift: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(tokens, (DIMENSION,), scale_and_shift[0], scale_and_shift[1])
+    scale, shift = scale_and_shift.unbind()  # one call, where two indices are two
+    return functional.layer_norm(tokens, (DIMENSION,), scale, shift)
 
 
 def _float32(values: Matrix) -> torch.Tensor:

@@ -137,6 +137,15 @@ def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: s
     torch.testing.assert_close(merged(products(statistics, "w"), places), found, rtol=0, atol=0)
 
 
+def test_between_all_snapshots_the_products_are_a_copy() -> None:
+    matrix = torch.arange(9.0).reshape(3, 3)
+    found = merged(matrix, range(4))
+    assert torch.equal(found, matrix)
+    assert found.data_ptr() != matrix.data_ptr()
+    assert merged(matrix, [0, 3]).tolist() == [[36.0]]
+    assert merged(matrix, [1]).shape == (0, 0)
+
+
 def test_unknown_snapshots_have_no_matrix(make_history: MakeHistory) -> None:
     statistics = MotionStatistics()
     take_in(statistics, make_history(ITERATIONS, walk(7)))

@@ -11,8 +11,8 @@ from cpsr.predictor import examples as module
 from cpsr.predictor.examples import Examples, Windows
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import OperatorMotion
-from cpsr.predictor.vitp_network import PARAMETERS, pretrained_parameters
-from cpsr.predictor.vitp_training import Head
+from cpsr.predictor.vitp_network import PARAMETERS, coefficients, corrections, cosines, named, pretrained_parameters
+from cpsr.predictor.vitp_training import Head, loss_slope
 from cpsr.state import codec
 
 
@@ -72,6 +72,21 @@ def test_it_starts_pretrained_and_counts_updates_from_there() -> None:
     assert (state["steps"], bool(state["exp_avg"].any()), bool(state["exp_avg_sq"].any())) == (0, False, False)
     assert trained(2).steps == 2
     assert torch.equal(Head().parameters, pretrained_parameters()), "what one head learns reaches no other"
+
+
+def test_the_slope_of_the_loss_is_that_of_autograd() -> None:
+    examples, parameters = circles(), pretrained_parameters()
+    for seed in range(5):
+        question = examples.draw(torch.Generator().manual_seed(seed))
+        question.products[0] = 0.0  # an operator that stood still
+        answers = coefficients(named(parameters), question.geometry, question.seen_products).requires_grad_()
+        corrected = (answers - answers.mean(dim=1, keepdim=True)) @ question.geometry.denoised
+        assert torch.equal(corrected, corrections(parameters, question.geometry, question.seen_products))
+        rows = question.over_window(question.geometry.line + corrected)
+        agreed = (cosines(rows, question.later, question.products) * question.weights).sum() / question.weights.sum()
+        (expected,) = torch.autograd.grad(1.0 - agreed, answers)
+        assert expected[1:].abs().min() > 0.0
+        torch.testing.assert_close(loss_slope(answers.detach(), question), expected, rtol=1e-3, atol=1e-7)
 
 
 def test_the_same_examples_give_the_same_head() -> None:
