@@ -48,7 +48,7 @@ class Pace(Protocol):
 
 
 class BudgetPace:
-    """Pauses between slices, so that they take a fixed share of the time.
+    """Pauses between slices, so that they take a fixed share of one core.
 
     Args:
         fraction: of one core, in (0, 1].
@@ -68,8 +68,13 @@ class BudgetPace:
         self._closing.wait(self.rest_seconds())
 
     def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
-        """The next slice may run once this one is a small enough share of the time."""
-        self._due = max(self._due, time.perf_counter() + used_seconds / self._fraction - used_seconds)
+        """The next slice may run once this one is a small enough share of the time.
+
+        Processor time counts: what a slice waits for a core, for the interpreter's lock or for the disk leaves the
+        core to training.
+        """
+        began = time.perf_counter() - used_seconds
+        self._due = max(self._due, began + processor_seconds / self._fraction)
 
     def close(self) -> None:
         """End the pause."""

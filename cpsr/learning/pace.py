@@ -75,7 +75,7 @@ class BubblePace:
         began = ended - used_seconds if self._entered is None else self._entered
         beside = self._bubbles.worked(began, ended)
         if self._outside is not None:
-            self._outside.after_slice(beside, processor_seconds)
+            self._outside.after_slice(beside, min(beside, processor_seconds))
 
     def close(self) -> None:
         """End the wait of `before_slice`, now and later."""

@@ -570,13 +570,23 @@ def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
     learner.close()
 
 
+class Busy(Reader):
+    """Computes for a tenth of a second in its second slice."""
+
+    def _wait(self) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.1:
+            pass
+
+
 def test_the_budget_holds(filled: CheckpointStore) -> None:
-    predictor = Reader()
-    learner = in_a_slice(filled, predictor, 30, pace=0.1)
+    predictor = Busy()
+    learner = Learner(predictor, BudgetPace(0.05))
+    learner.start(filled, 0)
     started = time.monotonic()
-    threading.Timer(0.3, predictor.go_on.set).start()  # the second slice takes 0.3 s: 2.7 s of rest follow it
-    _wait_for(predictor, [10, 20, 30])
-    assert time.monotonic() - started >= 2.0
+    learner.notify(30, 0)
+    _wait_for(predictor, [10, 20, 30])  # in the third slice
+    assert time.monotonic() - started >= 0.1 / 0.05
     learner.close()
 
 

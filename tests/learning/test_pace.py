@@ -239,6 +239,27 @@ def test_the_budget_rests_and_can_be_closed() -> None:
     assert 0.04 < time.monotonic() - started < PATIENCE_SECONDS
 
 
+def test_the_budget_pays_for_the_processor_alone() -> None:
+    budget = BudgetPace(0.01)
+    budget.after_slice(60.0, 0.1)  # descheduled, or a disk that hangs: long paid for
+    assert budget.rest_seconds() == 0.0
+    bubbles, outside = Bubbles(), BudgetPace(0.01)
+    pace = BubblePace(bubbles, outside, pytest.fail)
+    time.sleep(0.02)
+    pace.after_slice(0.02, 0.01)
+    assert 0.9 < outside.rest_seconds() <= 0.98
+
+
+def test_the_budget_pays_for_no_more_than_ran_late() -> None:
+    bubbles, outside = Bubbles(), BudgetPace(0.1)
+    train(bubbles, 4)
+    pace = BubblePace(bubbles, outside, pytest.fail)
+    with bubbles.waiting("grad"):
+        time.sleep(0.05)
+    pace.after_slice(0.045, 60.0)
+    assert outside.rest_seconds() <= 0.045 / 0.1
+
+
 def test_without_a_pipeline_there_is_a_budget() -> None:
     module_ = torch.nn.Linear(2, 1)
     adapter = TorchAdapter(module_, torch.optim.AdamW(module_.parameters()))
