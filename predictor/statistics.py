@@ -23,6 +23,9 @@ MAX_SNAPSHOTS = 20
 SLICE_ELEMENTS = 1 << 19
 # Between two yields where nothing is read of them: half a millisecond.
 OPERATORS_AT_ONCE = 256
+# An operator's calls take as long as so many of its weights: eight small ones make a slice. A slice that begins after a
+# pause finds the caches cold, and small operators would be slices of a fraction of a millisecond.
+CALLS_ELEMENTS = SLICE_ELEMENTS // 8
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,18 @@ class MotionStatistics:
                 left_out.append(entry.iteration)
         usable = [place for place, entry in enumerate(history.entries) if entry.iteration not in left_out]
         operators: dict[str, OperatorMotion] = {}
+        pending = 0
         for operator in history.operators if usable else ():
             series = _newest(operator_series(history, operator, usable), MAX_SNAPSHOTS)
+            # Also where nothing is read: there may be thousands of sparse operators.
+            work = CALLS_ELEMENTS + len(series.points) * history.numel(operator)
+            if pending + work > self._slice_elements and pending:
+                yield
+                pending = 0
             operators[operator] = yield from self._extended(history, operator, series)
-            yield  # also where nothing was read: there may be thousands of sparse operators
+            pending += work
+        if pending:
+            yield
         self._operators = operators
         self._seen = tuple(history.entries[place].iteration for place in usable)
         self._left_out = tuple(sorted(left_out))
@@ -175,6 +186,7 @@ class MotionStatistics:
 
     def _finite(self, history: History, position: int) -> Generator[None, None, bool]:
         """Whether the entry is finite in all operators; a snapshot that is known is not read again."""
+        pending = 0
         for place, operator in enumerate(history.operators, start=1):
             numel = history.numel(operator)
             if history.taken_at(operator, position) in self._snapshots(operator, numel):
@@ -183,10 +195,16 @@ class MotionStatistics:
                 continue
             for start in range(0, numel, self._slice_elements):
                 stop = min(start + self._slice_elements, numel)
+                if pending + stop - start > self._slice_elements and pending:
+                    yield
+                    pending = 0
                 finite = all_finite(read_piece(history, operator, position, start, stop))
-                yield
+                pending += CALLS_ELEMENTS + stop - start
                 if not finite:
+                    yield
                     return False
+        if pending:
+            yield
         return True
 
     def _extended(self, history: History, operator: str, series: Series) -> Generator[None, None, OperatorMotion]:

@@ -142,8 +142,7 @@ class VITPPredictor(LinePredictor):
     def learn(self, history: History) -> Iterator[None]:
         """Learn from the newest checkpoint: its products with those before it, then some training on all of them.
 
-        Every `next` reads at most half a million weights or makes a part of an update of the network: a millisecond or
-        two.
+        Every `next` reads at most half a million weights or makes half an update of the network: a millisecond or two.
         The learned state changes at the very end, all at once. The same checkpoints, processed one by one, always give
         the same result; torch's global random state and its threads are left alone.
 

@@ -23,7 +23,7 @@ __all__ = ["STEPS_PER_CHECKPOINT", "Head", "Questions", "loss_slope"]
 
 STATE_VERSION = 2
 FROM_THE_LINE = 1  # networks that began at the line
-# Some 0.04 s of one core for each checkpoint, at 5 ms a step, in four slices. 32 were no better on other runs.
+# Some 0.03 s of one core for each checkpoint, at 4 ms a step, in two slices. 32 were no better on other runs.
 STEPS_PER_CHECKPOINT = 8
 # Of 1e-3 and 3e-4 the latter found slow directions better on a byte-level GPT at intervals of 20 and 50 iterations,
 # where 1e-3 was behind the line at 20.
@@ -73,20 +73,17 @@ class Head:
         return other
 
     def step(self, examples: Questions, generator: torch.Generator) -> Iterator[None]:
-        """One update towards the later motion of one random window; yields three times within it.
+        """One update towards the later motion of one random window; yields once within it.
 
         Abandoned in between, `steps` shows no update.
         """
         with undisturbed():
             question = examples.draw(generator)
-        yield
-        with undisturbed():
             answers = coefficients(self._weights, question.geometry, question.seen_products)
         yield
         with undisturbed():
             slope = loss_slope(answers.detach(), question)
             gradients = torch.autograd.grad(answers, list(self._weights.values()), slope)
-        yield
         self._update(gradients)
         self.steps += 1
 
