@@ -110,7 +110,8 @@ class StatePredictor(Protocol):
         """Learn from the newest checkpoint of the history, in slices.
 
         Every `next` does one bounded piece of work, whatever the model's size. The caller may pause it for any time,
-        or abandon it: then that checkpoint counts as not seen, and no state changes.
+        or abandon it. Attributes are replaced, never changed in place, and after each `next` they belong together:
+        until the checkpoint is taken in there is no change, and what comes after that may be left out.
         """
 
     def record(self, outcome: dict[str, Any]) -> None:

@@ -143,8 +143,9 @@ class VITPPredictor(LinePredictor):
         """Learn from the newest checkpoint: its products with those before it, then some training on all of them.
 
         Every `next` reads at most half a million weights or makes half an update of the network: a millisecond or two.
-        The learned state changes at the very end, all at once. The same checkpoints, processed one by one, always give
-        the same result; torch's global random state and its threads are left alone.
+        What was taken in counts as soon as its products are complete, and each update once it is: abandoned later, a
+        checkpoint lacks the rest of its training alone, which is not made up for. The same checkpoints, processed one
+        by one and to the end, always give the same result; torch's global random state and its threads are left alone.
 
         Raises:
             ValueError: the history returned a piece of another length or type, or is too long for the memory that
@@ -162,15 +163,13 @@ class VITPPredictor(LinePredictor):
         if newest in before or newest < 0 or not self._ranks.trains:
             self._statistics = statistics
             return
-        checkpoints = self._checkpoints + len(set(statistics.seen) - before)
+        self._statistics, self._checkpoints = statistics, self._checkpoints + len(set(statistics.seen) - before)
+        yield
         if not self._shared:
             together = Together(newest, statistics.operators)
         if together is not None:
-            taken_in = checkpoints - sum(iteration > together.iteration for iteration in statistics.seen)
-            trained = yield from self._trained(together, taken_in)
-            self._examples, self._head, self._accuracy = trained
-            self._trained_iteration = together.iteration
-        self._statistics, self._checkpoints = statistics, checkpoints
+            later = sum(iteration > together.iteration for iteration in statistics.seen)
+            yield from self._train(together, self._checkpoints - later)
 
     def accuracy(self) -> list[dict[str, Any]]:
         """Of each recent checkpoint, oldest first: how well its difference from the one before was predicted.
@@ -307,11 +306,9 @@ class VITPPredictor(LinePredictor):
             yield
         return (yield from learned_together(parts, self._trained_iteration, history.operators))
 
-    def _trained(
-        self, together: Together, checkpoints: int
-    ) -> Generator[None, None, tuple[Examples, Head, list[dict[str, Any]]]]:
-        """Examples, network and accuracy after some training on the motion up to that checkpoint."""
-        examples, head, accuracy = self._examples.copy(), self._head.copy(), list(self._accuracy)
+    def _train(self, together: Together, checkpoints: int) -> Iterator[None]:
+        """Some training on the motion up to that checkpoint; every update counts at once."""
+        accuracy = list(self._accuracy)
         # An operator that was not saved anew has taught all it can, and was scored, when it was.
         fresh = {
             name: one
@@ -321,16 +318,20 @@ class VITPPredictor(LinePredictor):
         taken = yield from windows(fresh)
         yield
         if taken:
-            found = yield from head.accuracy(taken)
+            found = yield from self._head.accuracy(taken)
             moved = {"mean_square_motion": _newest_mean_square(fresh.values())}
             accuracy.append({"iteration": together.iteration, "checkpoints": checkpoints, **found, **moved})
+        examples = self._examples.copy()
         for window in taken:
             examples.add(window)
+        self._examples, self._accuracy = examples, accuracy[-MAX_ACCURACIES:]
+        self._trained_iteration = together.iteration
         generator = torch.Generator(device="cpu").manual_seed(together.iteration)
         for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
+            head = self._head.copy()  # a forecast may come between any two pieces
             yield from head.step(examples, generator)
+            self._head = head
             yield
-        return examples, head, accuracy[-MAX_ACCURACIES:]
 
     def _damaged(
         self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]

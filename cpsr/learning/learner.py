@@ -30,7 +30,6 @@ SLICE_LIMIT_SECONDS = 5.0
 # less and less often if it does not come.
 COMMIT_POLL_SECONDS = 0.1
 COMMIT_POLL_MAX_SECONDS = 5.0
-_LEARNED = object()  # yielded when only clean-up is left
 _DONE = object()  # never yielded
 
 
@@ -84,11 +83,11 @@ class BudgetPace:
 class Learner:
     """Owns the predictor while training runs; other users lock it with `locked()`.
 
-    The thread learns on a copy. Once it has learned from a whole checkpoint, the predictor gets all of that at once. If
-    checkpoints come faster, the thread continues with the newest. Its failures never reach training. Nobody waits
-    longer than `SLICE_LIMIT_SECONDS` for a slice. What it learned from complete checkpoints is kept and saved with the
-    next ones. Learning ends for this life, and `failure` returns why. A recovery predicts from what is kept. All ranks
-    must do so alike: no rank falls back further than the others.
+    The thread learns on a copy, and the predictor gets what each piece of work has replaced there. If a checkpoint is
+    newer, the thread takes the one under way in, leaves out the rest of its training, and continues with the newest.
+    Its failures never reach training: learning ends for this life, and `failure` returns why. Nobody waits longer than
+    `SLICE_LIMIT_SECONDS` for a slice. What was learned is kept, saved with the next checkpoints, and a recovery
+    predicts from it. All ranks must do so alike: no rank falls back further than the others.
 
     Args:
         predictor: learns; a plain object whose `learn` replaces attributes and changes none in place.
@@ -301,7 +300,7 @@ class Learner:
         return self._closing.is_set() or self._ended
 
     def _take_in(self, student: StatePredictor, work: Iterator[object], generation: int) -> None:
-        """Learn from one checkpoint at the pace, and hand the result to the predictor."""
+        """Learn from one checkpoint at the pace, and hand the results to the predictor."""
         before = dict(vars(student))
         while True:
             pace = self._pace
@@ -317,9 +316,8 @@ class Learner:
                 if self._generation != generation:
                     return
                 done = self._slice(work, pace)
-                if done is _LEARNED:
-                    self._hand_over(student, before, lock)
-                elif done is _DONE:
+                self._hand_over(student, before, lock)
+                if done is _DONE:
                     return
             finally:
                 lock.release()
@@ -344,8 +342,11 @@ class Learner:
                 raise _UnreadableDirectoryError(_description(error)) from error
             self._known = history.known
             yield None
-            yield from student.learn(history)
-            yield _LEARNED
+            handed_over = self._handed_over
+            for _ in student.learn(history):
+                yield None
+                if self._wake.is_set() and self._handed_over != handed_over:
+                    break  # this one is taken in, and a newer one waits for that
             yield from history.close_in_pieces()
         finally:
             history.close()
@@ -361,10 +362,14 @@ class Learner:
             pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
 
     def _hand_over(self, student: StatePredictor, before: dict[str, Any], lock: threading.Lock) -> None:
-        """Give the predictor what `learn` has replaced in the copy; outcomes recorded meanwhile stay."""
+        """Give the predictor what `learn` has replaced in the copy since `before`, and note it there.
+
+        Outcomes recorded meanwhile stay.
+        """
         learned = {name: value for name, value in vars(student).items() if before.get(name) is not value}
+        before.update(learned)
         with self._replacing:
-            if self._lock is lock:  # else this thread was abandoned, and others use the predictor
+            if learned and self._lock is lock:  # else this thread was abandoned, and others use the predictor
                 vars(self._predictor).update(learned)
                 self._handed_over += 1
 

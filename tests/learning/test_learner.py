@@ -158,6 +158,39 @@ def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
 
 
+class Training(LinePredictor):
+    """Takes a checkpoint in at once, and trains for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[int] = []
+        self.updates = 0
+
+    def learn(self, history: History) -> Iterator[None]:
+        yield
+        self.known = [*self.known, history.entries[-1].iteration]
+        yield
+        while True:
+            self.updates = self.updates + 1
+            yield
+
+
+def test_a_newer_checkpoint_cuts_the_training_short_but_not_the_taking_in(filled: CheckpointStore) -> None:
+    predictor = Training()
+    learner = Learner(predictor, BudgetPace(1.0))
+    learner.start(filled, 0)
+    for iteration in (10, 20, 30):
+        learner.notify(iteration, 0)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        updates = predictor.updates
+        while predictor.known[-1:] != [iteration] or predictor.updates < updates + 3:
+            assert time.monotonic() < deadline, predictor.known
+            time.sleep(0.01)
+    assert predictor.known == [10, 20, 30]
+    learner.close()
+    assert learner.failure() is None
+
+
 def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))

@@ -378,7 +378,7 @@ def test_learning_alters_no_weights_and_draws_no_random_numbers(make_history: Ma
 
 
 @every_method
-def test_a_checkpoint_that_was_abandoned_while_it_was_learned_is_as_if_unseen(
+def test_a_checkpoint_that_was_abandoned_before_it_was_taken_in_is_as_if_unseen(
     make_history: MakeHistory, method: str
 ) -> None:
     histories = grown(make_history, walk(9))
@@ -387,7 +387,7 @@ def test_a_checkpoint_that_was_abandoned_while_it_was_learned_is_as_if_unseen(
         learned(interrupted, history)
         learned(other, history)
     before = flat(interrupted.state_dict())
-    for stop in (1, 2, 7):
+    for stop in (1, 2):
         slices = interrupted.learn(histories[-1])
         for _ in itertools.islice(slices, stop):
             pass
