@@ -247,7 +247,8 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
     """Measured lags of settings of the line, from outcomes of any kind.
 
     If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting. Neither
-    is it if the displacement began at the line's value (`base`, up to 0.1.0). Where only a share of the state was lost,
+    is it if the displacement began at the line's value (`base`), or all operators had one reach, as before
+    `operator_factors`. Where only a share of the state was lost,
     the lag of the whole is that over the share.
     """
     for outcome in outcomes:
@@ -255,6 +256,8 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
         if lag is None or "context" not in settings:
             continue
         if any(settings.get(key) for key in ("limited_operators", "own_series_operators", "base")):
+            continue
+        if "operator_factors" not in settings:
             continue
         try:
             context = Context(**settings["context"])

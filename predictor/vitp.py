@@ -60,8 +60,8 @@ class VITPPredictor(LinePredictor):
     Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
     trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
     network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared, because
-    gradients would have to go around with every update. An update takes some 5 ms of a core with 40 operators and more
-    (2026-11-21, x86 server). A rank that lags or was lost costs its own operators alone: training goes on without them,
+    gradients would have to go around with every update. An update takes some 4 ms of a core with 40 operators and more
+    (2026-11-24, x86 server). A rank that lags or was lost costs its own operators alone: training goes on without them,
     and a forecast reads them anew, or leaves them the line's row.
 
     Source: CPSR, section III-A (VITP), with coefficients per operator in place of predicted values.

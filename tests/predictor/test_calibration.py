@@ -19,6 +19,7 @@ from cpsr.predictor.calibration import (
     table,
 )
 from cpsr.predictor.protocol import Forecast
+from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
 
 CONTEXT = Context(horizon_iterations=42, age_iterations=1500, interval_iterations=50, learning_rate_ratio=0.5)
 SETTING = Setting(window_iterations=300, reach_iterations=120)
@@ -35,7 +36,7 @@ def small_table() -> Table:
 def test_features_are_what_their_names_say() -> None:
     setting = Setting(window_iterations=200, reach_iterations=100, direction="vitp")
     names = {"horizon": 42, "age": 1500, "interval": 50, "decay": 0.5, "window": 200, "reach": 100, "bent": 1.0}
-    values = {**names, "straightness": 0.32}
+    values = {**names, "straightness": TYPICAL_STRAIGHTNESS}
     expected = [eval(name, {"__builtins__": {}}, values) for name in FEATURES]
     assert features(CONTEXT, setting) == pytest.approx(expected)
 
