@@ -71,7 +71,7 @@ class VITPPredictor(LinePredictor):
         gain: as in `LinePredictor`.
         chunk_elements: as in `LinePredictor`.
         direction: whose direction is taken. None: that of the lower expected end cost, the line's until the network has
-            been trained on four checkpoints.
+            had 32 updates in this run.
         ranks: the other ranks that predict together. `broadcast` is called once a forecast, `reduce` once more than
             damage is searched for, alike on all. Where slices of one operator were taken at different iterations, each
             has a name of its own in `reduce`.
