@@ -105,7 +105,9 @@ class VITPPredictor(LinePredictor):
         self._accuracy: list[dict[str, Any]] = []
         self._checkpoints = 0
         self._trained_iteration = -1  # newest checkpoint used in training, where ranks share
-        self._updates = 0  # of the head that the running forecast asks, which may be another rank's
+        # Of the head that the running forecast asks, and the checkpoints that it counts as learned: rank 0's.
+        self._updates = 0
+        self._seen: frozenset[int] = frozenset()
         self._asked: dict[str, OperatorFit] = {}
         self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
 
@@ -219,8 +221,8 @@ class VITPPredictor(LinePredictor):
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
         shared: dict[str, Any] = {"updates": self._head.steps, "parameters": self._head.parameters.detach()}
-        shared = self._ranks.broadcast(shared)
-        self._updates = shared["updates"]
+        shared = self._ranks.broadcast({**shared, "seen": list(self._statistics.seen)})
+        self._updates, self._seen = shared["updates"], frozenset(shared["seen"])
         self._asked = {}
         forecast = super().forecast(history, target)
         asked = self._settled(forecast)
@@ -361,9 +363,9 @@ class VITPPredictor(LinePredictor):
 
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
         # The newest checkpoint may not have been learned from yet: the path up to the one before it need not be read.
-        seen = set(self._statistics.seen)
-        before = usable[:-1] if history.entries[usable[-1]].iteration not in seen else usable
-        learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in seen
+        # A rank that lags reads what it lacks: products of other checkpoints must not be added up.
+        before = usable[:-1] if history.entries[usable[-1]].iteration not in self._seen else usable
+        learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in self._seen
         return path_positions(history, before if learned else usable)
 
     def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:

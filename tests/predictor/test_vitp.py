@@ -536,6 +536,27 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
     assert forecasts[0].coefficients[shared] == pytest.approx(forecasts[1].coefficients[shared], rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("lagging", [0, 1])
+def test_a_rank_that_lags_measures_the_same_path(make_history: MakeHistory, lagging: int) -> None:
+    steps, ranks = noisy(circle, 17), Ranks()
+    parts = halves(steps)
+    learned = [16 if rank == lagging else 17 for rank in range(2)]
+    predictors = [
+        teach(
+            VITPPredictor(**LINE, direction="line", **ranks.options(rank)), make_history, parts[rank][: learned[rank]]
+        )
+        for rank in range(2)
+    ]
+    histories = [until(make_history, part, 17) for part in parts]
+    target = ahead(histories[0])
+    forecasts = Ranks.together([partial(predictors[rank].forecast, histories[rank], target) for rank in range(2)])
+    whole = teach(VITPPredictor(**LINE, direction="line", ranks=UNTRAINED), make_history, steps[: learned[0]])
+    expected = whole.forecast(until(make_history, steps, 17), target)
+    for forecast in forecasts:
+        for name, row in forecast.coefficients.items():
+            assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
+
+
 def test_slices_of_one_operator_taken_at_other_iterations_are_not_summed(make_history: MakeHistory) -> None:
     """Rank 1 carries every other snapshot along: it turns its slices by their own motion, with rank 0's network."""
     steps, ranks = noisy(circle, 16), Ranks()
