@@ -97,7 +97,7 @@ def write_so_far(folder: Path, device: str, log: str) -> Qualification:
     """
     result = qualification_of(read_records(folder), _machine(device), _versions(), log)
     if result.checks:
-        written = folder / f"{JSON_NAME}.new"
+        written = folder / f"{JSON_NAME}.{os.getpid()}"  # several ranks may write
         written.write_text(_text(result), encoding="utf-8")
         written.replace(folder / JSON_NAME)  # the rank may be killed meanwhile: the file is always whole
     return result

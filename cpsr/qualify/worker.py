@@ -91,10 +91,10 @@ class Rank:
         Args:
             plan: gives them, and what does not apply, by the number of ranks, whether stages of a pipeline can send to
                 each other, and whether a launcher restarts the job.
-            write: writes the records of all ranks for people; called on rank 0 where a check begins, and before this
-                process ends itself.
+            write: writes the records of all ranks for people; called on rank 0 where a check begins, and on every rank
+                before it ends itself: the launcher may end rank 0 before it can.
         """
-        self._write = write if self.rank == 0 else lambda: None
+        self._write = write
         if self.rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             clear(self._folder)
         self._group.barrier()
@@ -156,7 +156,8 @@ class Rank:
         if self.rank == 0:
             print(f"[qualify] {trial.name}", file=sys.stderr, flush=True)  # noqa: T201 - the log is read by people
         records.began(trial.name)
-        self._write()
+        if self.rank == 0:
+            self._write()
         faulthandler.dump_traceback_later(trial.check.deadline_seconds, exit=True)
         started, error, figures = time.perf_counter(), "", {}
         try:
