@@ -1,0 +1,159 @@
+"""Reading and writing past the page cache (O_DIRECT), where the file system permits it.
+
+Descriptors are opened with `DIRECT`. A file system that does not permit it refuses the open, or the first transfer;
+the same bytes then take the way through the page cache. What is shorter than a block, at the end of a file, always
+takes that way: a file never has bytes past its end.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+__all__ = ["BLOCK_BYTES", "DIRECT", "PIECE_BYTES", "aligned_pieces", "open_direct", "read_pieces", "write_piece"]
+
+_log = logging.getLogger(__name__)
+
+DIRECT = getattr(os, "O_DIRECT", 0)  # not every platform has it
+# Memory, places in the file and sizes are multiples of it: of the blocks of today's disks, and a page.
+BLOCK_BYTES = 4096
+PIECE_BYTES = 16 << 20  # of one transfer: at this size a disk is as fast as at larger ones
+
+_stated: set[int] = set()  # devices of which the log states that they refuse
+
+
+def open_direct(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Descriptor of a file with `DIRECT`, or without where the file system refuses that.
+
+    Raises:
+        OSError: the file cannot be opened either way.
+    """
+    try:
+        return os.open(path, flags | DIRECT, mode)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    descriptor = os.open(path, flags, mode)
+    _state_refusal(descriptor, path)
+    return descriptor
+
+
+def write_piece(descriptor: int, piece: memoryview, path: Path) -> None:
+    """Write all of a piece behind what was written before.
+
+    Args:
+        descriptor: of `open_direct`, or of any file to write to.
+        piece: of `aligned_pieces`.
+        path: of the file, for messages.
+
+    Raises:
+        OSError: the file system failed, or accepted no byte (EIO).
+    """
+    while piece:
+        blocks = piece[: len(piece) // BLOCK_BYTES * BLOCK_BYTES]
+        if not blocks:
+            _through_cache(descriptor)
+        try:
+            count = os.write(descriptor, blocks or piece)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _through_cache(descriptor):
+                raise
+            _state_refusal(descriptor, path)
+            continue
+        if not count:
+            raise OSError(errno.EIO, "the file system accepted no byte of a write", str(path))
+        if count % BLOCK_BYTES:  # the rest does not lie as blocks do
+            _through_cache(descriptor)
+        piece = piece[count:]
+
+
+def read_pieces(descriptor: int, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """The content of a file from the descriptor's place on, in pieces; each is valid until the next.
+
+    Args:
+        descriptor: of `open_direct`, or of any file to read from.
+        piece_bytes: of each piece but the last, a multiple of `BLOCK_BYTES`.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    buffer = _buffer(min(piece_bytes, os.fstat(descriptor).st_size))
+    while True:
+        try:
+            count = os.readv(descriptor, [buffer])
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _through_cache(descriptor):
+                raise
+            continue
+        if not count:
+            return
+        if count % BLOCK_BYTES:
+            _through_cache(descriptor)
+        yield buffer[:count]
+
+
+def aligned_pieces(runs: Sequence[NDArray[numpy.uint8]]) -> Iterator[memoryview]:
+    """The bytes of all runs one after the other, in pieces that `DIRECT` permits, each valid until the next.
+
+    A piece is a part of a run where the run lies as blocks do in the file, and is gathered from runs where not. Only
+    the last piece may end within a block.
+
+    Args:
+        runs: what a file is to hold, in its order.
+    """
+    gathered = numpy.frombuffer(_buffer(min(PIECE_BYTES, sum(run.nbytes for run in runs))), numpy.uint8)
+    filled = 0
+    for run in runs:
+        rest, address = run, run.ctypes.data
+        while rest.nbytes:
+            in_place = address % BLOCK_BYTES == 0 and rest.nbytes >= BLOCK_BYTES
+            if filled == gathered.nbytes or (filled and filled % BLOCK_BYTES == 0 and in_place):
+                yield gathered[:filled].data
+                filled = 0
+            if in_place and not filled:
+                size = min(rest.nbytes // BLOCK_BYTES * BLOCK_BYTES, PIECE_BYTES)
+                yield rest[:size].data
+            else:
+                size = min(rest.nbytes, gathered.nbytes - filled)
+                to_block = -filled % BLOCK_BYTES
+                if to_block and (address + to_block) % BLOCK_BYTES == 0:  # the rest lies as blocks do in the file
+                    size = min(size, to_block)
+                numpy.copyto(gathered[filled : filled + size], rest[:size])  # without the interpreter's lock
+                filled += size
+            rest, address = rest[size:], address + size
+    if filled:
+        yield gathered[:filled].data
+
+
+def _buffer(size: int) -> memoryview:
+    """Memory of whole blocks, at least one.
+
+    Shared, for a process forked during a transfer must not get the page that the device still writes to.
+    """
+    return memoryview(mmap.mmap(-1, max(1, -(-size // BLOCK_BYTES)) * BLOCK_BYTES))
+
+
+def _through_cache(descriptor: int) -> bool:
+    """From now on transfer through the page cache; False where that was so already."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if not flags & DIRECT:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+    return True
+
+
+def _state_refusal(descriptor: int, path: Path) -> None:
+    device = os.fstat(descriptor).st_dev
+    if device not in _stated:
+        _stated.add(device)
+        _log.warning(
+            "the file system of %s refuses direct I/O (O_DIRECT): files there are written and verified through the "
+            "page cache, which takes more processor time",
+            path.parent,
+        )

@@ -1,0 +1,236 @@
+"""Transfers past the page cache: their pieces, and file systems that refuse, fail, or transfer less than asked."""
+
+import errno
+import fcntl
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cpsr.checkpoint.direct_file import (
+    BLOCK_BYTES,
+    DIRECT,
+    PIECE_BYTES,
+    aligned_pieces,
+    open_direct,
+    read_pieces,
+    write_piece,
+)
+
+Bytes = NDArray[numpy.uint8]
+NEW = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 513]
+
+
+def memory(size: int, misaligned_by: int = 0) -> Bytes:
+    """Random bytes that begin so many bytes behind the start of a block."""
+    whole = numpy.empty(size + 2 * BLOCK_BYTES, numpy.uint8)
+    start = -whole.ctypes.data % BLOCK_BYTES + misaligned_by
+    found = whole[start : start + size]
+    found[:] = numpy.random.default_rng(size).integers(0, 256, size, numpy.uint8)
+    return found
+
+
+def is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
+
+
+def write_runs(path: Path, *runs: Bytes) -> bool:
+    """Write them; returns whether the last transfer went past the page cache."""
+    descriptor = open_direct(path, NEW)
+    try:
+        for piece in aligned_pieces(runs):
+            write_piece(descriptor, piece, path)
+        return is_direct(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path, piece_bytes: int = PIECE_BYTES) -> bytes:
+    descriptor = open_direct(path, os.O_RDONLY)
+    try:
+        return b"".join(bytes(piece) for piece in read_pieces(descriptor, piece_bytes))
+    finally:
+        os.close(descriptor)
+
+
+def supports_direct(directory: Path) -> bool:
+    """Whether the file system of the tests takes such transfers; on tmpfs and disks of today it does."""
+    return write_runs(directory / "probe", memory(BLOCK_BYTES))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5 * BLOCK_BYTES), st.sampled_from([0, 0, 4, 512, 4092]))))
+def test_pieces_are_the_runs_in_whole_blocks(sizes: list[tuple[int, int]]) -> None:
+    runs = [memory(size, start) for size, start in sizes]
+    found, lengths = b"", []
+    for piece in aligned_pieces(runs):
+        assert numpy.frombuffer(piece, numpy.uint8).ctypes.data % BLOCK_BYTES == 0
+        found += bytes(piece)
+        lengths.append(len(piece))
+    assert found == b"".join(run.tobytes() for run in runs)
+    assert all(length and length % BLOCK_BYTES == 0 for length in lengths[:-1])
+    assert all(lengths)
+
+
+def test_what_lies_as_blocks_do_is_not_copied() -> None:
+    header, body = memory(BLOCK_BYTES, 64), memory(2 * PIECE_BYTES + BLOCK_BYTES + 7)
+    pieces = aligned_pieces([header, body])
+    next(pieces)
+    places = [(numpy.frombuffer(piece, numpy.uint8).ctypes.data - body.ctypes.data, len(piece)) for piece in pieces]
+    assert places[:3] == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES), (2 * PIECE_BYTES, BLOCK_BYTES)]
+    assert places[3][1] == 7
+
+
+def test_a_run_is_gathered_up_to_the_block_from_which_it_lies_right() -> None:
+    first, second = memory(100), memory(PIECE_BYTES, 100)
+    pieces = [
+        (numpy.frombuffer(piece, numpy.uint8).ctypes.data, len(piece)) for piece in aligned_pieces([first, second])
+    ]
+    start = second.ctypes.data + BLOCK_BYTES - 100
+    assert [length for _, length in pieces] == [BLOCK_BYTES, PIECE_BYTES - BLOCK_BYTES, 100]
+    assert pieces[1][0] == start
+
+
+@pytest.mark.parametrize("size", [*SIZES, PIECE_BYTES, 2 * PIECE_BYTES + 17])
+@pytest.mark.parametrize("misaligned_by", [0, 4])
+def test_what_is_written_is_read_whatever_its_size(tmp_path: Path, size: int, misaligned_by: int) -> None:
+    run = memory(size, misaligned_by)
+    write_runs(tmp_path / "file", run)
+    assert (tmp_path / "file").read_bytes() == run.tobytes()
+    assert read(tmp_path / "file") == read(tmp_path / "file", BLOCK_BYTES) == run.tobytes()
+
+
+def test_whole_blocks_never_touch_the_page_cache(tmp_path: Path) -> None:
+    if not supports_direct(tmp_path):
+        pytest.skip("the file system of the tests refuses direct transfers")
+    assert write_runs(tmp_path / "whole", memory(2 * BLOCK_BYTES))
+    assert not write_runs(tmp_path / "tail", memory(2 * BLOCK_BYTES + 1))
+
+
+@pytest.fixture
+def refusing_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that refuses `O_DIRECT`, where mounting is permitted."""
+    path = tmp_path / "refusing"
+    path.mkdir()
+    command = ["mount", "-t", "ramfs", "none", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting a ramfs is not permitted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_file_system_that_refuses_is_stated_once_and_takes_the_page_cache(
+    refusing_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "other"):
+        assert not write_runs(refusing_disk / name, memory(3 * BLOCK_BYTES + 5))
+        assert read(refusing_disk / name) == memory(3 * BLOCK_BYTES + 5).tobytes()
+    (record,) = caplog.records
+    assert f"the file system of {refusing_disk} refuses direct I/O" in record.getMessage()
+
+
+def only_through_cache(call: Callable[..., int]) -> Callable[..., int]:
+    """A call as file systems refuse it that accept `O_DIRECT` at the open."""
+
+    def refusing(descriptor: int, data: object) -> int:
+        if is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(descriptor, data)
+
+    return refusing
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_refusal_at_the_first_transfer_takes_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(os, "write", only_through_cache(os.write))
+    monkeypatch.setattr(os, "readv", only_through_cache(os.readv))
+    run = memory(size)
+    write_runs(tmp_path / "file", run)
+    assert read(tmp_path / "file") == run.tobytes()
+
+
+@pytest.mark.parametrize("most", [1, 512, BLOCK_BYTES, 3 * BLOCK_BYTES - 1])
+def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    short = [20, 20]  # writes and reads, so that single bytes come to an end
+    write, readv = os.write, os.readv
+
+    def writing(descriptor: int, data: memoryview) -> int:
+        short[0] -= 1
+        return cached(write, descriptor, data[:most]) if short[0] > 0 else write(descriptor, data)
+
+    def reading(descriptor: int, buffers: list[memoryview]) -> int:
+        short[1] -= 1
+        return cached(readv, descriptor, [buffers[0][:most]]) if short[1] > 0 else readv(descriptor, buffers)
+
+    monkeypatch.setattr(os, "write", writing)
+    monkeypatch.setattr(os, "readv", reading)
+    run = memory(5 * BLOCK_BYTES + 7)
+    write_runs(tmp_path / "file", run)
+    assert read(tmp_path / "file") == run.tobytes() == (tmp_path / "file").read_bytes()
+
+
+def cached(call: Callable[..., int], descriptor: int, data: object) -> int:
+    """A call through the page cache, which takes any length; the descriptor stays as it is."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
+    try:
+        return call(descriptor, data)
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("call", ["write", "readv"])
+def test_errors_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
+    write_runs(tmp_path / "old", memory(BLOCK_BYTES))
+
+    def failing(descriptor: int, data: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        read(tmp_path / "old") if call == "readv" else write_runs(tmp_path / "file", memory(BLOCK_BYTES))
+    assert raised.value.errno == number
+
+
+def test_a_write_that_takes_nothing_does_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
+    with pytest.raises(OSError, match="accepted no byte of a write") as raised:
+        write_runs(tmp_path / "file", memory(BLOCK_BYTES))
+    assert raised.value.errno == errno.EIO
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 4 MiB on a block device, where mounting is permitted."""
+    image, path = tmp_path / "image", tmp_path / "disk"
+    path.mkdir()
+    image.write_bytes(bytes(4 << 20))
+    for command in (
+        ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
+        ["mount", "-o", "loop", str(image), str(path)],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            pytest.skip(f"{error}")
+        if done.returncode != 0:
+            pytest.skip(f"a disk in a file cannot be mounted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_is_an_error_of_space(full_disk: Path) -> None:
+    assert supports_direct(full_disk)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_runs(full_disk / "file", memory(8 << 20))
+    assert raised.value.errno == errno.ENOSPC
