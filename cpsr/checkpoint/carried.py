@@ -139,7 +139,7 @@ def _copy(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> Non
         temporary.chmod(target.parent.stat().st_mode & 0o666)
         if fsync:
             sync_file(temporary)
-        found = hash_file(temporary)
+        found = hash_file(temporary, direct=fsync)
         if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
             raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
         temporary.replace(target)

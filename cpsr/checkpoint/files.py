@@ -1,21 +1,20 @@
 """Durable files: written under a temporary name, forced to the disk, read back, renamed."""
 
 import errno
-import json
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import save, save_file
+from safetensors import SafetensorError, safe_open
 
+from cpsr.checkpoint.direct_file import aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.tensor_image import image_of
 from cpsr.errors import SaveError
 
 __all__ = ["Digest", "hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
@@ -25,7 +24,6 @@ __all__ += ["write_tensors"]
 _log = logging.getLogger(__name__)
 
 _CHECK = "check the disk and the memory"
-_LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 
@@ -89,14 +87,11 @@ def write_tensors(
     """
     temporary = temporary_name(path)
     try:
-        save_file(tensors, temporary, metadata)
-        # The library creates files for the owner alone; access to the directory decides who may read them.
-        temporary.chmod(path.parent.stat().st_mode & 0o666)
-        if fsync:
-            sync_file(temporary)
-        digest = hash_file(temporary)
-        if digest != _expected_digest(temporary, tensors):
+        written = _write_image(temporary, tensors, metadata, fsync=fsync)
+        if hash_file(temporary, direct=fsync) != written:
             raise SaveError(f"{path}: what was read back differs from what was written; {_CHECK}")
+        with safe_open(temporary, framework="np"):  # raises where the library cannot read the header
+            pass
         temporary.replace(path)
     except SafetensorError as error:
         temporary.unlink(missing_ok=True)
@@ -104,18 +99,23 @@ def write_tensors(
     except (OSError, SaveError):
         temporary.unlink(missing_ok=True)
         raise
-    return digest
+    return written
 
 
-def open_plain(path: Path) -> int:
+def open_plain(path: Path, *, direct: bool = False) -> int:
     """Descriptor of a plain file, to read from.
+
+    Args:
+        path: its name.
+        direct: read from the disk and not from the page cache, where the file system permits that.
 
     Raises:
         OSError: the file is absent or not readable, or something else is in its place: a symbolic link (ELOOP), a
             directory (EISDIR), a pipe, a socket or a device (ENXIO). A checkpoint holds none of them.
     """
     # Non-blocking: opening a pipe would otherwise wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = open_direct(path, flags) if direct else os.open(path, flags)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -138,13 +138,17 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(path: Path) -> Digest:
+def hash_file(path: Path, *, direct: bool = False) -> Digest:
     """Size and hash of a file.
+
+    Args:
+        path: its name.
+        direct: see `open_plain`.
 
     Raises:
         OSError: see `open_plain`.
     """
-    pieces = hash_in_pieces(path)
+    pieces = hash_in_pieces(path, direct=direct)
     while True:
         try:
             next(pieces)
@@ -153,19 +157,22 @@ def hash_file(path: Path) -> Digest:
             return digest
 
 
-def hash_in_pieces(path: Path) -> Generator[None, None, Digest]:
+def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None, Digest]:
     """Size and hash of a file: every `next` reads 4 MiB.
+
+    Args:
+        path: its name.
+        direct: see `open_plain`.
 
     Raises:
         OSError: see `open_plain`.
     """
     state, size = xxhash.xxh3_128(), 0
-    descriptor = open_plain(path)
+    descriptor = open_plain(path, direct=direct)
     try:
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
-        while count := os.readv(descriptor, [buffer]):
-            state.update(buffer[:count])
-            size += count
+        for piece in read_pieces(descriptor, _CHUNK_BYTES):
+            state.update(piece)
+            size += len(piece)
             yield
     finally:
         os.close(descriptor)
@@ -268,62 +275,24 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(pieces)
 
 
-def _expected_digest(path: Path, tensors: dict[str, torch.Tensor]) -> Digest:
-    """Digest of the file that the library should have written: its header, then the tensors in the header's order."""
+def _write_image(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, *, fsync: bool
+) -> Digest:
+    """Write a new file of the tensors; returns size and hash of what was to be written."""
+    image = image_of(tensors, metadata)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = open_direct(path, flags) if fsync else os.open(path, flags, 0o666)
     state, size = xxhash.xxh3_128(), 0
-    for piece in _expected_pieces(path, tensors):
-        state.update(piece)
-        size += len(piece)
-    return Digest(size, state.hexdigest())
-
-
-def _expected_pieces(path: Path, tensors: dict[str, torch.Tensor]) -> Iterator[memoryview]:
-    length, header = _read_header(path, tensors)
-    yield memoryview(length)
-    yield memoryview(header)
-    layout = _layout(header)
-    # Tensors without elements cost nothing, and the library's header then gives its name of each dtype.
-    empty = {key: torch.empty(0, dtype=tensor.dtype, device="cpu") for key, tensor in tensors.items()}
-    named = _layout(save(empty)[_LENGTH_BYTES:])
-    if layout is None or named is None or layout.keys() != tensors.keys():
-        raise SaveError(f"{path}: the header read back lists other tensors than were written; {_CHECK}")
-    start = 0
-    for key in sorted(layout, key=lambda key: _offsets(layout[key])):
-        values, end = tensors[key], start + tensors[key].nbytes
-        if layout[key] != {"dtype": named[key]["dtype"], "shape": list(values.shape), "data_offsets": [start, end]}:
-            raise SaveError(f"{path}: the header read back describes {key} as {layout[key]!r}; {_CHECK}")
-        yield values.reshape(-1).view(torch.uint8).numpy().data
-        start = end
-
-
-def _read_header(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[bytes, bytes]:
-    """The header and its length, as they are in the file, once the size of the file agrees with them.
-
-    Raises:
-        SaveError: it does not: a wrong length must not decide how much is read or allocated.
-    """
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = file.read(_LENGTH_BYTES)
-        header_bytes = int.from_bytes(length, "little")
-        if size != _LENGTH_BYTES + header_bytes + sum(tensor.nbytes for tensor in tensors.values()):
-            raise SaveError(f"{path}: what was read back differs from what was written in its size, {size}; {_CHECK}")
-        return length, file.read(header_bytes)
-
-
-def _layout(header: bytes) -> dict[str, Any] | None:
-    """Tensors by name as a header describes them, None where it is none."""
     try:
-        layout = json.loads(header)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(layout, dict):
-        return None
-    layout.pop("__metadata__", None)
-    return layout
-
-
-def _offsets(described: Any) -> list[int]:
-    """Start and end of a tensor's bytes, from an untrusted header."""
-    offsets = described.get("data_offsets") if isinstance(described, dict) else None
-    return offsets if isinstance(offsets, list) and all(isinstance(offset, int) for offset in offsets) else []
+        for piece in aligned_pieces(image):
+            state.update(piece)
+            size += len(piece)
+            write_piece(descriptor, piece, path)
+        if fsync:
+            os.fsync(descriptor)
+            _drop_from_memory(descriptor)
+    finally:
+        os.close(descriptor)
+    # Access to the directory decides who may read its files.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    return Digest(size, state.hexdigest())

@@ -7,6 +7,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -179,14 +180,19 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
     return True
 
 
-def check_file(path: Path, record: FileRecord) -> None:
+def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
     """Compare a file with its record.
+
+    Args:
+        path: of the file.
+        record: what it should be.
+        direct: read the disk and not the page cache, for a file that is not read again afterwards.
 
     Raises:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    _compare(path, _persistently(hash_file, path), record)
+    _compare(path, _persistently(partial(hash_file, direct=direct), path), record)
 
 
 def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
@@ -281,7 +287,7 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
             continue
         for name in sorted(record.files.keys() - set(removed)):
             try:
-                check_file(directory / name, record.files[name])
+                check_file(directory / name, record.files[name], direct=True)
             except (DamagedFileError, UnreadableFileError) as error:
                 yield error
     for rank, what in missing_among(records):

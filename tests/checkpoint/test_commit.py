@@ -26,12 +26,12 @@ from tests.checkpoint.conftest import make_snapshot
 store = CheckpointStore(Path(sys.argv[1]), 1, 2, "run", 3, fsync=False)
 store.write(make_snapshot(10))
 store.write(make_snapshot(20))
-real = files.save_file
-def killed_in_the_moments(tensors, path, header):
-    real(tensors, path, header)
+real = files.write_piece
+def killed_in_the_moments(descriptor, piece, path):
+    real(descriptor, piece, path)
     if "moments" in path.name:
         os.kill(os.getpid(), signal.SIGKILL)
-files.save_file = killed_in_the_moments
+files.write_piece = killed_in_the_moments
 store.write(make_snapshot(30))
 """
 

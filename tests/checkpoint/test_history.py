@@ -9,6 +9,7 @@ import torch
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint import history as module
+from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.store import CheckpointStore
@@ -118,8 +119,9 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     for iteration in (10, 20, 30):
         save(store, iteration)
     weights = store.directory / step_name(20) / file_name(0, "params")
-    pieces = 4
-    monkeypatch.setattr(files, "_CHUNK_BYTES", -(-weights.stat().st_size // pieces))
+    pieces = -(-weights.stat().st_size // BLOCK_BYTES)
+    assert pieces > 1
+    monkeypatch.setattr(files, "_CHUNK_BYTES", BLOCK_BYTES)
     history = DiskHistory(store.directory, 0, opened=False)
     assert not history.entries
     assert len(list(history.open())) == 3 * (3 + pieces)  # its manifest, names and file, and its bytes

@@ -1,10 +1,13 @@
 """Every byte of a committed checkpoint is guarded: flips and truncations are found, named, and survived."""
 
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
@@ -120,3 +123,16 @@ def test_damaged_weights_are_left_out_of_the_history(committed: Path, caplog: py
     assert [entry.iteration for entry in history.entries] == [20]
     assert "xxh3" in history.excluded[10]
     assert "checkpoint 10 is left out" in caplog.text
+
+
+def test_verifying_asks_the_disk(committed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: dict[str, int] = {}
+    real = os.open
+
+    def recording(path: Any, flag: int, *args: Any, **options: Any) -> int:
+        flags[Path(path).name] = flag & DIRECT
+        return real(path, flag, *args, **options)
+
+    monkeypatch.setattr(os, "open", recording)
+    assert verify_run(committed.parent) == []
+    assert {flags[name] for name in FILES if name.endswith(".safetensors")} == {DIRECT}

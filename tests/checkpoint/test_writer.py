@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from cpsr.checkpoint.direct_file import write_piece
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
@@ -80,11 +79,11 @@ def test_saves_are_committed_and_the_newest_becomes_the_recovery_buffer(tmp_path
 def test_a_slow_disk_never_blocks_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
-    def slow(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
+    def slow(descriptor: int, piece: memoryview, path: Path) -> None:
         gate.wait(20)
-        save_file(tensors, path, header)
+        write_piece(descriptor, piece, path)
 
-    monkeypatch.setattr("cpsr.checkpoint.files.save_file", slow)
+    monkeypatch.setattr("cpsr.checkpoint.files.write_piece", slow)
     rank = Rank(tmp_path)
     started = time.monotonic()
     for iteration in (1, 2, 3):
@@ -170,12 +169,12 @@ def test_a_write_that_the_kernel_refuses_is_survived_and_logged(tmp_path: Path, 
 def test_a_failing_rank_makes_rank_zero_abandon_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = [Rank(tmp_path, rank, 2) for rank in (0, 1)]
 
-    def failing(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
+    def failing(descriptor: int, piece: memoryview, path: Path) -> None:
         if path.name.startswith(".rank-00001.moments"):
             raise OSError(5, "Input/output error")
-        save_file(tensors, path, header)
+        write_piece(descriptor, piece, path)
 
-    monkeypatch.setattr("cpsr.checkpoint.files.save_file", failing)
+    monkeypatch.setattr("cpsr.checkpoint.files.write_piece", failing)
     started = time.monotonic()
     for rank in ranks:
         rank.save(10)
@@ -184,7 +183,7 @@ def test_a_failing_rank_makes_rank_zero_abandon_at_once(tmp_path: Path, monkeypa
     (zero,), (one,) = (rank.writer.outcomes() for rank in ranks)
     assert (zero.status, one.status) == ("skipped", "failed")
     assert "rank 1 skipped it: [Errno 5] Input/output error" in zero.reason
-    monkeypatch.setattr("cpsr.checkpoint.files.save_file", save_file)
+    monkeypatch.setattr("cpsr.checkpoint.files.write_piece", write_piece)
     for rank in ranks:
         rank.save(20)
     assert all(rank.writer.close(20) for rank in ranks)
@@ -212,13 +211,12 @@ def test_an_unexpected_exception_is_logged_surfaced_and_survived(
 def test_a_read_back_that_differs_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(tmp_path)
 
-    def flipping(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, str] | None) -> None:
-        save_file(tensors, path, header)
-        data = bytearray(path.read_bytes())
+    def flipping(descriptor: int, piece: memoryview, path: Path) -> None:
+        data = bytearray(piece)
         data[-3] ^= 1
-        path.write_bytes(data)
+        write_piece(descriptor, memoryview(data), path)
 
-    monkeypatch.setattr("cpsr.checkpoint.files.save_file", flipping)
+    monkeypatch.setattr("cpsr.checkpoint.files.write_piece", flipping)
     rank.save(10)
     assert rank.writer.drain(20)
     (outcome,) = rank.writer.outcomes()

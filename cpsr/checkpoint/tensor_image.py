@@ -1,0 +1,88 @@
+"""The bytes of a safetensors file, as runs of the memory in which its tensors lie."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import save
+
+from cpsr.checkpoint.direct_file import BLOCK_BYTES
+from cpsr.errors import SaveError
+
+__all__ = ["image_of", "in_file_order"]
+
+LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
+
+
+def image_of(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> list[NDArray[numpy.uint8]]:
+    """The content of a safetensors file: the header, filled up to whole blocks, then the tensors.
+
+    Args:
+        tensors: contiguous and on the CPU; in the file they are `in_file_order`.
+        metadata: of the file.
+
+    Returns:
+        Views of the tensors' memory, one for each run of tensors that follow each other there, after the header.
+
+    Raises:
+        SaveError: a tensor is not contiguous or not on the CPU, or safetensors has no such dtype.
+    """
+    ordered = in_file_order(tensors)
+    return [numpy.frombuffer(_header(ordered, metadata), numpy.uint8), *_runs(ordered)]
+
+
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by descending size of their elements, else in their own order, so that each is aligned to its own."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    described: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for key, tensor in ordered.items():
+        start, end = end, end + tensor.nbytes
+        described[key] = {"dtype": _dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    """The library's name of it."""
+    try:
+        saved = save({"": torch.empty(0, dtype=dtype, device="cpu")})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise SaveError(f"safetensors cannot hold {dtype}: {error}") from error
+    name: str = json.loads(saved[LENGTH_BYTES:])[""]["dtype"]
+    return name
+
+
+def _runs(ordered: Mapping[str, torch.Tensor]) -> list[NDArray[numpy.uint8]]:
+    """The tensors' bytes, with those that follow each other in one storage joined."""
+    found: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, its first byte and the one after the last
+    for key, tensor in ordered.items():
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise SaveError(f"{key} cannot be written: it is not contiguous in the host's memory")
+        if not tensor.nbytes:
+            continue
+        storage = tensor.untyped_storage()
+        start = tensor.data_ptr() - storage.data_ptr()
+        end = start + tensor.nbytes
+        if found and found[-1][0].data_ptr() == storage.data_ptr() and found[-1][2] == start:
+            start = found.pop()[1]
+        found.append((storage, start, end))
+    return [_bytes(*one) for one in found]
+
+
+def _bytes(storage: torch.UntypedStorage, start: int, end: int) -> NDArray[numpy.uint8]:
+    """These bytes of a storage."""
+    view = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, start, (end - start,), (1,))
+    array: NDArray[numpy.uint8] = view.numpy()
+    return array

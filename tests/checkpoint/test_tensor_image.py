@@ -1,0 +1,79 @@
+"""The bytes of a safetensors file, as its own library reads them."""
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from cpsr.checkpoint.direct_file import BLOCK_BYTES
+from cpsr.checkpoint.tensor_image import image_of, in_file_order
+from cpsr.errors import SaveError
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+SHAPES = st.lists(st.integers(0, 5), max_size=3)
+
+
+def content(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    return b"".join(run.tobytes() for run in image_of(tensors, metadata))
+
+
+def filled(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    size = torch.empty(shape, dtype=dtype).nbytes
+    return torch.arange(size).remainder(2).to(torch.uint8).view(dtype).view(shape)
+
+
+@given(st.dictionaries(st.text(max_size=8), st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=6))
+def test_the_library_reads_every_dtype_shape_and_name(described: dict[str, tuple[list[int], torch.dtype]]) -> None:
+    tensors = {key: filled(shape, dtype) for key, (shape, dtype) in described.items()}
+    found = load(content(tensors))
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 50, 1000])
+def test_tensors_begin_at_a_block(count: int) -> None:
+    tensors = {f"layers.{number}": torch.ones(1) for number in range(count)}
+    header = image_of(tensors)[0]
+    assert header.nbytes % BLOCK_BYTES == 0
+    assert int.from_bytes(header[:8].tobytes(), "little") == header.nbytes - 8
+
+
+def test_metadata_are_in_the_header() -> None:
+    assert b'"__metadata__":{"format":"pt"}' in content({"a": torch.ones(1)}, {"format": "pt"})
+
+
+def test_each_tensor_is_aligned_to_its_elements_and_else_in_the_given_order() -> None:
+    tensors = {"b": torch.ones(3, dtype=torch.bfloat16), "z": torch.ones(1), "a": torch.ones(2)}
+    assert list(in_file_order(tensors)) == ["z", "a", "b"]
+
+
+def test_what_follows_in_memory_is_one_run_without_a_copy() -> None:
+    flat, other = torch.arange(100.0), torch.arange(4.0)
+    _, first, second, third = image_of({"a": flat[:10], "b": flat[10:40], "other": other, "c": flat[40:50]})
+    assert (first.ctypes.data, first.nbytes) == (flat.data_ptr(), 160)
+    assert (second.ctypes.data, second.nbytes) == (other.data_ptr(), 16)
+    assert (third.ctypes.data, third.nbytes) == (flat[40:].data_ptr(), 40)
+
+
+def test_an_empty_tensor_does_not_cut_a_run() -> None:
+    flat = torch.arange(10.0)
+    _, run = image_of({"a": flat[:5], "nothing": torch.empty(0), "b": flat[5:]})
+    assert numpy.array_equal(run, flat.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(8)[::2]])
+def test_what_is_not_contiguous_is_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(SaveError, match="a cannot be written: it is not contiguous"):
+        image_of({"a": tensor})
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused() -> None:
+    with pytest.raises(SaveError, match=r"cannot hold torch\.complex128"):
+        image_of({"a": torch.ones(1, dtype=torch.complex128)})
