@@ -1,18 +1,24 @@
-"""One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it."""
+"""One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it.
 
-from collections.abc import Iterator, Mapping
+Weights, moments and other tensors lie as they do in their files: each kind from the start of a block on, without gaps.
+So a file is written from the buffer as it is.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile
+from cpsr.checkpoint.tensor_image import in_file_order, in_memory_order
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
 
-_ALIGNMENT_BYTES = 64  # a cache line; also a multiple of every element size
+_KINDS = ("param", "moment", "other")  # what the keys of `Shard.tensors` begin with; each has a file
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,7 @@ class HostBuffer:
         self.memory = memory
         self.offsets = _layout(template)
         if memory is None:
-            size = layout_bytes(template)
-            self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).zero_()
+            self._bytes = _own_memory(layout_bytes(template), pinned=pinned)
         else:
             self._bytes = memory.bytes
         self._views = {
@@ -127,7 +132,7 @@ def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[st
 
 def layout_bytes(template: Shard) -> int:
     """Host memory of one buffer; the same in every process, wherever the tensors lie."""
-    return sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in template.tensors())
+    return sum(_in_blocks(sum(tensor.nbytes for _, tensor in ones)) for ones in _by_kind(template))
 
 
 def plan_spans(buffer: HostBuffer, shard: Shard, contents: Contents = WHOLE) -> list[Span]:
@@ -174,23 +179,33 @@ def cut(spans: list[Span], piece_bytes: int) -> list[Span]:
 
 
 def _layout(template: Shard) -> dict[str, int]:
-    """Byte offset of every tensor, in the order of the source's memory."""
-    ordered = sorted(template.tensors(), key=lambda item: (item[1].untyped_storage().data_ptr(), item[1].data_ptr()))
+    """Byte offset of every tensor: by kind, then as in a file by the size of its elements, then as in the source."""
     offsets: dict[str, int] = {}
-    size = 0
-    last: tuple[int, torch.dtype] | None = None  # where the tensor before ends in the source
-    for key, tensor in ordered:
-        if last != (tensor.data_ptr(), tensor.dtype):
-            size = _aligned(size)
-        offsets[key] = size
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        size += tensor_bytes
-        last = (tensor.data_ptr() + tensor_bytes, tensor.dtype)
+    start = 0
+    for ones in _by_kind(template):
+        place = start
+        for key, tensor in in_file_order(in_memory_order(dict(ones))).items():
+            offsets[key] = place
+            place += tensor.nbytes
+        start += _in_blocks(place - start)
     return offsets
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _by_kind(template: Shard) -> Iterable[list[tuple[str, torch.Tensor]]]:
+    """The tensors of each kind."""
+    tensors = list(template.tensors())
+    return [[(key, tensor) for key, tensor in tensors if key.split("/", 1)[0] == kind] for kind in _KINDS]
+
+
+def _in_blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _own_memory(size: int, *, pinned: bool) -> torch.Tensor:
+    """Memory of this process, from the start of a block on."""
+    whole = torch.empty(size + BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned).zero_()
+    start = -whole.data_ptr() % BLOCK_BYTES
+    return whole[start : start + size]
 
 
 def _gone(key: str) -> str:

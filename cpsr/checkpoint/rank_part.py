@@ -12,6 +12,7 @@ from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.replicated import records_of_others, state_hash
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.tensor_image import in_memory_order
 from cpsr.errors import SaveError
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
@@ -116,4 +117,5 @@ def _files(
 
 
 def _of_kind(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {key: tensor.contiguous() for key, tensor in tensors.items() if key.startswith(prefix)}
+    """The tensors of a kind as they follow each other in memory, from which they are written."""
+    return in_memory_order({key: tensor.contiguous() for key, tensor in tensors.items() if key.startswith(prefix)})

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.errors import SaveError
 
-__all__ = ["image_of", "in_file_order"]
+__all__ = ["image_of", "in_file_order", "in_memory_order"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 
@@ -40,6 +40,19 @@ def image_of(
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors by descending size of their elements, else in their own order, so that each is aligned to its own."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def in_memory_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of each storage as they follow each other there, the storages in the order of the tensors.
+
+    Not by address: ranks with equal tensors write equal files.
+    """
+    storages: dict[int, int] = {}
+    places = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        places[key] = storages.setdefault(storage, len(storages)), tensor.data_ptr() - storage
+    return {key: tensors[key] for key in sorted(places, key=places.__getitem__)}
 
 
 def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
-from cpsr.checkpoint.tensor_image import image_of, in_file_order
+from cpsr.checkpoint.tensor_image import image_of, in_file_order, in_memory_order
 from cpsr.errors import SaveError
 
 DTYPES = [
@@ -52,6 +52,13 @@ def test_metadata_are_in_the_header() -> None:
 def test_each_tensor_is_aligned_to_its_elements_and_else_in_the_given_order() -> None:
     tensors = {"b": torch.ones(3, dtype=torch.bfloat16), "z": torch.ones(1), "a": torch.ones(2)}
     assert list(in_file_order(tensors)) == ["z", "a", "b"]
+
+
+def test_order_in_memory_is_that_of_each_storage_and_of_no_address() -> None:
+    flat, first, second = torch.arange(9.0), torch.ones(1), torch.ones(1)
+    low, high = sorted([first, second], key=torch.Tensor.data_ptr)
+    tensors = {"high": high, "behind": flat[4:], "before": flat[:4], "low": low}
+    assert list(in_memory_order(tensors)) == ["high", "before", "behind", "low"]
 
 
 def test_what_follows_in_memory_is_one_run_without_a_copy() -> None:

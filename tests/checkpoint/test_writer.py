@@ -7,12 +7,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 
-from cpsr.checkpoint.direct_file import write_piece
+from cpsr.checkpoint.direct_file import BLOCK_BYTES, write_piece
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
@@ -293,3 +295,25 @@ def test_the_modes_of_files_follow_their_directory(tmp_path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert modes == {0o666 & ~umask}
+
+
+def test_files_are_written_from_the_buffer_of_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(tmp_path, sizes=LARGE)
+    snapshot = rank.snapshot(10)
+    assert snapshot is not None
+    inside = [(one.data_ptr(), one.data_ptr() + one.nbytes) for _, one in snapshot.shard.tensors()]
+    first, last = min(start for start, _ in inside), max(end for _, end in inside)
+    elsewhere: Counter[str] = Counter()
+
+    def recording(descriptor: int, piece: memoryview, path: Path) -> None:
+        address = numpy.frombuffer(piece, numpy.uint8).ctypes.data
+        if not first <= address < last:
+            elsewhere[path.name.split(".")[2]] += len(piece)
+        write_piece(descriptor, piece, path)
+
+    monkeypatch.setattr("cpsr.checkpoint.files.write_piece", recording)
+    rank.writer.submit(snapshot)
+    assert rank.writer.close(20)
+    assert rank.writer.outcomes()[0].status == "committed"
+    for kind in ("params", "moments"):  # the header, and what ends within a block
+        assert elsewhere[kind] < 2 * BLOCK_BYTES
