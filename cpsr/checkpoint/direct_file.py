@@ -5,6 +5,7 @@ the same bytes then take the way through the page cache. What is shorter than a 
 takes that way: a file never has bytes past its end.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -20,7 +21,7 @@ __all__ = ["BLOCK_BYTES", "DIRECT", "PIECE_BYTES", "aligned_pieces", "open_direc
 
 _log = logging.getLogger(__name__)
 
-DIRECT = getattr(os, "O_DIRECT", 0)  # not every platform has it
+DIRECT = os.O_DIRECT
 # Memory, places in the file and sizes are multiples of it: of the blocks of today's disks, and a page.
 BLOCK_BYTES = 4096
 PIECE_BYTES = 16 << 20  # of one transfer: at this size a disk is as fast as at larger ones
@@ -132,11 +133,13 @@ def aligned_pieces(runs: Sequence[NDArray[numpy.uint8]]) -> Iterator[memoryview]
 
 
 def _buffer(size: int) -> memoryview:
-    """Memory of whole blocks, at least one.
-
-    Shared, for a process forked during a transfer must not get the page that the device still writes to.
-    """
-    return memoryview(mmap.mmap(-1, max(1, -(-size // BLOCK_BYTES)) * BLOCK_BYTES))
+    """Memory of whole blocks, at least one; in huge pages where there are, of which a transfer looks up fewer."""
+    memory = mmap.mmap(-1, max(1, -(-size // BLOCK_BYTES)) * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork either process may get a copy of the page that the device still writes to.
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # kernels without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _through_cache(descriptor: int) -> bool:

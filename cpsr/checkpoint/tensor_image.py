@@ -13,9 +13,11 @@ from safetensors.torch import save
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.errors import SaveError
 
-__all__ = ["image_of", "in_file_order", "in_memory_order"]
+__all__ = ["HEADER_BYTES_MAX", "image_of", "in_file_order", "in_memory_order"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
+HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
+_METADATA = "__metadata__"
 
 
 def image_of(
@@ -31,7 +33,8 @@ def image_of(
         Views of the tensors' memory, one for each run of tensors that follow each other there, after the header.
 
     Raises:
-        SaveError: a tensor is not contiguous or not on the CPU, or safetensors has no such dtype.
+        SaveError: a tensor is not contiguous on the CPU, or safetensors cannot hold its dtype or name; or there are
+            too many.
     """
     ordered = in_file_order(tensors)
     return [numpy.frombuffer(_header(ordered, metadata), numpy.uint8), *_runs(ordered)]
@@ -56,24 +59,38 @@ def in_memory_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    described: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    if _METADATA in ordered:
+        raise SaveError(f"a safetensors file cannot hold a tensor of the name {_METADATA}")
+    described: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     end = 0
     for key, tensor in ordered.items():
         start, end = end, end + tensor.nbytes
         described[key] = {"dtype": _dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    if len(text) > HEADER_BYTES_MAX - BLOCK_BYTES:
+        raise SaveError(
+            f"{len(ordered)} tensors are too many for one safetensors file: their header has {len(text)} bytes"
+        )
     text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 @cache
 def _dtype(dtype: torch.dtype) -> str:
-    """The library's name of it."""
+    """The library's name of it.
+
+    Raises:
+        SaveError: the library has none, or several elements to a byte.
+    """
+    one = torch.empty(1, dtype=dtype, device="cpu")
     try:
-        saved = save({"": torch.empty(0, dtype=dtype, device="cpu")})
+        saved = save({"": one})
     except (SafetensorError, KeyError, ValueError) as error:
         raise SaveError(f"safetensors cannot hold {dtype}: {error}") from error
-    name: str = json.loads(saved[LENGTH_BYTES:])[""]["dtype"]
+    described = json.loads(saved[LENGTH_BYTES : len(saved) - one.nbytes])[""]
+    if described["shape"] != [1]:
+        raise SaveError(f"safetensors holds {dtype} with several elements to a byte, which is not supported")
+    name: str = described["dtype"]
     return name
 
 

@@ -134,8 +134,8 @@ def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert flags == {"forced": [DIRECT, DIRECT], "cached": [0, 0]}
 
 
-def test_a_file_that_the_library_cannot_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match="tensors: "):
+def test_tensors_that_no_file_can_hold_leave_none(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="of the name __metadata__"):
         files.write_tensors(tmp_path / "tensors", {"__metadata__": torch.ones(3)}, fsync=True)
     assert list(tmp_path.iterdir()) == []
 

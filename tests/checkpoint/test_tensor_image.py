@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
-from cpsr.checkpoint.tensor_image import image_of, in_file_order, in_memory_order
+from cpsr.checkpoint.tensor_image import HEADER_BYTES_MAX, image_of, in_file_order, in_memory_order
 from cpsr.errors import SaveError
 
 DTYPES = [
@@ -84,3 +84,13 @@ def test_what_is_not_contiguous_is_refused(tensor: torch.Tensor) -> None:
 def test_a_dtype_that_safetensors_lacks_is_refused() -> None:
     with pytest.raises(SaveError, match=r"cannot hold torch\.complex128"):
         image_of({"a": torch.ones(1, dtype=torch.complex128)})
+
+
+def test_a_dtype_of_several_elements_to_a_byte_is_refused() -> None:
+    with pytest.raises(SaveError, match="several elements to a byte"):
+        image_of({"a": torch.empty(2, dtype=torch.float4_e2m1fn_x2)})
+
+
+def test_more_tensors_than_the_library_reads_are_refused() -> None:
+    with pytest.raises(SaveError, match="1 tensors are too many for one safetensors file"):
+        image_of({"a" * HEADER_BYTES_MAX: torch.ones(1)})
