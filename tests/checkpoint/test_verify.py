@@ -77,8 +77,10 @@ def test_every_byte_of_the_small_files_and_every_7th_of_the_large(committed: Pat
     for name in FILES:
         path = directory / name
         original = path.read_bytes()
-        step = 1 if name == "COMMIT" else 7 if len(original) < 2000 else 97
-        for offset in range(0, len(original), step):
+        large = name.endswith(".safetensors")
+        for offset in range(0, len(original), 7 if large else 1 if name == "COMMIT" else 97):
+            if large and original[offset : offset + 97] == b" " * 97:  # of what fills the header up
+                continue
             flip(path, offset)
             assert len(verify_run(committed.parent)) == 1, (name, offset)
             path.write_bytes(original)
