@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
@@ -133,6 +134,7 @@ class CheckpointWriter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        yield_to_training()
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Skip):
                 self._report_skipped(item)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.memory_states import memory_state, memory_states
 from cpsr.errors import CheckpointError
 from cpsr.peers.report import Report, brief
@@ -47,6 +48,7 @@ class Incoming:
         self._stop.set()
 
     def _run(self) -> None:
+        yield_to_training()
         try:
             while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
                 if message.kind is Kind.FORGET:

@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from cpsr.checkpoint.background import yield_to_training
 from cpsr.peers.report import Report, brief
 from cpsr.peers.transport import Channel, Kind, Message, Sealed, send_state
 
@@ -66,6 +67,7 @@ class Outgoing:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        yield_to_training()
         try:
             while self._follow(self._next()):
                 pass

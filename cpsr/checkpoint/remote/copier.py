@@ -4,6 +4,7 @@ import logging
 import threading
 from pathlib import Path
 
+from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.catalogue import CheckpointInfo
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.manifest import COMMIT, step_iteration
@@ -94,6 +95,7 @@ class Copier:
             )
 
     def _run(self) -> None:
+        yield_to_training()
         last = False
         while not last:
             self._wake.wait()
