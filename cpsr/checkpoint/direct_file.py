@@ -11,6 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ PIECE_BYTES = 16 << 20  # of one transfer: at this size a disk is as fast as at 
 _stated: set[int] = set()  # devices of which the log states that they refuse
 
 
-def open_direct(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_direct(path: Path, flags: int, mode: int = 0o600) -> int:
     """Descriptor of a file with `DIRECT`, or without where the file system refuses that.
 
     Raises:
@@ -152,9 +153,9 @@ def _through_cache(descriptor: int) -> bool:
 
 
 def _state_refusal(descriptor: int, path: Path) -> None:
-    device = os.fstat(descriptor).st_dev
-    if device not in _stated:
-        _stated.add(device)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_dev not in _stated:  # directories and pipes refuse everywhere
+        _stated.add(found.st_dev)
         _log.warning(
             "the file system of %s refuses direct I/O (O_DIRECT): files there are written and verified through the "
             "page cache, which takes more processor time",

@@ -81,8 +81,8 @@ def write_tensors(
         Size and hash of the bytes that were read back and verified.
 
     Raises:
-        SaveError: what was read back differs, or the file system refused; no file of that name was left or changed.
-        OSError: the same, from a step after the writing itself.
+        SaveError: what was read back differs, or no file can hold these tensors.
+        OSError: the file system failed. In every case no file of that name was left or changed.
     """
     temporary = temporary_name(path)
     try:
@@ -90,8 +90,10 @@ def write_tensors(
         if hash_file(temporary, direct=fsync) != written:
             raise SaveError(f"{path}: what was read back differs from what was written; {_CHECK}")
         temporary.replace(path)
-    except (OSError, SaveError):
+    except (OSError, SaveError) as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # calls on descriptors do not name the file
+            error.filename = str(path)
         raise
     return written
 
@@ -275,7 +277,7 @@ def _write_image(
     """Write a new file of the tensors; returns size and hash of what was to be written."""
     image = image_of(tensors, metadata)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = open_direct(path, flags) if fsync else os.open(path, flags, 0o666)
+    descriptor = open_direct(path, flags) if fsync else os.open(path, flags, 0o600)
     state, size = xxhash.xxh3_128(), 0
     try:
         for piece in aligned_pieces(image):

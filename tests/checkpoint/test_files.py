@@ -1,5 +1,6 @@
 """The order of the durable steps, observed at the system calls, and what is left after an error."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -138,6 +139,43 @@ def test_tensors_that_no_file_can_hold_leave_none(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="of the name __metadata__"):
         files.write_tensors(tmp_path / "tensors", {"__metadata__": torch.ones(3)}, fsync=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "readv"])
+def test_an_error_names_its_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/tensors'"):
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_plain_file_says_nothing_of_its_file_system(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "pipe", OSError)):
+        with pytest.raises(error):
+            files.open_plain(path, direct=True)
+    assert caplog.records == []
+
+
+def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = []
+    chmod = os.chmod
+
+    def recording(path: Any, mode: int, **options: Any) -> None:
+        modes.append(path.stat().st_mode & 0o777)
+        chmod(path, mode, **options)
+
+    monkeypatch.setattr(os, "chmod", recording)
+    for name, fsync in (("forced", True), ("cached", False)):
+        files.write_tensors(tmp_path / name, {"a": torch.ones(3)}, fsync=fsync)
+    assert modes == [0o600, 0o600]
 
 
 def test_the_hash_is_xxh3_128_of_the_bytes(tmp_path: Path) -> None:
