@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
@@ -57,6 +58,9 @@ class HostBuffer:
         template: names, shapes and dtypes.
         pinned: for copies from a GPU; `memory` is pinned by its owner.
         memory: shared memory of `layout_bytes` for the buffer; by default the process's own memory.
+
+    Attributes:
+        hashed: hash of all its bytes, taken when they were copied; None where they were not, or may have changed.
     """
 
     def __init__(self, template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> None:
@@ -68,6 +72,7 @@ class HostBuffer:
             self._bytes = _own_memory(layout_bytes(template), pinned=pinned)
         else:
             self._bytes = memory.bytes
+        self.hashed: xxhash.xxh3_128 | None = None
         self._views = {
             key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
             for key, tensor in template.tensors()
@@ -111,6 +116,11 @@ class HostBuffer:
         if key not in self._views:
             raise SaveError(f"{key} was not there when the snapshot buffers were made; is it a new parameter?")
         _require_same(key, self._views[key], tensor)
+
+    @property
+    def content(self) -> torch.Tensor:
+        """All its bytes."""
+        return self._bytes
 
     def pairs(self, spans: list[Span]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Target and source of each copy."""

@@ -1,6 +1,7 @@
 """Copies a rank's state into host buffers: by a thread, in pieces during waits, or on a stream of the device."""
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,8 @@ from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
-from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits, copy_on_host
+from cpsr.checkpoint.host_copy import HostCopyPlan
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Arrival, Deadline
@@ -32,7 +34,6 @@ PREPARE_SECONDS = 10.0  # for the device, when a life begins
 
 Copying = Future[float] | PacedCopy | DeviceCopy
 
-_Source = tuple[int, int, torch.dtype]
 # Takes the buffer's views of what was copied, on the thread that copies.
 _Put = Callable[[Shard], None]
 
@@ -59,7 +60,8 @@ class StateCopier:
     def __init__(self, template: Shard, worker: ThreadPoolExecutor) -> None:
         self._worker = worker
         self.pace: CopyPace | None = None
-        self._planned: dict[bool, tuple[list[_Source], list[Span]]] = {}  # by moments: spans of the shard seen last
+        self._planned: dict[bool, tuple[list[torch.Tensor], list[Span]]] = {}  # by moments: of the shard seen last
+        self._host_plans: dict[int, tuple[list[Span], HostCopyPlan]] = {}  # by buffer
         self.device = device_of(template)
         self._stream: torch.cuda.Stream | None = None
         self._dumps: torch.cuda.Stream | None = None  # no dump waits behind a snapshot that waits for a hung step
@@ -183,8 +185,20 @@ class StateCopier:
     def _copy_on_host(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> float:
         """Returns the seconds it took."""
         started = time.perf_counter()
-        self._copy(buffer, shard, contents, put, copy_on_host)
+        plan = self._host_plan(buffer, shard, contents)
+        if contents.whole_in_memory and buffer.memory is not None and self.device is None:
+            buffer.hashed = plan.run_hashed()  # all its bytes are here: nothing arrives from a device
+        else:
+            plan.run()
+        put(_views(buffer, shard, contents))
         return time.perf_counter() - started
+
+    def _host_plan(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> HostCopyPlan:
+        spans = self._spans(buffer, shard, contents)
+        kept = self._host_plans.get(id(buffer))
+        if kept is None or kept[0] is not spans:
+            kept = self._host_plans[id(buffer)] = (spans, HostCopyPlan(spans, buffer.content))
+        return kept[1]
 
     def _pieces(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> list[Piece]:
         """What `_copy_on_host` copies, in pieces."""
@@ -206,9 +220,10 @@ class StateCopier:
     def _spans(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> list[Span]:
         if contents.uncopied:  # other operators each time
             return plan_spans(buffer, shard, contents)
-        sources = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for _, tensor in shard.tensors()]
+        # An engine makes new views where a tensor was replaced, or lies elsewhere.
+        sources = [tensor for _, tensor in Shard(shard.operators).tensors()]
         planned = self._planned.get(contents.moments)
-        if planned is None or sources != planned[0]:
+        if planned is None or len(sources) != len(planned[0]) or any(map(operator.is_not, sources, planned[0])):
             planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, contents))
         return planned[1]
 

@@ -1,5 +1,6 @@
 """One snapshot, once it is taken."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ class Snapshot:
         copy_seconds: how long the asynchronous copy itself took.
         contents: what it holds of each operator, and where on the disk that is written.
         split: when its bytes were copied, where the pool copies in waits.
+        disk: whether it is to be written; else it is for host memory alone.
+        sealed: done once it survives the process; None where that has not been asked for.
     """
 
     iteration: int
@@ -32,3 +35,5 @@ class Snapshot:
     copy_seconds: float = 0.0
     contents: Contents = field(default=WHOLE)
     split: Split | None = None
+    disk: bool = True
+    sealed: "Future[None] | None" = None

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
@@ -101,6 +102,7 @@ class MemoryFile:
         scalars: Any,
         owned: str = "",
         branch: int = 0,
+        hashed: xxhash.xxh3_128 | None = None,
     ) -> None:
         """Declare the written state complete.
 
@@ -113,6 +115,7 @@ class MemoryFile:
             scalars: plain data (see `cpsr.state.codec.encode`).
             owned: see `MemoryState`.
             branch: see `MemoryState`.
+            hashed: hash of all bytes of the buffer; None: they are hashed now.
 
         Raises:
             OSError: shared memory is full; the buffer stays unsealed.
@@ -137,7 +140,7 @@ class MemoryFile:
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
         os.pwrite(self._descriptor, description + saved, end)
         sequence = (int(self._sequence[0]) | 1) + 1
-        digest = digest_of(self._map, self._tensor_bytes, description, saved)
+        digest = digest_of(self._map, self._tensor_bytes, description, saved, hashed)
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
         self._map[: len(header)] = header
         self._sequence[0] = sequence

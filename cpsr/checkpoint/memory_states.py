@@ -129,11 +129,22 @@ def describe(path: Path) -> Described | None:
     return state, description, digest, (tensor_bytes, description_bytes, scalar_bytes)
 
 
-def digest_of(data: mmap.mmap, tensor_bytes: int, description: bytes, saved: bytes) -> bytes:
-    """xxh3-128 of a state's tensors, its description and its scalars."""
-    state = xxhash.xxh3_128()
-    with memoryview(data) as view, view[PAGE_BYTES : PAGE_BYTES + tensor_bytes] as tensors:
-        state.update(tensors)
+def digest_of(
+    data: mmap.mmap, tensor_bytes: int, description: bytes, saved: bytes, hashed: xxhash.xxh3_128 | None = None
+) -> bytes:
+    """xxh3-128 of a state's tensors, its description and its scalars.
+
+    Args:
+        data: its file.
+        tensor_bytes: size of the tensors.
+        description: of the state.
+        saved: its scalars.
+        hashed: hash of the tensors; None: they are hashed now.
+    """
+    state = xxhash.xxh3_128() if hashed is None else hashed.copy()
+    if hashed is None:
+        with memoryview(data) as view, view[PAGE_BYTES : PAGE_BYTES + tensor_bytes] as tensors:
+            state.update(tensors)
     state.update(description)
     state.update(saved)
     return state.digest()

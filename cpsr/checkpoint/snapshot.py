@@ -1,7 +1,6 @@
 """Snapshots of the training state: copied into preallocated host buffers while the next forward runs."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +15,9 @@ from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import Kind
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.paced import CopyAccount, Waits
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
@@ -43,7 +43,7 @@ def _newest() -> None:
 
 
 class SnapshotPool:
-    """The triple buffer: the snapshot being taken, the one being persisted, and the recovery buffer.
+    """Host buffers for snapshots: one is filled, one holds the newest state, one is written, in any order.
 
     `begin` and `finish` belong to the training thread; everything else may be called from any thread.
 
@@ -57,6 +57,7 @@ class SnapshotPool:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
         on_sealed: called with the file of each snapshot in shared memory that is complete.
         copier: makes the copies.
+        occupancy: which snapshot has which buffer.
 
     Raises:
         UnsupportedEngineError: the template has tensors on several CUDA devices.
@@ -71,18 +72,12 @@ class SnapshotPool:
         self.shared_memory_problem = self._host.problem
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
-        self._in_use: dict[int, Snapshot] = {}  # index of a buffer that is in use -> its snapshot
-        self._sealing: set[int] = set()  # buffers that are being hashed; their snapshots may be released meanwhile
-        self._sealed: dict[int, int] = {}  # index of a buffer -> iteration of the whole state in it
-        for index, buffer in enumerate(self._buffers):
-            if buffer.memory is not None and buffer.memory.iteration >= 0:
-                self._sealed[index] = buffer.memory.iteration
-        self._placeholder = Shard({})  # the copying thread makes the views of a snapshot
-        self._lock = threading.Lock()
+        found = {index: self._memory_of(index) for index in range(len(self._buffers))}
+        left = {index: file.iteration for index, file in found.items() if file is not None}
+        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
+        self.occupancy = Occupancy(len(self._buffers), sealed, self._file_name)
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
-        self._recovery: Snapshot | None = None
-        self._pins = 0
 
     @staticmethod
     def required_bytes(template: Shard, buffers: int = 3) -> int:
@@ -90,9 +85,19 @@ class SnapshotPool:
         return layout_bytes(template) * buffers
 
     @property
+    def survives(self) -> bool:
+        """Whether its snapshots survive the process."""
+        return self._memory is not None and self.shared_memory_problem is None
+
+    @property
     def recovery(self) -> Snapshot | None:
-        """The newest durable or restored state, None while there is none."""
-        return self._recovery
+        """The newest durable or restored state, as long as nothing has overwritten it."""
+        return self.occupancy.recovery
+
+    @property
+    def running(self) -> Snapshot | None:
+        """The snapshot that is being copied."""
+        return None if self._running is None else self._running[0]
 
     @property
     def copy_account(self) -> CopyAccount | None:
@@ -106,7 +111,9 @@ class SnapshotPool:
         """
         self.copier.copy_in(waits)
 
-    def begin(self, shard: Shard, iteration: int, scalars: Any, contents: Contents = WHOLE) -> Snapshot | None:
+    def begin(
+        self, shard: Shard, iteration: int, scalars: Any, contents: Contents = WHOLE, *, disk: bool = True
+    ) -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
 
         Args:
@@ -115,9 +122,10 @@ class SnapshotPool:
             scalars: plain data (see `SmallState`). It may change once this has returned, and so may `shard.others`; a
                 GPU copies both in the order of the stream on which the last step lies.
             contents: what is copied of each operator, and where on the disk it is written.
+            disk: whether it will be written; a snapshot for host memory alone overwrites no newest state.
 
         Returns:
-            The incomplete snapshot; None when every buffer is in use: skip this checkpoint.
+            The incomplete snapshot; None when no buffer is free: skip it.
 
         Raises:
             SaveError: the shard differs from the template, or the snapshot before was not finished.
@@ -128,16 +136,18 @@ class SnapshotPool:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         with self.copier.after_step():
             small = SmallState(scalars)
-            taken = self._take(iteration)
+            taken = self._take(iteration, keep_newest=not disk)
             if taken is None:
                 return None
             buffer, snapshot = taken
             try:
-                snapshot.contents = contents
+                snapshot.contents, snapshot.disk = contents, disk
                 if contents.moments:
                     buffer.copy_others(shard)
                 copy = self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard"))
                 self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
+                if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
+                    self.seal(snapshot, copied=self._running[1])
             except BaseException:
                 self._free(snapshot)
                 raise
@@ -169,17 +179,24 @@ class SnapshotPool:
         snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
         return snapshot
 
-    def seal(self, snapshot: Snapshot, kind: Kind = "snapshot") -> "Future[None] | None":
+    def seal(
+        self, snapshot: Snapshot, kind: Kind = "snapshot", copied: RunningCopy | None = None
+    ) -> "Future[None] | None":
         """Make a whole snapshot survive the process once the returned future is done; None without shared memory.
 
-        Its tensors and scalars must not change any more.
+        A snapshot is sealed once. Its tensors and scalars must not change any more.
+
+        Args:
+            snapshot: a complete one.
+            kind: of the state.
+            copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
-        with self._lock:
-            index = self._index(snapshot)
-            if self._buffers[index].memory is None or not snapshot.contents.whole_in_memory:
-                return None
-            self._sealing.add(index)
-        return self._worker.submit(self._seal, index, snapshot, kind)
+        if self._memory_of(self.occupancy.index(snapshot)) is None or not snapshot.contents.whole_in_memory:
+            return None
+        if snapshot.sealed is None:
+            index = self.occupancy.begin_seal(snapshot)
+            snapshot.sealed = self._worker.submit(self._seal, index, snapshot, kind, copied)
+        return snapshot.sealed
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread.
@@ -199,9 +216,8 @@ class SnapshotPool:
     ) -> int:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
-        The training thread is stopped, or is kept from the next update. If no buffer is free, the recovery buffer is
-        used: its state is on the disk. The device has `BOUNDARY_SECONDS` for all of it, so that a kernel that hangs, as
-        those of a broken group do, keeps no rank from leaving.
+        The training thread is stopped, or is kept from the next update. The device has `BOUNDARY_SECONDS` for all of
+        it, so that a kernel that hangs, as those of a broken group do, keeps no rank from leaving.
 
         Args:
             shard: the engine's views at a step boundary; called once the device has finished that step.
@@ -220,13 +236,13 @@ class SnapshotPool:
         deadline = Deadline(BOUNDARY_SECONDS)
         self._seal_running(iteration, deadline)
         self.settle()
-        if iteration in list(self._sealed.values()):
+        if iteration in self.occupancy.sealed_iterations:
             return iteration
         snapshot, choice = None, earlier
         try:
             while snapshot is None:
                 with self.copier.at_boundary(deadline, choice) as step:
-                    if step is not None and step.iteration in list(self._sealed.values()):
+                    if step is not None and step.iteration in self.occupancy.sealed_iterations:
                         return step.iteration
                     views = shard()
                     small = SmallState(scalars() if step is None else step.scalars)
@@ -262,7 +278,7 @@ class SnapshotPool:
         if step is not None:
             shard, iteration = step.views(shard), step.iteration
         others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
-        taken = self._take(iteration) or self._take_recovery(iteration)
+        taken = self._take(iteration)
         if taken is None:
             raise SaveError("every host buffer is in use")
         buffer, snapshot = taken
@@ -284,7 +300,7 @@ class SnapshotPool:
 
     def _kept(self) -> str:
         """What a restart finds in host memory nevertheless."""
-        sealed = list(self._sealed.values())
+        sealed = self.occupancy.sealed_iterations
         if not sealed:
             return "host memory has no snapshot of this rank"
         return f"host memory keeps the snapshot of iteration {max(sealed)}"
@@ -292,9 +308,7 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
-        with self._lock:
-            later = [index for index, sealed in self._sealed.items() if sealed > iteration]
-        for index in later:
+        for index in self.occupancy.unseal_after(iteration):
             self._unseal(index)
 
     def acquire(self, iteration: int, spare: Collection[str] = ()) -> Snapshot | None:
@@ -312,20 +326,12 @@ class SnapshotPool:
         return taken[1]
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Make this the recovery buffer and free the one before; while pinned the new one is freed instead."""
-        with self._lock:
-            self._index(snapshot)
-            if self._pins and snapshot is not self._recovery:
-                del self._in_use[self._index(snapshot)]
-                return
-            if self._recovery is not None and self._recovery is not snapshot:
-                del self._in_use[self._index(self._recovery)]
-            self._recovery = snapshot
+        """Make this the recovery state and free its buffer; while another is pinned, only free its buffer."""
+        self.occupancy.keep(snapshot)
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot has a buffer of this pool."""
-        with self._lock:
-            return any(current is snapshot for current in self._in_use.values())
+        return self.occupancy.holds(snapshot)
 
     def release(self, snapshot: Snapshot) -> None:
         """Free the snapshot's buffer.
@@ -333,26 +339,17 @@ class SnapshotPool:
         Raises:
             ValueError: it is not in use (released twice), its copy is still running, or it is the pinned recovery.
         """
-        with self._lock:
-            if self._running is not None and self._running[0] is snapshot:
-                raise ValueError(f"finish() the snapshot of iteration {snapshot.iteration} before releasing it")
-            if snapshot is self._recovery:
-                if self._pins:
-                    raise ValueError(f"the recovery buffer (iteration {snapshot.iteration}) is pinned")
-                self._recovery = None
-            del self._in_use[self._index(snapshot)]
+        if self._running is not None and self._running[0] is snapshot:
+            raise ValueError(f"finish() the snapshot of iteration {snapshot.iteration} before releasing it")
+        self.occupancy.release(snapshot)
 
     def pin(self) -> None:
-        """Keep the recovery buffer unchanged until `unpin`; calls nest."""
-        with self._lock:
-            self._pins += 1
+        """Keep the recovery state unchanged until `unpin`; calls nest."""
+        self.occupancy.pin()
 
     def unpin(self) -> None:
         """Undo one `pin`; ValueError without one."""
-        with self._lock:
-            if not self._pins:
-                raise ValueError("unpin() without pin()")
-            self._pins -= 1
+        self.occupancy.unpin()
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for a running copy and end the worker thread.
@@ -366,7 +363,7 @@ class SnapshotPool:
         self._worker.shutdown(wait=True)
         deadline = Deadline(CLOSE_SECONDS)
         copies = [*self._late, *([] if self._running is None else [self._running])]
-        in_flight = {self._index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
+        in_flight = {self.occupancy.index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
         self._host.close(in_flight, remove=remove)
 
     def settle(self) -> None:
@@ -380,40 +377,35 @@ class SnapshotPool:
         if running is not None:
             running[1].hurry()
 
-    def _take(self, iteration: int, spare: Collection[str] = ()) -> tuple[HostBuffer, Snapshot] | None:
-        """A free buffer: an empty one, or else the one with the oldest state."""
+    def _take(
+        self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False
+    ) -> tuple[HostBuffer, Snapshot] | None:
+        """A free buffer with an empty snapshot; see `Occupancy.take`."""
         now = Deadline(0.0)
-        with self._lock:
-            for late in [late for late in self._late if late[1].arrives(now)]:
-                self._late.remove(late)
-                del self._in_use[self._index(late[0])]
-            used = {*self._in_use, *self._sealing}
-            free = [i for i in range(len(self._buffers)) if i not in used]
-            if not free:
-                return None
-            index = min(free, key=lambda i: (self._file_name(i) in spare, self._sealed.get(i, -1)))
-            self._in_use[index] = Snapshot(iteration, self._placeholder)
-        self._unseal(index)
-        return self._buffers[index], self._in_use[index]
-
-    def _take_recovery(self, iteration: int) -> tuple[HostBuffer, Snapshot] | None:
-        with self._lock:
-            if self._recovery is None or self._pins:
-                return None
-            index, self._recovery = self._index(self._recovery), None
-            self._in_use[index] = Snapshot(iteration, self._placeholder)
-        self._unseal(index)
-        return self._buffers[index], self._in_use[index]
+        for late in [late for late in self._late if late[1].arrives(now)]:
+            self._late.remove(late)
+            self._free(late[0])
+        taken = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
+        if taken is None:
+            return None
+        self._unseal(taken[0])
+        self._buffers[taken[0]].hashed = None
+        return self._buffers[taken[0]], taken[1]
 
     def _file_name(self, index: int) -> str:
-        memory = self._buffers[index].memory
+        memory = self._memory_of(index)
         return "" if memory is None else memory.path.name
 
-    def _seal(self, index: int, snapshot: Snapshot, kind: Kind) -> None:
-        memory, shared = self._buffers[index].memory, self._memory
+    def _memory_of(self, index: int) -> MemoryFile | None:
+        return self._buffers[index].memory
+
+    def _seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> None:
+        memory, shared, iteration = self._memory_of(index), self._memory, None
         assert memory is not None
         assert shared is not None
         try:
+            if copied is not None:
+                snapshot.scalars = copied.result()
             memory.seal(
                 shared.rank,
                 shared.life,
@@ -422,29 +414,20 @@ class SnapshotPool:
                 snapshot.iteration,
                 snapshot.scalars,
                 branch=shared.branch,
+                hashed=self._buffers[index].hashed,
             )
-            self._sealed[index] = snapshot.iteration
+            iteration = snapshot.iteration
             if kind != "departure" and self.on_sealed is not None:
-                self.on_sealed(memory.path, snapshot)
+                self.on_sealed(memory.path, snapshot)  # nothing overwrites the buffer meanwhile
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
         finally:
-            with self._lock:
-                self._sealing.discard(index)
+            self.occupancy.end_seal(index, iteration)
 
     def _unseal(self, index: int) -> None:
-        memory = self._buffers[index].memory
+        memory = self._memory_of(index)
         if memory is not None:
             memory.unseal()
-        self._sealed.pop(index, None)
 
     def _free(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            index = self._index(snapshot)
-            del self._in_use[index]
-
-    def _index(self, snapshot: Snapshot) -> int:
-        for index, current in self._in_use.items():
-            if current is snapshot:
-                return index
-        raise ValueError(f"the snapshot of iteration {snapshot.iteration} holds no buffer of this pool")
+        self.occupancy.release(snapshot)

@@ -20,6 +20,7 @@ from cpsr.config.sections import (
     JournalConfig,
     LearningConfig,
     LifeConfig,
+    MemoryConfig,
     PeersConfig,
     PlannerConfig,
     PredictorConfig,
@@ -46,6 +47,7 @@ class CPSRConfig(Section):
         description="auto: the cheapest feasible source; predict: restart near the failure; exact: recompute from c.",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
+    memory: MemoryConfig = MemoryConfig()
     planner: PlannerConfig = PlannerConfig()
     fitter: FitterConfig = FitterConfig()
     predictor: PredictorConfig = PredictorConfig()

@@ -101,6 +101,17 @@ class CheckpointConfig(Section):
         return max(self.history_min_checkpoints, span // interval_iterations + 1)
 
 
+class MemoryConfig(Section):
+    """How often the state is copied to host memory between checkpoints; see docs/memory.md."""
+
+    interval_iterations: int | None = Field(
+        default=None,
+        ge=1,
+        description="Iterations between snapshots to host memory; null: planned. A restart of the processes loses as "
+        "many at most.",
+    )
+
+
 class PlannerConfig(Section):
     """How the interval is chosen while `checkpoint.interval_iterations` is null."""
 

@@ -232,8 +232,8 @@ class Life:
         # from must stay the newest.
         if not self._probation.active and self.saver.is_due(iteration):
             self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
-        elif iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
-            self._plan(iteration)  # a failure has changed the rate
+        else:
+            self._follow_up(iteration)
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
         if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
@@ -283,6 +283,13 @@ class Life:
         if failure is not None:
             self.job.journal.event("planning ended", failure, level=logging.ERROR)
 
+    def _follow_up(self, iteration: int) -> None:
+        """What a step without a checkpoint may need: a snapshot to host memory, the first plan after a failure."""
+        if not self._probation.active and self.saver.is_memory_due(iteration):
+            self._tail.defer_here(partial(self.saver.begin_in_memory, iteration, self._capture_for_memory))
+        if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
+            self._plan(iteration)  # a failure has changed the rate
+
     def _begin_checkpoint(self, iteration: int, savers: Savers) -> None:
         self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
         self.loop.learning.at_checkpoint(iteration)
@@ -307,6 +314,9 @@ class Life:
     def _capture(self) -> Scalars:
         self.run.steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
         return self.loop.state.capture()
+
+    def _capture_for_memory(self) -> Scalars:
+        return self.loop.state.capture(whole=False)
 
     # Rewinding
 

@@ -47,6 +47,13 @@ class LoopTail:
         else:
             act()
 
+    def defer_here(self, act: Callable[[], None]) -> None:
+        """As `defer`, on this rank alone: `act` is no collective."""
+        if self._possible and self._shows_end:
+            self._waiting.append(act)
+        else:
+            act()
+
     def finish(self) -> None:
         """Run the deferred work: the iteration is over, or the next forward or update is about to begin."""
         while self._waiting:

@@ -36,6 +36,7 @@ class Plan:
         explanation: inputs, rule, bounds, costs and the choices of the baselines.
         mode: how a failure is expected to be recovered; None if the plan did not choose.
         rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
+        memory_interval_iterations: between snapshots to host memory; None: there are none between checkpoints.
     """
 
     interval_iterations: int
@@ -43,6 +44,7 @@ class Plan:
     explanation: Mapping[str, Any]
     mode: Mode | None = None
     rank_interval_iterations: tuple[int, ...] = ()
+    memory_interval_iterations: int | None = None
 
     @property
     def largest_multiple(self) -> int:

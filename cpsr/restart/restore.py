@@ -92,8 +92,12 @@ class Restorer:
         found = self._newest.load(inexact=self._inexact)
         weights = found if isinstance(found, WeightsAlone) else None
         checkpoint = None if isinstance(found, WeightsAlone) else found
-        sources, refusal = self._choose(mode, checkpoint, weights, started)
-        restored = bring(sources, refusal)
+        self._pool.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
+        try:
+            sources, refusal = self._choose(mode, checkpoint, weights, started)
+            restored = bring(sources, refusal)
+        finally:
+            self._pool.unpin()
         if weights is not None:
             self._pool.release(weights.snapshot)
         if restored is None:
@@ -125,7 +129,8 @@ class Restorer:
 
         def source(candidate: Candidate) -> StateSource:
             if candidate.in_memory:
-                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool)
+                small = None if checkpoint is None else checkpoint.scalars
+                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool, small)
             if weights is not None:
                 return FromWeights(candidate, restart, self._engine, weights)
             if checkpoint is None:

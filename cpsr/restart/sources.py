@@ -3,7 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cpsr.checkpoint.progress import Progress
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
@@ -16,6 +16,7 @@ from cpsr.restart.ladder import Ladder
 from cpsr.restart.older_experts import OlderExperts, older_operators
 from cpsr.restart.restored import Refusal, Restored
 from cpsr.restart.weights_alone import WeightsAlone
+from cpsr.state.scalars import Scalars
 
 __all__ = [
     "FromCheckpoint",
@@ -180,6 +181,7 @@ class FromMemory:
         group: the ranks.
         ladder: reads what is in memory.
         pool: the host buffers.
+        checkpoint: small state of the newest checkpoint, for what the snapshot leaves out; None without one.
     """
 
     candidate: Candidate
@@ -188,6 +190,7 @@ class FromMemory:
     group: Group
     ladder: Ladder
     pool: SnapshotPool
+    checkpoint: dict[str, Any] | None
 
     def bring(self, refusal: Refusal | None) -> Restored:
         """Load the snapshot into the recovery buffer, and put it into the engine, exactly."""
@@ -202,12 +205,12 @@ class FromMemory:
             raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
         try:
             self.ladder.bring(self.candidate.parts)
-            snapshot.scalars = self.ladder.load(own, snapshot.shard)
+            snapshot.scalars = Scalars.with_learned(self.ladder.load(own, snapshot.shard), self.checkpoint)
         except CheckpointError:
             self.pool.release(snapshot)
             raise
-        self.pool.keep(snapshot)
         self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
+        self.pool.keep(snapshot)
         return snapshot
 
 

@@ -136,10 +136,13 @@ class RunState(Part):
         self._cumulative_learning_rate += learning_rate
         self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
 
-    def capture(self) -> Scalars:
+    def capture(self, *, whole: bool = True) -> Scalars:
         """The exact state at this step boundary, including restored state of objects not registered (yet).
 
         Numbers on a CUDA device are not waited for: see `DeviceNumber`.
+
+        Args:
+            whole: with what only the recovery near a failure uses (see `Scalars.without_learned`).
         """
         if self._unclaimed and not self._warned:
             logger.warning("the checkpoint has state of %s, not registered in this job", sorted(self._unclaimed))
@@ -157,8 +160,8 @@ class RunState(Part):
             data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
             recent_losses=self._losses.recent_so_far(),
-            probes=self._probes.saved(),
-            learned=self._learner.state_dict(),
+            probes=self._probes.saved() if whole else [],
+            learned=self._learner.state_dict() if whole else {},
         )
 
     def place(self) -> dict[str, Any]:

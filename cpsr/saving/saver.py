@@ -21,6 +21,7 @@ from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.predictor.prior import MIN_CHECKPOINTS
 from cpsr.restart.restore import Restored
+from cpsr.saving.memory_snapshots import MemorySnapshots
 from cpsr.saving.report import Origin, report_save
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
@@ -80,6 +81,8 @@ class Saver(Part):
         if experts is not None and any(source.tier == "memory" for source in restored.sources):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
+        iteration = restored.restored_iteration
+        self._memory = MemorySnapshots(job.adapter, pool, job.journal, planner, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         self.saved_iteration = None if weights_alone else restored.checkpoint_iteration
@@ -96,6 +99,25 @@ class Saver(Part):
     def take(self, iteration: int) -> Savers:
         """Count the checkpoint that is due after this iteration; returns whose it is, for `begin`."""
         return self._cadence.take(self.plan, iteration)
+
+    def is_memory_due(self, iteration: int) -> bool:
+        """Whether a snapshot to host memory is due after this iteration."""
+        interval = self._config.memory.interval_iterations or self.plan.memory_interval_iterations
+        return self._memory.is_due(iteration, interval)
+
+    def begin_in_memory(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
+        """Start a snapshot to host memory alone; this rank decides by itself.
+
+        Args:
+            iteration: the finished one.
+            scalars: captures the small state.
+        """
+
+        def small() -> dict[str, Any]:
+            experts = {} if self._experts is None else self._experts.state_dict()
+            return replace(scalars(), experts=experts).without_learned()
+
+        self._memory.begin(iteration, small)
 
     def begin(
         self, iteration: int, savers: Savers, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
@@ -181,6 +203,7 @@ class Saver(Part):
         started = time.perf_counter()
         self._last_due = iteration
         if contents.moments:
+            self._memory.restart(iteration)
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
@@ -202,15 +225,22 @@ class Saver(Part):
         self.finish()
 
     def finish(self) -> Snapshot | None:
-        """Wait for a running copy, and return its snapshot, if there was one."""
+        """Wait for a running copy, and return its snapshot, if the writer has it now."""
         carried, self._carried = self._carried, None
         if carried is not None:
             self._writer.submit(carried)
+        running = self.pool.running
         try:
             snapshot = self.pool.finish()
         except SaveError as error:
+            if running is not None and not running.disk:
+                self._memory.failed(running.iteration, error)
+                return None
             self._all_experts = True
             self._writer.skip(self._last_due, str(error))
+            return None
+        if snapshot is not None and not snapshot.disk:
+            self._memory.complete(snapshot)
             return None
         if snapshot is not None:
             self._writer.submit(snapshot)
@@ -277,6 +307,7 @@ class Saver(Part):
         """Count intervals from the iteration of the state; its checkpoint becomes the newest one."""
         self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
         self._cadence.restart(to.iteration)
+        self._memory.restart(to.iteration)
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
         self._partial_iteration = None

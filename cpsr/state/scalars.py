@@ -1,6 +1,7 @@
 """The small exact state of a run: random states, data position, schedule, counters, and registered objects."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy
 import torch
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
+
+_LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
 def capture_host_rng() -> dict[str, Any]:
@@ -136,6 +139,27 @@ class Scalars:
         tree = {item.name: getattr(self, item.name) for item in fields(self)}
         tree["data"] = {item.name: getattr(self.data, item.name) for item in fields(self.data)}
         return tree
+
+    def without_learned(self) -> dict[str, Any]:
+        """The tree without what training does not need: for a snapshot to host memory, which is taken often.
+
+        What the predictor and the planner have learned is that of the newest checkpoint; see `with_learned`.
+        """
+        tree = self.to_tree()
+        for name in _LEARNED:
+            del tree[name]
+        return tree
+
+    @staticmethod
+    def with_learned(tree: dict[str, Any], checkpoint: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The tree with what it lacks, from that of the newest checkpoint; None: there is none.
+
+        Args:
+            tree: what `to_tree` or `without_learned` returned.
+            checkpoint: what `to_tree` returned.
+        """
+        there = {} if checkpoint is None else checkpoint
+        return {name: there[name] for name in _LEARNED if name in there} | tree
 
     @classmethod
     def from_tree(cls, tree: dict[str, Any]) -> "Scalars":

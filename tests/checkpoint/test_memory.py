@@ -315,14 +315,14 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         import os, signal, torch
         from tests.checkpoint.conftest import make_shard
         from cpsr.checkpoint.memory import SharedMemory
-        from cpsr.checkpoint import copying
+        from cpsr.checkpoint.host_copy import HostCopyPlan
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
-        copy = copying.copy_on_host
-        def stopping(*arguments):
+        copy = HostCopyPlan.run_hashed
+        def stopping(plan):
             os.kill(os.getpid(), signal.SIGSTOP)
-            return copy(*arguments)
-        copying.copy_on_host = stopping
+            return copy(plan)
+        HostCopyPlan.run_hashed = stopping
         pool.begin(make_shard(3, iteration=7), 7, None)
         pool.finish()
         pool.close(remove=False)

@@ -108,7 +108,7 @@ def test_no_free_buffer_is_none_and_does_not_block() -> None:
     assert pool.begin(shard, 4, None) is not None
 
 
-def test_keep_moves_the_recovery_buffer_and_pin_holds_it() -> None:
+def test_keep_moves_the_recovery_state_and_pin_holds_it() -> None:
     shard, pool = live_shard(), SnapshotPool(live_shard())
     first, second, third = (pool.acquire(iteration) for iteration in (1, 2, 3))
     assert first is not None
@@ -220,7 +220,10 @@ def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:
     assert_same_bits(pool.recovery.shard, make_shard(5))
     assert pool.acquire(1) is not None
     assert pool.acquire(2) is not None
-    assert pool.acquire(3) is None
+    assert pool.recovery is not None, "its buffer is used last"
+    assert pool.acquire(3) is not None
+    assert pool.recovery is None
+    assert pool.acquire(4) is None
 
 
 @cuda_only("a copy stream and pinned memory need a GPU")

@@ -55,7 +55,7 @@ class Rank:
         return len(free)
 
 
-def test_saves_are_committed_and_the_newest_becomes_the_recovery_buffer(tmp_path: Path) -> None:
+def test_saves_are_committed_and_the_newest_becomes_the_recovery_state(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     for iteration in (10, 20, 30):
         rank.save(iteration)
@@ -75,7 +75,7 @@ def test_saves_are_committed_and_the_newest_becomes_the_recovery_buffer(tmp_path
     assert_same_bits(rank.pool.recovery.shard, make_shard(30))
     assert [info.full for info in rank.store.catalogue()] == [False, True, True]
     assert rank.writer.close(5)
-    assert rank.free_buffers() == 2
+    assert rank.free_buffers() == 3
 
 
 def test_a_slow_disk_never_blocks_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_slow_disk_never_blocks_training(tmp_path: Path, monkeypatch: pytest.M
     assert not rank.writer.busy
     statuses = {outcome.iteration: outcome.status for outcome in rank.writer.outcomes()}
     assert statuses == {4: "skipped", 1: "committed", 2: "committed", 3: "committed"}
-    assert rank.free_buffers() == 2
+    assert rank.free_buffers() == 3
     rank.save(5)
     assert rank.writer.close(20)
     assert [info.iteration for info in rank.store.catalogue()][-1] == 5
@@ -130,9 +130,9 @@ def test_a_full_disk_is_survived_and_reported(small_disk: Path) -> None:
     assert first.status == "committed"
     assert second.status == "failed"
     assert "No space left on device" in second.reason
-    assert rank.free_buffers() == 2  # the failed one's buffer is free again
     assert rank.pool.recovery is not None
     assert rank.pool.recovery.iteration == 10
+    assert rank.free_buffers() == 3  # the failed one's buffer is free again
     assert not list(rank.store.directory.glob("step-0000000020/*rank*"))  # its half-written files are gone
     assert [info.iteration for info in rank.store.catalogue()] == [10]
     assert verify_run(small_disk) == []

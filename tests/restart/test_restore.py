@@ -10,8 +10,10 @@ from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.run_directory import open_run
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.tiers import Source
 from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
+from cpsr.errors import CheckpointError
 from cpsr.job import Job
 from cpsr.journal import open_journal
 from cpsr.planner.live.job_planner import JobPlanner
@@ -22,6 +24,7 @@ from cpsr.restart.ladder import Ladder
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored, Restorer
+from cpsr.state.shard import Shard
 from tests.committed import wait_until_committed
 
 INTERVAL = 5
@@ -71,6 +74,37 @@ def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict") -> Restored:
     with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, settings(run_dir, mode)) as recovery:
         life()
     return recovery.restored
+
+
+def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "exact")
+    config["checkpoint"]["shared_memory"] = True
+    config["memory"] = {"interval_iterations": 2}
+    model, adapter = job()
+    with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, config) as recovery:
+        for batch in recovery.resume(torch.randn(100, 8, 4)):
+            if recovery.iteration == 2 * INTERVAL:
+                at_checkpoint = model.linear.weight.detach().clone()
+            if recovery.iteration == 2 * INTERVAL + 3:
+                wait_until_committed(tmp_path, 2 * INTERVAL)
+                raise ZeroDivisionError
+            adapter.optimizer.zero_grad()
+            model(batch).backward()
+            adapter.optimizer.step()
+
+    def torn(ladder: Ladder, source: Source, into: Shard) -> Any:
+        assert source.iteration > 2 * INTERVAL
+        for _, values in into.tensors():
+            values.fill_(7)
+        raise CheckpointError("torn")
+
+    monkeypatch.setattr(Ladder, "load", torn)
+    model, adapter = job(seed=1)
+    with CPSRRecovery(adapter, config) as recovery:
+        assert recovery.restored.restored_iteration == 2 * INTERVAL
+        assert torch.equal(model.linear.weight, at_checkpoint)
 
 
 def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ class JobPlanner:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
+    def note_memory(self, stall_seconds: float) -> None:
+        """A snapshot to host memory has stalled the training thread for so long."""
+
     def first_plan(self, saved: dict[str, Any]) -> Plan:
         """The first plan of a life, the same on every rank.
 

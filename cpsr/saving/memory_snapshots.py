@@ -1,0 +1,85 @@
+"""Snapshots to host memory between the checkpoints, so that a restart of the processes loses a few iterations."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.journal import RankJournal
+from cpsr.planner.live.job_planner import JobPlanner
+
+__all__ = ["MemorySnapshots"]
+
+
+class MemorySnapshots:
+    """Takes them on the training thread, every so many iterations; the disk and the other ranks are not waited for.
+
+    Args:
+        adapter: the engine.
+        pool: the host buffers.
+        journal: takes an event where a snapshot fails.
+        planner: receives their costs.
+        iteration: start of the count.
+
+    Attributes:
+        possible: whether snapshots survive the process; without shared memory none is taken.
+        taken: number of snapshots that are complete.
+        skipped: number of due ones for which no buffer was free.
+    """
+
+    def __init__(
+        self, adapter: EngineAdapter, pool: SnapshotPool, journal: RankJournal, planner: JobPlanner, iteration: int
+    ) -> None:
+        self._adapter, self._pool, self._journal, self._planner = adapter, pool, journal, planner
+        self._last = iteration
+        self.possible = pool.survives
+        self.taken = self.skipped = 0
+        self._failed = False
+
+    def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
+        """Whether one is due after this iteration; None: none is wanted."""
+        return self.possible and interval_iterations is not None and iteration - self._last >= interval_iterations
+
+    def restart(self, iteration: int) -> None:
+        """Count from here: a snapshot of it is there, or the run has gone back to it."""
+        self._last = iteration
+
+    def begin(self, iteration: int, scalars: Callable[[], dict[str, Any]]) -> None:
+        """Start the snapshot of a finished iteration; returns while it is being copied.
+
+        Args:
+            iteration: the finished one.
+            scalars: captures the small state.
+        """
+        started = time.perf_counter()
+        self._last = iteration
+        try:
+            snapshot = self._pool.begin(self._adapter.shard(), iteration, scalars(), disk=False)
+        except (SaveError, UnsupportedEngineError) as error:
+            self.failed(iteration, error)
+            return
+        if snapshot is None:
+            self.skipped += 1
+        else:
+            snapshot.stall_seconds = time.perf_counter() - started
+
+    def complete(self, snapshot: Snapshot) -> None:
+        """Its copy is complete: it stays in memory until newer ones overwrite it."""
+        self.taken += 1
+        self._planner.note_memory(snapshot.stall_seconds)
+        self._pool.release(snapshot)
+
+    def failed(self, iteration: int, error: Exception) -> None:
+        """Report the first failure; checkpoints, which copy the same state, report theirs."""
+        if not self._failed:
+            self._failed = True
+            self._journal.event(
+                "memory snapshot failed",
+                f"the state of iteration {iteration} was not copied to host memory: {error}; training goes on, older "
+                "snapshots and checkpoints are untouched. Not reported again in this life",
+                iteration,
+                logging.ERROR,
+            )

@@ -1,0 +1,126 @@
+"""Which buffer a snapshot gets: none that is in use, and never the newest state for a snapshot in memory alone."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.occupancy import Occupancy
+
+
+def name(index: int) -> str:
+    return f"file-{index}"
+
+
+def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) -> Snapshot:
+    taken = occupancy.take(iteration, keep_newest=keep_newest)
+    assert taken is not None
+    occupancy.end_seal(occupancy.begin_seal(taken[1]), iteration)
+    return taken[1]
+
+
+def test_a_snapshot_overwrites_the_oldest_state_and_leaves_the_newest() -> None:
+    occupancy = Occupancy(3, {}, name)
+    for iteration in range(1, 6):
+        occupancy.release(sealed(occupancy, iteration))
+    assert occupancy.sealed_iterations == [3, 4, 5]
+    written = sealed(occupancy, 6)  # its write takes long
+    for iteration in (7, 8, 9):
+        occupancy.release(sealed(occupancy, iteration))
+        assert occupancy.sealed_iterations[-1] == iteration
+    occupancy.keep(written)
+    assert occupancy.recovery is written
+
+
+def test_where_only_the_newest_is_free_a_snapshot_in_memory_is_skipped_and_a_checkpoint_is_not() -> None:
+    occupancy = Occupancy(3, {}, name)
+    sealed(occupancy, 1)
+    sealed(occupancy, 2)
+    occupancy.release(sealed(occupancy, 3))
+    assert occupancy.take(4, keep_newest=True) is None
+    assert occupancy.sealed_iterations == [1, 2, 3]
+    assert occupancy.take(4) is not None
+
+
+def test_a_state_that_is_sent_is_overwritten_last() -> None:
+    occupancy = Occupancy(3, {}, name)
+    for iteration in (1, 2, 3):
+        occupancy.release(sealed(occupancy, iteration))
+    assert occupancy.begin_sending(name(0))
+    assert not occupancy.begin_sending(name(1)), "one at a time, or no buffer is left"
+    occupancy.release(sealed(occupancy, 4))
+    assert 1 in occupancy.sealed_iterations
+    occupancy.end_sending(name(0))
+    occupancy.release(sealed(occupancy, 5))
+    assert 1 not in occupancy.sealed_iterations
+
+
+def test_a_buffer_is_not_overwritten_while_its_state_is_sealed() -> None:
+    occupancy = Occupancy(2, {}, name)
+    first = occupancy.take(1)
+    assert first is not None
+    index = occupancy.begin_seal(first[1])
+    occupancy.release(first[1])
+    assert occupancy.take(2) is not None
+    assert occupancy.take(3) is None
+    occupancy.end_seal(index, None)
+    assert occupancy.take(3) is not None
+
+
+def test_a_snapshot_without_a_buffer_is_refused() -> None:
+    occupancy = Occupancy(1, {}, name)
+    taken = occupancy.take(1)
+    assert taken is not None
+    occupancy.release(taken[1])
+    with pytest.raises(ValueError, match="iteration 1 holds no buffer"):
+        occupancy.release(taken[1])
+    with pytest.raises(ValueError, match="without pin"):
+        occupancy.unpin()
+
+
+class Life(RuleBasedStateMachine):
+    """A rank that snapshots every iteration, writes some, and may be killed at any moment."""
+
+    @initialize(buffers=st.integers(3, 5))
+    def begin(self, buffers: int) -> None:
+        self.occupancy = Occupancy(buffers, {}, name)
+        self.iteration = 0
+        self.newest = 0
+        self.writing: list[Snapshot] = []
+
+    @rule()
+    def snapshot_in_memory(self) -> None:
+        self.iteration += 1
+        before = self.occupancy.sealed_iterations
+        taken = self.occupancy.take(self.iteration, keep_newest=True)
+        if taken is None:
+            return
+        assert self.occupancy.sealed_iterations[-1:] == before[-1:], "a kill during the copy finds the newest"
+        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), self.iteration)
+        self.occupancy.release(taken[1])
+        self.newest = self.iteration
+
+    @precondition(lambda self: len(self.writing) < 2)
+    @rule()
+    def checkpoint(self) -> None:
+        self.iteration += 1
+        taken = self.occupancy.take(self.iteration)
+        assert taken is not None
+        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), self.iteration)
+        self.writing.append(taken[1])
+        self.newest = self.iteration
+
+    @precondition(lambda self: self.writing)
+    @rule()
+    def written(self) -> None:
+        self.occupancy.keep(self.writing.pop(0))
+
+    @invariant()
+    def the_newest_is_there(self) -> None:
+        if self.newest:
+            assert self.newest in self.occupancy.sealed_iterations
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, deadline=None)
