@@ -71,6 +71,19 @@ def overhead(
 
 
 @bench.command()
+def cadence(
+    json_path: JsonPath = None,
+    workdir: Workdir = None,
+    kills: Annotated[int, typer.Option(min=1, help="Killed jobs for each interval.")] = 8,
+) -> None:
+    """What snapshots to host memory cost a step, and what a kill of all processes then loses."""
+    from cpsr.benchmarks.cadence.run import Size
+    from cpsr.benchmarks.cadence.run import main as run_cadence
+
+    run_cadence(json_path, Size(kills=kills), workdir)
+
+
+@bench.command()
 def fit(
     run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
     phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,

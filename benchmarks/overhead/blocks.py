@@ -9,7 +9,7 @@ from cpsr.benchmarks.harness.device import wait_for
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["BLOCK_STEPS", "NEVER_ITERATIONS", "Pair", "configuration", "measure_pairs"]
+__all__ = ["BLOCK_STEPS", "NEVER_ITERATIONS", "SETTLE_STEPS", "WARM_UP_STEPS", "Pair", "configuration", "measure_pairs"]
 
 NEVER_ITERATIONS = 2**30  # no checkpoint falls into a measurement
 BLOCK_STEPS = 10

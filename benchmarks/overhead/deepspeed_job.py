@@ -15,12 +15,14 @@ from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import adapt
 from cpsr.recovery import CPSRRecovery
 
+__all__ = ["BATCH", "main", "zero_engine"]
+
 BATCH = 4  # windows per rank and step, as in the demo
 
 
 def main(run_dir: Path, pairs: int) -> list[dict[str, Any]] | None:
     """Measure on every rank; rank 0, which also keeps the journal, returns what it saw."""
-    engine = _engine(run_dir)
+    engine = zero_engine(run_dir)
     adapter = adapt(engine)
     text, _ = read_corpus()
     windows = Windows(text, GPTConfig().context)
@@ -35,7 +37,8 @@ def main(run_dir: Path, pairs: int) -> list[dict[str, Any]] | None:
     return [asdict(pair) for pair in measured] if adapter.rank == 0 else None
 
 
-def _engine(run_dir: Path) -> Any:
+def zero_engine(run_dir: Path) -> Any:
+    """The demo's model under ZeRO-1."""
     join_ranks(run_dir)
     torch.manual_seed(0)
     model = GPT(GPTConfig())

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from cpsr.journal import RankJournal
 from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["MemorySnapshots"]
+
+STALLS = 1000  # that are remembered
 
 
 class MemorySnapshots:
@@ -28,6 +31,7 @@ class MemorySnapshots:
         possible: whether snapshots survive the process; without shared memory none is taken.
         taken: number of snapshots that are complete.
         skipped: number of due ones for which no buffer was free.
+        stalls_seconds: how long the newest ones have kept the training thread from its work, each.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class MemorySnapshots:
         self._last = iteration
         self.possible = pool.survives
         self.taken = self.skipped = 0
+        self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
@@ -69,6 +74,7 @@ class MemorySnapshots:
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""
         self.taken += 1
+        self.stalls_seconds.append(snapshot.stall_seconds)
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
 

@@ -49,6 +49,7 @@ class Saver(Part):
         plan: the interval, agreed on by all ranks.
         store: the run's checkpoints.
         pool: the host buffers.
+        memory: snapshots between checkpoints.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Saver(Part):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
         iteration = restored.restored_iteration
-        self._memory = MemorySnapshots(job.adapter, pool, job.journal, planner, iteration)
+        self.memory = MemorySnapshots(job.adapter, pool, job.journal, planner, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         self.saved_iteration = None if weights_alone else restored.checkpoint_iteration
@@ -103,7 +104,7 @@ class Saver(Part):
     def is_memory_due(self, iteration: int) -> bool:
         """Whether a snapshot to host memory is due after this iteration."""
         interval = self._config.memory.interval_iterations or self.plan.memory_interval_iterations
-        return self._memory.is_due(iteration, interval)
+        return self.memory.is_due(iteration, interval)
 
     def begin_in_memory(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
         """Start a snapshot to host memory alone; this rank decides by itself.
@@ -117,7 +118,7 @@ class Saver(Part):
             experts = {} if self._experts is None else self._experts.state_dict()
             return replace(scalars(), experts=experts).without_learned()
 
-        self._memory.begin(iteration, small)
+        self.memory.begin(iteration, small)
 
     def begin(
         self, iteration: int, savers: Savers, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
@@ -203,7 +204,7 @@ class Saver(Part):
         started = time.perf_counter()
         self._last_due = iteration
         if contents.moments:
-            self._memory.restart(iteration)
+            self.memory.restart(iteration)
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
@@ -234,13 +235,13 @@ class Saver(Part):
             snapshot = self.pool.finish()
         except SaveError as error:
             if running is not None and not running.disk:
-                self._memory.failed(running.iteration, error)
+                self.memory.failed(running.iteration, error)
                 return None
             self._all_experts = True
             self._writer.skip(self._last_due, str(error))
             return None
         if snapshot is not None and not snapshot.disk:
-            self._memory.complete(snapshot)
+            self.memory.complete(snapshot)
             return None
         if snapshot is not None:
             self._writer.submit(snapshot)
@@ -307,7 +308,7 @@ class Saver(Part):
         """Count intervals from the iteration of the state; its checkpoint becomes the newest one."""
         self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
         self._cadence.restart(to.iteration)
-        self._memory.restart(to.iteration)
+        self.memory.restart(to.iteration)
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
         self._partial_iteration = None

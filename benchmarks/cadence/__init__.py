@@ -1,0 +1,1 @@
+"""What snapshots to host memory cost, and what they save."""
