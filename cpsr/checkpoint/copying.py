@@ -34,8 +34,8 @@ PREPARE_SECONDS = 10.0  # for the device, when a life begins
 
 Copying = Future[float] | PacedCopy | DeviceCopy
 
-# Takes the buffer's views of what was copied, on the thread that copies.
-_Put = Callable[[Shard], None]
+# Makes the snapshot's views of the buffer, on the thread that copies.
+_Put = Callable[[], None]
 
 
 class StateCopier:
@@ -88,7 +88,7 @@ class StateCopier:
             buffer: the target.
             shard: the sources, which must not change before the copy is through.
             contents: of the snapshot.
-            put: takes the views of the buffer.
+            put: makes the snapshot's views of the buffer.
         """
         if self._stream is not None:
             copy = DeviceCopy(self._stream, shard)
@@ -171,7 +171,7 @@ class StateCopier:
         Args:
             buffer: the target.
             shard: the engine's weights and moments, and the buffers of the boundary.
-            put: takes the views of the buffer.
+            put: makes the snapshot's views of the buffer.
         """
         buffer.copy_others(shard)
         if self._stream is not None and self._dumps is not None:
@@ -190,7 +190,7 @@ class StateCopier:
             buffer.hashed = plan.run_hashed()  # all its bytes are here: nothing arrives from a device
         else:
             plan.run()
-        put(_views(buffer, shard, contents))
+        put()
         return time.perf_counter() - started
 
     def _host_plan(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> HostCopyPlan:
@@ -203,7 +203,7 @@ class StateCopier:
     def _pieces(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> list[Piece]:
         """What `_copy_on_host` copies, in pieces."""
         spans = self._spans(buffer, shard, contents)
-        put(_views(buffer, shard, contents))
+        put()
         return list(buffer.pairs(cut(spans, PIECE_BYTES)))
 
     def _copy(
@@ -215,7 +215,7 @@ class StateCopier:
         copy: Callable[[Iterator[Piece]], None],
     ) -> None:
         copy(buffer.pairs(self._spans(buffer, shard, contents)))
-        put(_views(buffer, shard, contents))
+        put()
 
     def _spans(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> list[Span]:
         if contents.uncopied:  # other operators each time
@@ -226,8 +226,3 @@ class StateCopier:
         if planned is None or len(sources) != len(planned[0]) or any(map(operator.is_not, sources, planned[0])):
             planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, contents))
         return planned[1]
-
-
-def _views(buffer: HostBuffer, shard: Shard, contents: Contents) -> Shard:
-    """The buffer's views of what the snapshot holds."""
-    return contents.copied(buffer.shard({name: one.iteration for name, one in shard.operators.items()}))

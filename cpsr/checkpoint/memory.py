@@ -42,6 +42,7 @@ RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
 _SEQUENCE_AT = 8
+_ITERATION = "\x00iteration"  # in the place of a number; no operator has such a name
 
 
 class MemoryFile:
@@ -77,6 +78,8 @@ class MemoryFile:
                 raise _no_room(size, shared_memory_left(path.parent), path.parent) from error
             raise
         self._tensor_bytes = tensor_bytes
+        self._layout_of: tuple[str, ...] | None = None
+        self._layout_text = self._operators_text = ""
         # Of the whole mapping: a buffer of no bytes is none to torch.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes = whole[PAGE_BYTES:]
@@ -103,6 +106,7 @@ class MemoryFile:
         owned: str = "",
         branch: int = 0,
         hashed: xxhash.xxh3_128 | None = None,
+        encoded: tuple[Any, dict[str, torch.Tensor]] | None = None,
     ) -> None:
         """Declare the written state complete.
 
@@ -116,25 +120,16 @@ class MemoryFile:
             owned: see `MemoryState`.
             branch: see `MemoryState`.
             hashed: hash of all bytes of the buffer; None: they are hashed now.
+            encoded: the scalars, where they are encoded already.
 
         Raises:
             OSError: shared memory is full; the buffer stays unsealed.
         """
         self.unseal()
-        tree, tensors = encode(scalars, "scalars")
-        description = json.dumps(
-            {
-                "rank": rank,
-                "iteration": iteration,
-                "life": life,
-                "branch": branch,
-                "kind": kind,
-                "owned": owned,
-                "layout": _layout(shard, self.bytes.data_ptr()),
-                "operators": _operators(shard),
-                "scalars": tree,
-            }
-        ).encode("utf-8")
+        tree, tensors = encode(scalars, "scalars") if encoded is None else encoded
+        stamp = {"rank": rank, "iteration": iteration, "life": life, "branch": branch, "kind": kind, "owned": owned}
+        parts = [json.dumps(stamp)[1:-1], *self._described(shard, iteration), f'"scalars": {json.dumps(tree)}']
+        description = f"{{{', '.join(parts)}}}".encode()
         saved = save(tensors)
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
@@ -144,6 +139,20 @@ class MemoryFile:
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
         self._map[: len(header)] = header
         self._sequence[0] = sequence
+
+    def _described(self, shard: Shard, iteration: int) -> tuple[str, str]:
+        """Layout and operators as JSON, which are the same for all snapshots but for the iteration."""
+        tensors = (*shard.operators, *shard.others)
+        same = all(operator.iteration == iteration for operator in shard.operators.values())
+        if not same or self._layout_of != tensors:
+            layout, operators = json.dumps(_layout(shard, self.bytes.data_ptr())), _operators(shard)
+            texts = f'"layout": {layout}', f'"operators": {json.dumps(operators)}'
+            if not same:
+                return texts
+            self._layout_of, self._layout_text = tensors, texts[0]
+            marked = {name: [*described[:2], _ITERATION] for name, described in operators.items()}
+            self._operators_text = f'"operators": {json.dumps(marked)}'
+        return self._layout_text, self._operators_text.replace(json.dumps(_ITERATION), str(iteration))
 
     def close(self, *, remove: bool) -> None:
         """Close the file; its memory stays mapped while tensors use it.

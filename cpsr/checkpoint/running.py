@@ -66,6 +66,11 @@ class RunningCopy:
             return min(waited_seconds, self._copy.delay_seconds())
         return waited_seconds
 
+    @property
+    def encoded(self) -> tuple[Any, dict[str, Any]] | None:
+        """The small state as `cpsr.state.codec.encode` gives it; None where a device had a part of it."""
+        return self._small.encoded
+
     def result(self, deadline: Deadline | None = None) -> Any:
         """Wait until everything is here; from any thread, any number of times.
 

@@ -38,6 +38,11 @@ RUNNING_SHARE = 0.5
 CLOSE_SECONDS = 5.0
 
 
+def _put_views(snapshot: Snapshot, buffer: HostBuffer) -> None:
+    """What the snapshot holds of the buffer."""
+    snapshot.shard = snapshot.contents.copied(buffer.shard_at(snapshot.iteration))
+
+
 def _newest() -> None:
     """No earlier step than the newest."""
 
@@ -144,7 +149,7 @@ class SnapshotPool:
                 snapshot.contents, snapshot.disk = contents, disk
                 if contents.moments:
                     buffer.copy_others(shard)
-                copy = self.copier.start(buffer, shard, contents, partial(setattr, snapshot, "shard"))
+                copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
                 self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
                 if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
                     self.seal(snapshot, copied=self._running[1])
@@ -283,7 +288,7 @@ class SnapshotPool:
             raise SaveError("every host buffer is in use")
         buffer, snapshot = taken
         try:
-            copy = self.copier.copy_now(buffer, Shard(shard.operators, others), partial(setattr, snapshot, "shard"))
+            copy = self.copier.copy_now(buffer, Shard(shard.operators, others), partial(_put_views, snapshot, buffer))
         except BaseException:
             self._free(snapshot)
             raise
@@ -404,8 +409,10 @@ class SnapshotPool:
         assert memory is not None
         assert shared is not None
         try:
+            encoded = None
             if copied is not None:
                 snapshot.scalars = copied.result()
+                encoded = copied.encoded
             memory.seal(
                 shared.rank,
                 shared.life,
@@ -415,6 +422,7 @@ class SnapshotPool:
                 snapshot.scalars,
                 branch=shared.branch,
                 hashed=self._buffers[index].hashed,
+                encoded=encoded,
             )
             iteration = snapshot.iteration
             if kind != "departure" and self.on_sealed is not None:

@@ -132,6 +132,12 @@ class EngineAdapter(Protocol):
             UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
         """
 
+    def renewed(self, shard: Shard) -> Shard | None:
+        """The newest result of `shard()` as it would be now, where its tensors are still the engine's; else None.
+
+        It takes a fraction of the time. The operators' `iteration` stays that of `shard`.
+        """
+
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
 

@@ -165,6 +165,13 @@ class DeepSpeedAdapter:
             operators[name] = OperatorState(name, parameter, moments, iteration)
         return Shard(operators, self._others())
 
+    def renewed(self, shard: Shard) -> Shard | None:
+        """See `EngineAdapter.renewed`."""
+        updated = [master for _, master in masters(self._engine.optimizer)]
+        if not self._views.unchanged(torch_optimizer(self._engine), updated):
+            return None
+        return Shard(shard.operators, self._others() if shard.others else {})
+
     def _pieces(self, updated: list[torch.Tensor]) -> list[tuple[str, MasterSlice]]:
         """What this rank owns of the masters, with the operators' names; looked up where these are not as last time."""
         if len(updated) != len(self._updated) or any(map(operator.is_not, updated, self._updated)):

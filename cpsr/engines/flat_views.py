@@ -1,6 +1,7 @@
 """1-D views of what an optimizer updates and of its state for it, made anew only where a tensor was replaced."""
 
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class FlatViews:
 
     def __init__(self) -> None:
         self._kept: dict[str, _Views] = {}
+        self._sources: _Sources | None = None  # of all that are kept
 
     def of(
         self,
@@ -77,7 +79,55 @@ class FlatViews:
         kept = self._kept.get(name)
         if kept is None or not kept.of(master, owned, state):
             kept = self._kept[name] = _made(name, optimizer, group, master, owned)
+            self._sources = None
         return kept.values, dict(kept.moments)
+
+    def unchanged(self, optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) -> bool:
+        """Whether all views that were asked for are still the engine's tensors; in some hundred nanoseconds for each.
+
+        Args:
+            optimizer: the torch optimizer that updates `masters`.
+            masters: all that it updates.
+        """
+        if self._sources is None:
+            self._sources = _Sources(optimizer, list(self._kept.values()))
+        return self._sources.unchanged(optimizer, masters)
+
+
+class _Sources:
+    """The tensors of all views, in flat lists, which are compared without a call for each operator."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kept: list[_Views]) -> None:
+        distinct = list({id(views.master): views for views in kept}.values())
+        self._masters = [views.master for views in distinct]
+        self._states = [optimizer.state[master] for master in self._masters]
+        self._entries = [len(state) for state in self._states]
+        places = [
+            (state, key, source)
+            for state, views in zip(self._states, distinct, strict=True)
+            for key, source in views.sources.items()
+        ]
+        self._places = [(state, key) for state, key, _ in places]
+        self._moments = [source for _, _, source in places]
+        self._tensors = [tensor for views in distinct for tensor in (views.master, *views.sources.values())]
+        self._addresses = [address for views in distinct for address in views.addresses]
+        self._layouts = [views.layout[1] for views in distinct]
+        # None stands for a tensor that the next step creates.
+        self._complete = all(value is not None for state in self._states for value in state.values())
+
+    def unchanged(self, optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) -> bool:
+        """See `FlatViews.unchanged`."""
+        state = optimizer.state
+        return (
+            self._complete
+            and len(masters) == len(self._masters)
+            and all(map(is_, masters, self._masters))
+            and all(map(is_, [state[master] for master in masters], self._states))
+            and [len(one) for one in self._states] == self._entries
+            and all(map(is_, [one.get(key) for one, key in self._places], self._moments))
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and [master.stride() for master in self._masters] == self._layouts
+        )
 
 
 def _made(

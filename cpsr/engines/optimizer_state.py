@@ -151,9 +151,9 @@ def step_scalars(
     Raises:
         UnsupportedEngineError: something that is neither a number nor a tensor.
     """
-    scalars = []
+    scalars: list[dict[str, Any]] = []
     for master in masters:
-        numbers = {}
+        numbers: dict[str, Any] = {}
         for key, value in optimizer.state[master].items():
             if isinstance(value, torch.Tensor):  # first: this runs at every step of a GPU
                 if value.dim() == 0:
@@ -165,7 +165,8 @@ def step_scalars(
                     f"optimizer {type(optimizer).__name__} keeps {key}: {type(value).__name__}, which is neither a "
                     "number nor a tensor"
                 )
-        scalars.append(numbers)
+        # One object for what is alike, as step counts are: it is then encoded once.
+        scalars.append(scalars[-1] if scalars and numbers == scalars[-1] else numbers)
     return scalars
 
 

@@ -156,6 +156,12 @@ class TorchAdapter:
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, self._others())
 
+    def renewed(self, shard: Shard) -> Shard | None:
+        """See `EngineAdapter.renewed`."""
+        if not self._views.unchanged(self._optimizer, self._masters()):
+            return None
+        return Shard(shard.operators, self._others() if shard.others else {})
+
     def _grouped(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -11,6 +11,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.journal import RankJournal
 from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.state.shard import Shard
 
 __all__ = ["MemorySnapshots"]
 
@@ -43,6 +44,7 @@ class MemorySnapshots:
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
+        self._kept: Shard | None = None
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
         """Whether one is due after this iteration; None: none is wanted."""
@@ -62,7 +64,7 @@ class MemorySnapshots:
         started = time.perf_counter()
         self._last = iteration
         try:
-            snapshot = self._pool.begin(self._adapter.shard(), iteration, scalars(), disk=False)
+            snapshot = self._pool.begin(self._shard(), iteration, scalars(), disk=False)
         except (SaveError, UnsupportedEngineError) as error:
             self.failed(iteration, error)
             return
@@ -70,6 +72,12 @@ class MemorySnapshots:
             self.skipped += 1
         else:
             snapshot.stall_seconds = time.perf_counter() - started
+
+    def _shard(self) -> Shard:
+        """The engine's views; those of the last snapshot where nothing was replaced."""
+        kept = None if self._kept is None else self._adapter.renewed(self._kept)
+        self._kept = self._adapter.shard() if kept is None else kept
+        return self._kept
 
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""

@@ -2,7 +2,7 @@
 
 import base64
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -75,10 +75,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: Devi
         tensors[path] = tensor.to("cpu", copy=True).contiguous()
         return {_TAG: "array" if isinstance(value, numpy.ndarray) else "tensor", "key": path}
     if type(value) in (list, tuple):
-        if _PLAIN.issuperset(map(type, value)):
-            items = list(value)
-        else:
-            items = [_encode(item, f"{path}.{index}", tensors, later) for index, item in enumerate(value)]
+        plain = _PLAIN.issuperset(map(type, value))
+        items = list(value) if plain else _encode_items(value, path, tensors, later)
         return items if type(value) is list else {_TAG: "tuple", "items": items}
     if type(value) in (dict, OrderedDict):
         return _encode_mapping(value, path, tensors, later)
@@ -86,6 +84,26 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: Devi
         f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
         "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
     )
+
+
+def _encode_items(
+    values: Sequence[Any], path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
+) -> list[Any]:
+    """The items of a list; one that repeats, as an optimizer's step counts do, is encoded once."""
+    items: list[Any] = []
+    before = None
+    for index, item in enumerate(values):
+        if item is not before or _holds_more(item):
+            items.append(_encode(item, f"{path}.{index}", tensors, later))
+        else:
+            items.append(items[-1])
+        before = item
+    return items
+
+
+def _holds_more(item: Any) -> bool:
+    """Whether it is not just a mapping of numbers and strings, whose encoding does not depend on its place."""
+    return not (type(item) is dict and _PLAIN.issuperset(map(type, item.values())))
 
 
 def _encode_number(value: DeviceNumber, path: str, later: DeviceValues | None) -> Any:
@@ -102,6 +120,8 @@ def _encode_mapping(
     value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
 ) -> Any:
     if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+        if _PLAIN.issuperset(map(type, value.values())):
+            return dict(value)
         return {key: _encode(item, f"{path}.{key}", tensors, later) for key, item in value.items()}
     pairs = [
         [_encode(key, f"{path}.{index}.key", tensors, later), _encode(item, f"{path}.{index}", tensors, later)]

@@ -75,6 +75,10 @@ class DeviceValues:
         self._tensors.append(tensor.detach())
         return len(self._tensors) - 1
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._tensors)
+
     def send(self) -> None:
         """Enqueue the copies on the current stream; returns at once."""
         if self._device is None:

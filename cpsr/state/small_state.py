@@ -31,6 +31,11 @@ class SmallState:
         self._later.send()
 
     @property
+    def encoded(self) -> tuple[Any, dict[str, torch.Tensor]] | None:
+        """The encoded tree, for reading; None where a device has a part of it."""
+        return None if self._later else (self._data, self._tensors)
+
+    @property
     def here(self) -> bool:
         """Whether it is complete; does not wait."""
         return self._later.here

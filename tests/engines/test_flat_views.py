@@ -31,6 +31,10 @@ class _Trained:
     def taken(self, owned: slice = slice(None)) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return self.views.of(NAME, self.optimizer, self.optimizer.param_groups[0], self.parameter, owned)
 
+    def unchanged(self) -> bool:
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return self.views.unchanged(self.optimizer, masters)
+
 
 def _replace_state(trained: _Trained) -> None:
     trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
@@ -84,7 +88,11 @@ def test_what_a_caller_does_to_its_moments_is_its_own() -> None:
 def test_what_was_replaced_is_seen(change: Callable[[_Trained], None]) -> None:
     trained = _Trained()
     trained.taken()
+    assert trained.unchanged()
+    trained.step()
+    assert trained.unchanged()
     change(trained)
+    assert not trained.unchanged()
     values, moments = trained.taken()
     state = trained.optimizer.state[trained.parameter]
     with torch.no_grad():
@@ -100,8 +108,16 @@ def test_a_buffer_that_the_next_step_creates_is_seen() -> None:
     trained = _Trained(momentum=0.9)
     trained.taken()
     trained.optimizer.state[trained.parameter]["momentum_buffer"] = None  # as old state dicts have it
+    assert not trained.unchanged()
     _, moments = trained.taken()
     assert torch.equal(moments["momentum_buffer"], torch.zeros(6))
+
+
+def test_another_parameter_is_seen() -> None:
+    trained = _Trained()
+    trained.taken()
+    trained.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert not trained.unchanged()
 
 
 def test_another_slice_is_another_view() -> None:

@@ -104,3 +104,17 @@ def test_what_was_a_tensor_is_marked_as_lost() -> None:
     assert back == {"step": 3, "states": (LOST, [LOST]), 0: "kept"}
     assert lacks_tensors(back)
     assert not lacks_tensors(back[0])
+
+
+def test_what_repeats_in_a_list_is_encoded_once_and_comes_back_apart() -> None:
+    step = {"step": 3.0}
+    tree = {"steps": [step, step, {"step": 4.0}], "tensors": [{"a": torch.ones(1)}] * 2, "pairs": [{1: 2}] * 2}
+    data, tensors = encode(tree)
+    assert data["steps"][0] is data["steps"][1]
+    assert len(tensors) == 2
+    back = decode(data, tensors)
+    assert back["steps"] == tree["steps"]
+    assert back["pairs"] == tree["pairs"]
+    back["steps"][0]["step"] = 9.0
+    assert back["steps"][1] == {"step": 3.0}
+    assert back["tensors"][0]["a"] is not back["tensors"][1]["a"]
