@@ -21,7 +21,7 @@ class FailureRate:
     Attributes:
         prior_mtbf_hours: mean time between failures that was expected, positive.
         prior_failures: weight of it, positive: as if so many failures had been seen before.
-        failures: seen during the exposure.
+        failures: seen during the exposure; not whole where some count for this class in part.
         exposure_seconds: how long failures could have been seen; zero while nothing is known.
 
     Raises:
@@ -30,7 +30,7 @@ class FailureRate:
 
     prior_mtbf_hours: float
     prior_failures: float = 1.0
-    failures: int = 0
+    failures: float = 0
     exposure_seconds: float = 0.0
 
     def __post_init__(self) -> None:

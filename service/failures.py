@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from cpsr.errors import TooManyReportsError
-from cpsr.journal import FailureRow, ReportedFailure, report_failure, reported_failures
+from cpsr.journal import FailureRow, FailureScope, ReportedFailure, report_failure, reported_failures
 from cpsr.service.access import MayWrite
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.problems import Problem
@@ -34,6 +34,7 @@ class Failure(BaseModel):
                     "description": "rank 1 was killed (SIGKILL)",
                     "failed_unix_seconds": 1764000000.0,
                     "reported": False,
+                    "scope": "process",
                 }
             ]
         }
@@ -44,6 +45,11 @@ class Failure(BaseModel):
     description: str
     failed_unix_seconds: float
     reported: bool = Field(description="Whether it was reported, or the job detected it.")
+    scope: FailureScope | None = Field(
+        default=None,
+        description="What it left: `process`: the memory of every machine; `machine`: replicas of what was lost with "
+        "one; `everything`: the disk alone. null where it was not recorded, or was reported.",
+    )
 
 
 class FailureReport(BaseModel):
@@ -109,6 +115,7 @@ def _seen(row: FailureRow) -> Failure:
         description=row.description,
         failed_unix_seconds=row.detected_unix_seconds,
         reported=False,
+        scope=row.scope,
     )
 
 

@@ -52,6 +52,8 @@ PLANS_OF_VERSION_2 = (
 )
 END_COSTS_SINCE_VERSION = 6
 RECOVERIES_OF_VERSION_5 = select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")
+FAILURE_SCOPES_SINCE_VERSION = 8
+FAILURES_OF_VERSION_7 = select_sql(FailureRow).replace("scope", "NULL")
 # Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
@@ -351,6 +353,8 @@ class JournalReader:
             return PLANS_OF_VERSION_2
         if row_type is RecoveryRow and self._version() < END_COSTS_SINCE_VERSION:
             return RECOVERIES_OF_VERSION_5
+        if row_type is FailureRow and self._version() < FAILURE_SCOPES_SINCE_VERSION:
+            return FAILURES_OF_VERSION_7
         return select_sql(row_type)
 
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointRow",
     "EventRow",
     "FailureRow",
+    "FailureScope",
     "FitRow",
     "LearningRow",
     "LifeRow",
@@ -40,6 +41,8 @@ __all__ = [
 
 Row = TypeVar("Row")
 SQLValue = int | float | str | None
+# What a failure leaves: the memory of every machine; replicas of what a machine held; the disk alone.
+FailureScope = Literal["process", "machine", "everything"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +97,17 @@ class CheckpointRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FailureRow:
-    """A failure at iteration f with the last checkpoint at c (None: there was none); `life` is the one that failed."""
+    """A failure at iteration f with the last checkpoint at c (None: there was none); `life` is the one that failed.
+
+    `scope` is what it left, by what the restart found in the machines' memory; None if that was not recorded.
+    """
 
     life: int
     iteration: int
     checkpoint_iteration: int | None
     description: str
     detected_unix_seconds: float = dataclasses.field(default_factory=time.time)
+    scope: FailureScope | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

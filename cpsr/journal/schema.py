@@ -45,7 +45,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
@@ -164,6 +164,7 @@ CREATE TABLE learning (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER, first_iteration INTEGER NOT NULL,
     checkpoints INTEGER NOT NULL, updates INTEGER NOT NULL, created_unix_seconds REAL NOT NULL);
 """,
+    8: "ALTER TABLE failures ADD COLUMN scope TEXT CHECK (scope IN ('process', 'machine', 'everything'))",
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.

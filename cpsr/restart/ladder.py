@@ -11,12 +11,13 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_sta
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
+from cpsr.journal import FailureScope
 from cpsr.peers.fetch import fetch
 from cpsr.peers.small import load_together
 from cpsr.ranks.group import Group, this_node
 from cpsr.state.shard import Shard
 
-__all__ = ["Ladder", "summary"]
+__all__ = ["Ladder", "summary", "what_is_left"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,12 @@ class Ladder:
         shard: the engine's views; only names and slices are looked at.
         first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
         config: how states of other machines are fetched.
+
+    Attributes:
+        left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not.
     """
+
+    left: FailureScope = "everything"
 
     def __init__(self, run_id: str, group: Group, shard: Shard, first: tuple[int, int], config: PeersConfig) -> None:
         self._run_id = run_id
@@ -60,7 +66,10 @@ class Ladder:
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         states = self._catalogue(nodes, newest)
-        small = {iteration for part in self._group.gather(_small_iterations(states)) for iteration in part}
+        held = sorted({state.rank for state in memory_states(self._run_id)})
+        found = self._group.gather([_small_iterations(states), held])
+        self.left = what_is_left([ranks for _, ranks in found])
+        small = {iteration for part, _ in found for iteration in part}
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         reported = self._group.gather([vars(entry) for entry in entries])
         wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
@@ -161,6 +170,18 @@ def _ranges(ranks: list[int]) -> str:
 
 def _small_iterations(states: Sequence[MemoryState]) -> list[int]:
     return [state.iteration for state in states if state.kind == "small"]
+
+
+def what_is_left(held: Sequence[Sequence[int]]) -> FailureScope:
+    """What a failure has left of the ranks' states.
+
+    Args:
+        held: for each rank, the ranks whose states lie in its machine's memory.
+    """
+    if all(rank in own for rank, own in enumerate(held)):
+        return "process"
+    anywhere = {rank for own in held for rank in own}
+    return "machine" if anywhere.issuperset(range(len(held))) else "everything"
 
 
 def _whole(shard: Shard) -> bool:

@@ -35,6 +35,7 @@ def report_recovery(journal: RankJournal, restored: Restored, cause: str | None,
                 iteration=restored.failure_iteration,
                 checkpoint_iteration=restored.checkpoint_iteration,
                 description=cause or "the last life left in order, without having saved its last state",
+                scope=restored.left,
             )
         )
     row = _recovery_row(journal.life, restored, mode, watching)

@@ -107,7 +107,7 @@ class Restorer:
                 "'exact' does not take. Nothing was changed: start again, which looks for an older checkpoint; or with "
                 "mode 'auto'"
             )
-        return restored
+        return replace(restored, left=self._ladder.left)
 
     def _choose(
         self, mode: Mode, checkpoint: Snapshot | None, weights: WeightsAlone | None, started: float

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpsr.checkpoint.tiers import Source
-from cpsr.journal import Beginning
+from cpsr.journal import Beginning, FailureScope
 from cpsr.predictor.protocol import Forecast
 from cpsr.state.scalars import DataPosition, Scalars
 
@@ -63,6 +63,7 @@ class Restored:
         recomputes: why nothing near the failure is continued from, where the mode allows it.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the state near the failure, where there was one.
+        left: what the failure has left in the machines' memory; None where nobody looked.
         cumulative_learning_rate: the predictor's time at the restored iteration.
         load_seconds, predict_seconds, inject_seconds: wall time of the parts.
     """
@@ -80,6 +81,7 @@ class Restored:
     recomputes: Recomputes | None = None
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
+    left: FailureScope | None = None
     cumulative_learning_rate: float = 0.0
     load_seconds: float = 0.0
     predict_seconds: float = 0.0

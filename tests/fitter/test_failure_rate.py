@@ -67,7 +67,7 @@ def test_the_mean_is_inside_the_interval_and_json(mtbf: float, weight: float, fa
 )
 def test_numbers_out_of_range_are_named(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be"):
-        FailureRate(**arguments)  # type: ignore[arg-type]
+        FailureRate(**arguments)
 
 
 def test_a_confidence_out_of_range_is_refused() -> None:

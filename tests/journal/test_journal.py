@@ -274,6 +274,10 @@ def older_file(path: Path, version: int) -> None:
         f"requested_mode, feasible, {expected}, settings, reason, guard, outcome, created_unix_seconds) "
         "VALUES ('a', 0, 42, 40, 42, 'line', 'auto', '[]', 3.5, '{}', '', '{}', 'kept', 1.0)"
     )
+    connection.execute(
+        "INSERT INTO failures (life, iteration, checkpoint_iteration, description, detected_unix_seconds) "
+        "VALUES (0, 42, 40, 'killed', 1.0)"
+    )
     connection.close()
 
 
@@ -290,14 +294,17 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert reader.plans() == [kept]
         assert reader.latest_plan() == kept
         assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
+        assert ([one.scope for one in reader.failures()], reader.count(FailureRow)) == ([None], 1)
     journal = Journal.open(path)
     assert journal.start_life("auto") == 1
     journal.record(rehearsal(life=1))
     newer = PlanRow(life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict")
     journal.record(newer)
+    journal.record(FailureRow(life=1, iteration=60, checkpoint_iteration=60, description="", scope="machine"))
     assert journal.flush(FLUSH_SECONDS)
     journal.close()
     with JournalReader(path) as reader:
+        assert [one.scope for one in reader.failures()] == [None, "machine"]
         assert reader.rehearsals() == [rehearsal(life=1)]
         assert reader.plans() == [kept, newer]
         assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]

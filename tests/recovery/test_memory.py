@@ -50,6 +50,12 @@ def sources(job: Job) -> list[tuple[str, int]]:
         return [(source.source, source.iteration) for source in reader.recoveries()[-1].sources]
 
 
+def scopes(job: Job) -> list[str | None]:
+    """What each failure has left."""
+    with JournalReader(job.run_dir / "journal.db") as reader:
+        return [failure.scope for failure in reader.failures()]
+
+
 def sources_of(run_dir: Path) -> list[str]:
     with JournalReader(run_dir / "journal.db") as reader:
         return [source.source for source in reader.recoveries()[-1].sources]
@@ -63,7 +69,7 @@ def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
     assert KILLED in killed.statuses
     back = job.launch(settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]
-    assert sources(job) == [("memory", 12)] * 2
+    assert (sources(job), scopes(job)) == ([("memory", 12)] * 2, ["process"])
     for rank in range(2):
         mine, reference = back.result(rank), uninterrupted().result(rank)
         assert mine["started"]["iteration"] == 12

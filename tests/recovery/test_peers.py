@@ -8,7 +8,7 @@ import pytest
 from cpsr.checkpoint.memory_states import memory_states
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
-from tests.recovery.test_memory import IN_MEMORY, KILLED, run_id, sources
+from tests.recovery.test_memory import IN_MEMORY, KILLED, run_id, scopes, sources
 
 
 # Without ZeRO both ranks own the same, and only the rest of a rank's state travels.
@@ -26,7 +26,7 @@ def test_the_state_of_a_lost_machine_comes_back_from_another(
     shutil.rmtree(tmp_path / "memory" / "b")
     back = job.launch(settings=IN_MEMORY, nodes=["a", "c"], zero=zero)
     assert back.statuses == [0, 0], back.output[0][-3000:]
-    assert sources(job) == [("memory", 12)] * 2
+    assert (sources(job), scopes(job)) == ([("memory", 12)] * 2, ["machine"])
     for rank in range(2):
         mine, reference = back.result(rank), uninterrupted(zero=zero).result(rank)
         assert mine["started"]["iteration"] == 12

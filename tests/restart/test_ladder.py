@@ -10,7 +10,7 @@ from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import PeersConfig
 from cpsr.ranks.group import Group
-from cpsr.restart.ladder import Ladder
+from cpsr.restart.ladder import Ladder, what_is_left
 from tests.checkpoint.conftest import make_shard
 
 
@@ -44,3 +44,27 @@ def test_a_state_of_the_branch_that_the_run_is_on_counts(run_id: str) -> None:
     hold(run_id, 650, life=3, branch=1)
     ladder = Ladder(run_id, Group(), make_shard(0), (3, 1), PeersConfig())
     assert [source.iteration for source in ladder.decide(600, 700, make_shard(0)).exact] == [650]
+
+
+@pytest.mark.parametrize(
+    ("held", "left"),
+    [
+        ([[0, 1], [0, 1]], "process"),  # two ranks of one machine
+        ([[0], [1, 0]], "process"),
+        ([[0, 1], []], "machine"),  # rank 1's machine is gone, and its replica is in the other
+        ([[1], [0]], "machine"),
+        ([[0], []], "everything"),
+        ([[], []], "everything"),
+    ],
+)
+def test_what_a_failure_has_left(held: list[list[int]], left: str) -> None:
+    assert what_is_left(held) == left
+
+
+def test_a_state_that_is_older_than_the_checkpoint_shows_that_the_memory_is_there(run_id: str) -> None:
+    ladder = Ladder(run_id, Group(), make_shard(0), (0, 0), PeersConfig())
+    ladder.decide(None, None, None)
+    found = [ladder.left]
+    hold(run_id, 500, life=3, branch=1)
+    assert [source.tier for source in ladder.decide(600, 700, make_shard(0)).exact] == ["disk"]
+    assert [*found, ladder.left] == ["everything", "process"]

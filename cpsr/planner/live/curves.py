@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import numpy
 
 from cpsr.config import CPSRConfig
+from cpsr.fitter.failure_classes import FailureClasses
 from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
@@ -34,7 +36,7 @@ class Curves:
 
     Attributes:
         iteration: at the fit.
-        failures: how often the job fails.
+        failures: how often the job fails, in each class.
         costs: what the run's own rehearsals and recoveries tell about the end cost, for `lost_share` of the state.
         lost_share: mean share of the state that the run's failures have lost; 1 before any.
         predict_seconds: median of the predictions and injections so far; 0 without any.
@@ -45,7 +47,7 @@ class Curves:
     """
 
     iteration: int
-    failures: FailureRate
+    failures: FailureClasses
     costs: tuple[CostObservation, ...] = ()
     lost_share: float = 1.0
     predict_seconds: float = 0.0
@@ -106,7 +108,8 @@ def fit_curves(
 
 def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
     """The curves before the journal is read."""
-    return Curves(iteration, FailureRate(config.planner.mtbf_hours, config.planner.mtbf_prior_failures))
+    planner = config.planner
+    return Curves(iteration, FailureClasses(FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures), {}))
 
 
 def _drawn(fit: LossFit) -> dict[str, list[float]]:
@@ -117,15 +120,16 @@ def _drawn(fit: LossFit) -> dict[str, list[float]]:
     return {name: values.tolist() for name, values in drawn.items()}
 
 
-def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureRate:
+def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureClasses:
     planner = config.planner
     lives = reader.lives()
     # A life without an end was killed. `clean` and `sigterm` are no failures, even if some training was repeated.
     ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
     began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
     unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
-    failures = len(ended) + unseen
-    return FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, failures, reader.trained_seconds())
+    total = FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, len(ended) + unseen, reader.trained_seconds())
+    scopes = {failure.life: failure.scope for failure in reader.failures()}
+    return FailureClasses(total, Counter(scope for life in ended if (scope := scopes.get(life.life)) is not None))
 
 
 def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:

@@ -34,7 +34,9 @@ class Situation:
 def unmeasured_inputs(config: CPSRConfig) -> PlannerInputs:
     """Inputs before any measurement: costs of zero, so that the bounds decide."""
     failures = prior_curves(0, config).failures
-    return PlannerInputs(0.0, 0.0, 0.0, failures.mean_per_second, origins={"failures_per_second": Origin("configured")})
+    return PlannerInputs(
+        0.0, 0.0, 0.0, failures.total.mean_per_second, origins={"failures_per_second": Origin("configured")}
+    )
 
 
 def planner_inputs(
@@ -60,13 +62,13 @@ def planner_inputs(
     iteration = situation.schedule.iteration
     saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
     fitted = max(0, iteration - curves.iteration)
-    failures = curves.failures
+    failures = curves.failures.total
     origins = {
         "iteration_seconds": Origin.of_samples(situation.timed_iterations, 0),
         "stall_seconds": saves,
         "persist_seconds": saves,
         # Time without a failure lowers the rate; it only shows that the rate is not higher.
-        "failures_per_second": Origin.of_samples(failures.failures, fitted)
+        "failures_per_second": Origin.of_samples(round(failures.failures), fitted)
         if failures.exposure_seconds
         else Origin("configured"),
         "recovery": Origin.of_samples(len(curves.costs), fitted),

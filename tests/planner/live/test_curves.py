@@ -6,7 +6,8 @@ import numpy
 import pytest
 
 from cpsr.config import CPSRConfig
-from cpsr.journal import Journal, JournalReader, RecoveryRow, ReportedFailure, StepRow
+from cpsr.fitter.failure_classes import FailureClasses
+from cpsr.journal import FailureRow, Journal, JournalReader, RecoveryRow, ReportedFailure, StepRow
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
 
 CONFIG = CPSRConfig.load({"run_dir": "run", "planner": {"mtbf_hours": 2.0}})
@@ -75,8 +76,8 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert found.predictor is not None
     assert found.predictor.tau1_per_checkpoint == pytest.approx(-numpy.log(0.9), rel=1e-3)
     assert found.predictor.at(0) == pytest.approx(1e-6, rel=1e-3)
-    assert (found.failures.failures, found.failures.exposure_seconds) == (0, 200.0)
-    assert found.failures.prior_mtbf_hours == 2.0
+    assert (found.failures.total.failures, found.failures.total.exposure_seconds) == (0, 200.0)
+    assert found.failures.total.prior_mtbf_hours == 2.0
     assert (found.predict_seconds, found.predictions) == (0.75, 1)
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate", "loss", "predictor"]
     assert found.missing == ()
@@ -103,7 +104,7 @@ def test_losses_of_a_branch_that_was_given_up_do_not_count(journal: Journal) -> 
 
 def test_before_anything_is_known_the_configuration_speaks() -> None:
     prior = prior_curves(0, CONFIG)
-    assert prior.failures.mtbf_hours == pytest.approx(2.0)
+    assert prior.failures.total.mtbf_hours == pytest.approx(2.0)
     assert (prior.loss, prior.predictor, prior.costs) == (None, None, ())
 
 
@@ -133,7 +134,7 @@ def test_lives_that_were_killed_or_ended_by_an_error_are_failures(
     tmp_path: Path, endings: list[str], failures: int
 ) -> None:
     with JournalReader(lives_of(tmp_path, endings)) as reader:
-        assert fit_curves(reader, [], 1, 100, CONFIG).failures.failures == failures
+        assert fit_curves(reader, [], 1, 100, CONFIG).failures.total.failures == failures
 
 
 def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None:
@@ -145,4 +146,22 @@ def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None
             ReportedFailure(description="another", failed_unix_seconds=second + 3600.0),
             ReportedFailure(description="the same again", failed_unix_seconds=second + 3601.0),
         ]
-        assert fit_curves(reader, [], 1, 100, CONFIG, reports).failures.failures == 2
+        assert fit_curves(reader, [], 1, 100, CONFIG, reports).failures.total.failures == 2
+
+
+def test_failures_are_counted_by_what_they_left(tmp_path: Path) -> None:
+    path = lives_of(tmp_path, ["killed", "sigterm", "error", "killed", "killed"])
+    journal = Journal.open(path)
+    # What life 1 left is no failure, and of life 3 nothing is known.
+    for life, scope in ((0, "process"), (1, "machine"), (2, "machine"), (3, None)):
+        journal.record(FailureRow(life=life, iteration=9, checkpoint_iteration=5, description="", scope=scope))  # type: ignore[arg-type]
+    journal.close()
+    with JournalReader(path) as reader:
+        found = fit_curves(reader, [], 1, 100, CONFIG).failures
+    assert (found.total.failures, dict(found.seen)) == (3, {"process": 1, "machine": 1})
+    assert dict(seen_by_scope(found)) == {"process": 1, "machine": 1, "everything": 0}
+
+
+def seen_by_scope(found: FailureClasses) -> Iterator[tuple[str, int]]:
+    for scope, rate in found.to_dict()["classes"].items():
+        yield scope, rate["seen"]
