@@ -35,6 +35,7 @@ class Baseline(Protocol):
 class _Recomputing:
     def cost(self, inputs: PlannerInputs, interval_iterations: int) -> float:
         """Stalls, and half an interval and the age of a durable checkpoint per failure."""
+        inputs = replace(inputs, memory=None)  # the rules know one tier
         return float(cost_per_second(inputs, numpy.array([float(interval_iterations)]), "recompute")[0])
 
 
@@ -182,7 +183,8 @@ class Gemini(_Recomputing):
         return super().cost(self._own(inputs), interval_iterations)
 
     def _own(self, inputs: PlannerInputs) -> PlannerInputs:
-        return inputs if self.replicate_seconds is None else replace(inputs, persist_seconds=self.replicate_seconds)
+        persist = inputs.persist_seconds if self.replicate_seconds is None else self.replicate_seconds
+        return replace(inputs, persist_seconds=persist, memory=None)
 
 
 def baselines(

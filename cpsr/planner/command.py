@@ -11,6 +11,7 @@ from rich.table import Table
 from cpsr.errors import ConfigError
 from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
 from cpsr.planner.spec import PlanSpec, read_plan_spec
+from cpsr.planner.units import SECONDS_PER_HOUR
 from cpsr.tables import print_table
 
 __all__ = ["run_plan"]
@@ -43,8 +44,11 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
         return
     console = Console()
     print_table(console, _plans_table(plans))
+    print_table(console, _classes_table(plans[0]))
     print_table(console, _rules_table(plans[0]))
-    console.print("A failure costs, on average over its distance from the checkpoint, one of:")
+    console.print(
+        "A failure that goes back to the disk costs, on average over its distance from the checkpoint, one of:"
+    )
     for option in plans[0].explanation["modes"].values():
         if isinstance(option, Mapping):
             console.print(f"- {option['failure']} (a checkpoint every {option['interval_iterations']} iterations)")
@@ -60,6 +64,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
     return {
         "policy": plan.origin,
         "interval_iterations": plan.interval_iterations,
+        "memory_interval_iterations": plan.memory_interval_iterations,
         "mode": plan.mode,
         "rank_interval_iterations": list(plan.rank_interval_iterations),
         "explanation": plan.explanation,
@@ -69,14 +74,24 @@ def _plain(plan: Plan) -> dict[str, Any]:
 def _plans_table(plans: Sequence[Plan]) -> Table:
     inputs = plans[0].explanation["inputs"]
     title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (without restarts)"
-    table = Table("policy", "interval", "mode", "bound", "stall %", "recover %", "total %", title=title)
+    table = Table("policy", "interval", "in memory", "mode", "bound", "stall %", "recover %", "total %", title=title)
     for plan in plans:
         expected: Mapping[str, Any] = plan.explanation["expected"]
         shares = [expected[f"{part}_per_second"] for part in ("stall", "recovery", "cost")]
         interval = str(plan.interval_iterations)
         if len(set(plan.rank_interval_iterations)) > 1:
             interval += f" (to {max(plan.rank_interval_iterations)})"
-        table.add_row(plan.origin, interval, plan.mode, plan.explanation["bound"], *map(_percent, shares))
+        memory = "-" if plan.memory_interval_iterations is None else str(plan.memory_interval_iterations)
+        table.add_row(plan.origin, interval, memory, plan.mode, plan.explanation["bound"], *map(_percent, shares))
+    return table
+
+
+def _classes_table(plan: Plan) -> Table:
+    table = Table("failures", "share %", "every h", "go back to", "iterations lost", title="By what failures leave")
+    for scope, one in plan.explanation["classes"].items():
+        rate = one["failures_per_second"]
+        hours = 1 / rate / SECONDS_PER_HOUR if isinstance(rate, float) and rate > 0 else "-"
+        table.add_row(scope, _percent(one["share"]), _figure(hours), one["back_to"], _figure(one["loss_iterations"]))
     return table
 
 

@@ -14,6 +14,7 @@ from cpsr.planner.objective import Costs
 from cpsr.planner.price import exact_price, predicted_price
 from cpsr.planner.ranks import Optimum
 from cpsr.planner.recovery_curve import EndCostCurve
+from cpsr.planner.tiers import explain_classes, explain_memory, recovery_per_second, stall_per_second
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 
 __all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
@@ -76,6 +77,8 @@ def explain(
         "inputs": _inputs(job),
         "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
         "expected": _expected(job, chosen),
+        "memory": explain_memory(job, chosen),
+        "classes": explain_classes(job, chosen),
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "forms": _forms(job, forms),
         "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
@@ -105,6 +108,10 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     figures: dict[str, Any] = {name: plain(getattr(job, name)) for name in INPUT_FIELDS}
     figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
     figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
+    if job.memory is not None:
+        figures["memory_stall_seconds"] = plain(job.memory.stall_seconds)
+        if job.memory.replica_seconds is not None:
+            figures["replica_seconds"] = plain(job.memory.replica_seconds)
     figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
     if isinstance(job.recovery, EndCostCurve):
         figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
@@ -155,13 +162,14 @@ def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
     """The expected costs of the plan, in seconds per second of wall time and per failure."""
     interval = numpy.array([[float(chosen.interval_iterations)]])
     costs = Costs([job])
-    failure_seconds = float(costs.recovery_seconds(interval, chosen.mode)[0, 0])
+    recovery = recovery_per_second(job, chosen)
+    rate = job.failures_per_second
     return {
         "cost_per_second": plain(chosen.cost_per_second),
-        "stall_per_second": plain(float(costs.stall_per_second(interval, chosen.mode)[0, 0])),
-        "recovery_per_second": plain(job.failures_per_second * failure_seconds),
-        "restart_per_second": plain(job.failures_per_second * job.restart_seconds),
-        "recovery_seconds_per_failure": plain(failure_seconds),
+        "stall_per_second": plain(stall_per_second(job, chosen)),
+        "recovery_per_second": plain(recovery),
+        "restart_per_second": plain(rate * job.restart_seconds),
+        "recovery_seconds_per_failure": plain(recovery / rate if rate > 0 else math.nan),
         "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0, 0])),
         "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0, 0])),
         "failure": _failure(job, chosen),

@@ -7,7 +7,9 @@ from typing import Literal, Protocol
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["Array", "Origin", "PhaseInputs", "PlannerInputs", "RecoveryCost"]
+from cpsr.journal import FailureScope
+
+__all__ = ["Array", "FailureClass", "MemoryTier", "Origin", "PhaseInputs", "PlannerInputs", "RecoveryCost"]
 
 Array = NDArray[numpy.float64]
 
@@ -77,6 +79,36 @@ class PhaseInputs:
 
 
 @dataclass(frozen=True)
+class FailureClass:
+    """The failures that leave the same.
+
+    Attributes:
+        share: of all failures of the job, expected.
+        prior_share: before any was seen.
+        seen: failures of the run that are known to be of this class.
+    """
+
+    share: float
+    prior_share: float
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryTier:
+    """Snapshots in host memory between the checkpoints on the disk, each of which is one as well.
+
+    Attributes:
+        stall_seconds: s_m, extra time of the training thread per snapshot.
+        interval_iterations: set by the user; None: planned.
+        replica_seconds: from a snapshot to its replicas on other machines; None if there are none.
+    """
+
+    stall_seconds: float
+    interval_iterations: int | None = None
+    replica_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class PlannerInputs:
     """The known costs of one rank, or of the job, when a plan is made.
 
@@ -93,6 +125,8 @@ class PlannerInputs:
         watch_iterations: no checkpoint is begun in so many iterations after a predicted restart.
         lead_after_iterations: a recovery that gets ahead of the run without failure does so only after so many
             iterations of training; an earlier failure loses the lead.
+        classes: of the failures, whose shares add up to 1; empty: all are of class `everything`.
+        memory: snapshots in host memory; None: there are none, and every failure goes back to the disk.
     """
 
     iteration_seconds: float
@@ -106,3 +140,19 @@ class PlannerInputs:
     origins: Mapping[str, Origin] = field(default_factory=dict)
     watch_iterations: int = 0
     lead_after_iterations: int = 0
+    classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
+    memory: MemoryTier | None = None
+
+    def share(self, scope: FailureScope) -> float:
+        """Share of the failures that are of a class."""
+        if not self.classes:
+            return 1.0 if scope == "everything" else 0.0
+        return self.classes[scope].share if scope in self.classes else 0.0
+
+    @property
+    def disk_share(self) -> float:
+        """Share of the failures that leave nothing but the disk."""
+        if self.memory is None:
+            return 1.0
+        machine = self.share("machine") if self.memory.replica_seconds is None else 0.0
+        return self.share("everything") + machine

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from cpsr.planner.bounds import Mode
 from cpsr.planner.horizons import Horizons
 from cpsr.planner.inputs import Array, PlannerInputs, RecoveryCost
+from cpsr.planner.snapshots import Snapshots
 
 __all__ = ["Costs", "cheapest", "cost_per_second"]
 
@@ -33,6 +34,12 @@ class Costs:
     next failure comes earlier, but after a durable checkpoint of that life, training continues without the lead: that
     recovery then costs only what is above zero. Without a durable checkpoint, the next recovery replaces it.
 
+    With snapshots in host memory only some failures go back to the disk. The others begin a life as well, with the
+    state that the training had, so that distances add up over such lives. Of the lead, which is small where failures
+    are rare, they count as if they had not happened. The costs of the snapshots, and of the failures that go back to
+    them, are added (`Snapshots`). Each part is exact alone; that the stalls of one lengthen the periods of the other is
+    left out.
+
     Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
 
     Args:
@@ -46,24 +53,25 @@ class Costs:
         self._predict_seconds = _column(rank.predict_seconds for rank in ranks)
         self._watch_iterations = _column(rank.watch_iterations for rank in ranks)
         self._lead_after_iterations = _column(rank.lead_after_iterations for rank in ranks)
+        self._disk_share = _column(rank.disk_share for rank in ranks)
+        self._snapshots = Snapshots(ranks) if any(rank.memory is not None for rank in ranks) else None
         persist = _column(rank.persist_seconds for rank in ranks)
         # An unknown or infinite time is left to the bounds.
         self._persist_seconds = numpy.where(numpy.isfinite(persist), persist, 0.0)
         self._curves = _by_curve(ranks)
 
     def stall_per_second(self, intervals: Array, mode: Mode) -> Array:
-        """Share of the wall time in checkpoint stalls: `T_s / (T_c + T_s)` if failures are rare.
+        """Share of the wall time in stalls of checkpoints on the disk: `T_s / (T_c + T_s)` if failures are rare.
 
         Args:
             intervals: in iterations.
             mode: how failures are recovered from.
         """
         with numpy.errstate(all="ignore"):
-            life = self._life(intervals, mode)
-            return numpy.asarray(numpy.exp(-life.failures_per_second * self._seconds_before(mode)) * life.stall)
+            return self._life(intervals, mode).stall
 
     def recovery_seconds(self, intervals: Array, mode: Mode) -> Array:
-        """Mean cost of a failure in seconds.
+        """Mean cost in seconds of a failure that goes back to the disk.
 
         With recomputing, all training since the newest durable checkpoint. With prediction, the step under way, the
         time to predict, which a further failure repeats, and the end cost. Failures in a row without a durable
@@ -85,14 +93,14 @@ class Costs:
                 return numpy.asarray(life.redone_seconds)
             horizons = self._horizons(life, mode)
             mean = self._end_cost_iterations(horizons, intervals)
-            costs = 0.5 + life.renewed * mean + self._lost_lead(life, horizons, mean, intervals)
+            costs = 0.5 + life.renewed * mean + self._lost_lead(horizons, mean, intervals)
             lost = life.failures_per_second * costs * self._iteration_seconds
-            before = -life.failures_per_second * self._seconds_before(mode)
+            before = -life.failures_per_second * self._predict_seconds
             share = -numpy.expm1(before) + numpy.exp(before) * lost
             return numpy.asarray(share / life.failures_per_second)
 
     def per_second(self, intervals: Array, mode: Mode) -> Array:
-        """Seconds lost per second of wall time, `J = stalls + lambda * mean T_p`.
+        """Seconds lost per second of wall time, `J = stalls + lambda * mean T_p`, over all classes of failures.
 
         Args:
             intervals: in iterations.
@@ -102,8 +110,15 @@ class Costs:
             Seconds per second; not finite if an input is not.
         """
         with numpy.errstate(all="ignore"):
-            recoveries = self._failures_per_second * self.recovery_seconds(intervals, mode)
-            return numpy.asarray(self.stall_per_second(intervals, mode) + recoveries)
+            recoveries = self._failures_per_second * self._disk_share * self.recovery_seconds(intervals, mode)
+            disk = self.stall_per_second(intervals, mode) + recoveries
+            return numpy.asarray(disk if self._snapshots is None else disk + self._snapshots.per_second(intervals))
+
+    def memory_intervals(self, intervals: Array) -> Array:
+        """Iterations between snapshots in host memory beside checkpoints of these intervals; NaN without any."""
+        if self._snapshots is None:
+            return numpy.full_like(intervals, numpy.nan)
+        return self._snapshots.best(intervals)
 
     def horizon_iterations(self, intervals: Array, mode: Mode) -> Array:
         """Mean distance of a failure from the checkpoint that recovery uses, in whole iterations.
@@ -128,47 +143,54 @@ class Costs:
         if mode == "recompute":
             return numpy.zeros_like(intervals)
         with numpy.errstate(all="ignore"):
-            life = self._life(intervals, mode)
-            horizons = self._horizons(life, mode)
-            return self._lost_lead(life, horizons, self._end_cost_iterations(horizons, intervals), intervals)
+            horizons = self._horizons(self._life(intervals, mode), mode)
+            return self._lost_lead(horizons, self._end_cost_iterations(horizons, intervals), intervals)
 
     def _horizons(self, life: "_Life", mode: Mode) -> Array:
         """Mean distances, without the unfinished last step of each life."""
-        whole = life.redone_seconds / self._iteration_seconds - 0.5
-        return numpy.asarray(whole / life.renewed if mode == "predict" else whole)
-
-    def _seconds_before(self, mode: Mode) -> Array:
-        """Time of a recovery before its life begins."""
-        return self._predict_seconds if mode == "predict" else numpy.zeros_like(self._predict_seconds)
+        whole = life.trained_seconds / self._iteration_seconds - 0.5
+        return numpy.asarray(whole / (life.durable if mode == "predict" else life.ended))
 
     def _life(self, intervals: Array, mode: Mode) -> "_Life":
+        rate = self._rate(intervals)
+        other = self._part(intervals, intervals, rate)
+        if mode == "recompute":
+            return _joined(rate, self._disk_share, other, other, numpy.ones_like(rate))
+        own = self._part(intervals, self._first_iterations(intervals), rate)
+        return _joined(rate, self._disk_share, own, other, numpy.exp(-rate * self._predict_seconds))
+
+    def _rate(self, intervals: Array) -> Array:
+        period = intervals * self._iteration_seconds + self._stall_seconds
+        return numpy.maximum(self._failures_per_second, RARE_PER_PERIOD / period)
+
+    def _part(self, intervals: Array, first_iterations: Array, rate: Array) -> "_Part":
+        """Means of the lives whose first checkpoint begins so many iterations after the restart."""
         trained = intervals * self._iteration_seconds
         period = trained + self._stall_seconds
-        rate = numpy.maximum(self._failures_per_second, RARE_PER_PERIOD / period)
-        first = self._first_iterations(intervals, mode) * self._iteration_seconds
+        first = first_iterations * self._iteration_seconds
         # Shares of the 1 / rate seconds of a life: in stalls, and in training that a durable checkpoint preserves.
         stall = -numpy.expm1(-rate * self._stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
-        renewed = numpy.exp(-rate * (first + self._stall_seconds + self._persist_seconds))
-        kept = renewed * rate * (first + trained / numpy.expm1(rate * period))
-        return _Life(rate, stall, (1 - stall - kept) / rate, renewed)
+        durable = numpy.exp(-rate * (first + self._stall_seconds + self._persist_seconds))
+        kept = durable * rate * (first + trained / numpy.expm1(rate * period))
+        return _Part(stall, (1 - stall - kept) / rate, durable)
 
-    def _first_iterations(self, intervals: Array, mode: Mode) -> Array:
-        """From a restart to the first checkpoint."""
-        return numpy.maximum(intervals, self._watch_iterations) if mode == "predict" else intervals
+    def _first_iterations(self, intervals: Array) -> Array:
+        """From a predicted restart to the first checkpoint."""
+        return numpy.maximum(intervals, self._watch_iterations)
 
-    def _lost_lead(self, life: "_Life", horizons: Array, costs: Array, intervals: Array) -> Array:
+    def _lost_lead(self, horizons: Array, costs: Array, intervals: Array) -> Array:
         """Mean lead of a life's recovery that is lost because its failure comes too early, in iterations.
 
         The duration of a life does not depend on the distance of the previous failure from its checkpoint. So the lost
         lead is the mean over these distances, times its probability. It uses the line through two end costs.
 
         Args:
-            life: of the intervals.
             horizons: mean distance of a failure from its checkpoint.
             costs: there.
             intervals: in iterations.
         """
-        lost = self._too_early(life, intervals)
+        rate = self._rate(intervals) * self._disk_share
+        lost = self._too_early(rate, intervals)
         some = lost > 0
         if not some.any():
             return numpy.zeros_like(lost)
@@ -179,24 +201,24 @@ class Costs:
 
         iteration_seconds = self._iteration_seconds
         distances = Horizons(
-            where(life.failures_per_second * iteration_seconds),
+            where(rate * iteration_seconds),
             where(intervals),
-            where(self._first_iterations(intervals, "predict")),
+            where(self._first_iterations(intervals)),
             where(self._stall_seconds / iteration_seconds),
             where(self._persist_seconds / iteration_seconds),
         )
         lost[some] *= _mean_lead(distances, where(horizons), where(costs), where(slopes))
         return lost
 
-    def _too_early(self, life: "_Life", intervals: Array) -> Array:
+    def _too_early(self, rate: Array, intervals: Array) -> Array:
         """Probability that a life has a durable checkpoint of its own, and ends before the lead is reached."""
-        first = self._first_iterations(intervals, "predict")
+        first = self._first_iterations(intervals)
         after = self._lead_after_iterations
         stalls = numpy.maximum(numpy.ceil((after - first) / intervals), 0.0)
         had = after * self._iteration_seconds + stalls * self._stall_seconds
         durable = first * self._iteration_seconds + self._stall_seconds + self._persist_seconds
         between = numpy.maximum(had - durable, 0.0)
-        return numpy.asarray(life.renewed * -numpy.expm1(-life.failures_per_second * between))
+        return numpy.asarray(numpy.exp(-rate * durable) * -numpy.expm1(-rate * between))
 
     def _end_cost_iterations(self, horizons: Array, intervals: Array) -> Array:
         intervals, costs = numpy.broadcast_to(intervals, horizons.shape), numpy.empty(horizons.shape)
@@ -208,20 +230,64 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Means of the lives that begin alike.
+
+    Attributes:
+        stall: share of them.
+        trained_seconds: since the checkpoint of their own, or the restart, until they end.
+        durable: probability that a checkpoint of their own is durable.
+    """
+
+    stall: Array
+    trained_seconds: Array
+    durable: Array
+
+
+@dataclass(frozen=True)
 class _Life:
-    """Means of one life.
+    """Means over all lives, and of the failures that go back to the disk.
 
     Attributes:
         failures_per_second: at least RARE_PER_PERIOD.
-        stall: share of it.
-        redone_seconds: of training since the checkpoint, or the restart, that recovery uses.
-        renewed: probability that a checkpoint of its own is durable.
+        stall: share of the wall time.
+        trained_seconds: as in `_Part`.
+        durable: as in `_Part`.
+        ended: probability that a checkpoint of its own is durable, or that it ends by such a failure.
+        renewed: share of such failures with no other one since the same checkpoint.
     """
 
     failures_per_second: Array
     stall: Array
-    redone_seconds: Array
+    trained_seconds: Array
+    durable: Array
+    ended: Array
     renewed: Array
+
+    @property
+    def redone_seconds(self) -> Array:
+        """Of training since the checkpoint that such a failure goes back to, over the lives since then."""
+        return numpy.asarray(self.trained_seconds / self.ended)
+
+
+def _joined(rate: Array, disk_share: Array, own: _Part, other: _Part, begun: Array) -> _Life:
+    """All lives, by the failures before them.
+
+    Args:
+        rate: of all failures.
+        disk_share: share of the failures that go back to the disk.
+        own: lives after such a failure.
+        other: lives after another one.
+        begun: probability that a life after such a failure gets to train at all.
+    """
+    rest = 1 - disk_share
+    stall = disk_share * begun * own.stall + rest * other.stall
+    trained = disk_share * own.trained_seconds + rest * other.trained_seconds
+    durable = disk_share * own.durable + rest * other.durable
+    # After a life that ends otherwise, the next one decides.
+    later = other.durable / (1 - (1 - other.durable) * rest)
+    renewed = own.durable + (1 - own.durable) * rest * later
+    return _Life(rate, stall, trained, durable, 1 - (1 - durable) * rest, renewed)
 
 
 def _mean_lead(distances: Horizons, horizons: Array, costs: Array, slopes: Array) -> Array:

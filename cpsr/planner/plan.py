@@ -15,7 +15,7 @@ from cpsr.planner.explanation import explain, explain_ranks
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.pcip import Exact, Theorem, Untruncated
-from cpsr.planner.ranks import Optimum, cheaper, job_of, multiples, optima
+from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, multiples, optima
 
 __all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names"]
 
@@ -36,7 +36,7 @@ class Plan:
         explanation: inputs, rule, bounds, costs and the choices of the baselines.
         mode: how a failure is expected to be recovered; None if the plan did not choose.
         rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
-        memory_interval_iterations: between snapshots to host memory; None: there are none between checkpoints.
+        memory_interval_iterations: between snapshots in host memory, from 1 to the interval; None: there are none.
     """
 
     interval_iterations: int
@@ -69,8 +69,12 @@ class Plan:
         return self.rank_interval_iterations[rank] // self.interval_iterations
 
 
-def fixed_plan(interval_iterations: int) -> Plan:
+def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None = None) -> Plan:
     """The interval that the user set; no bound and no measurement changes it.
+
+    Args:
+        interval_iterations: of the checkpoints.
+        memory_interval_iterations: between snapshots in host memory, as long as it is not planned.
 
     Raises:
         ValueError: it is less than 1.
@@ -86,6 +90,7 @@ def fixed_plan(interval_iterations: int) -> Plan:
             "bound": "none",
             "notes": [],
         },
+        memory_interval_iterations=memory_interval_iterations,
     )
 
 
@@ -151,7 +156,7 @@ def make_plan(
     explanation = explain(job, limits, policy, chosen, by_mode, FORMS, others, notes)
     if len(ranks) > 1:
         explanation["ranks"] = explain_ranks(own, rank_intervals)
-    return Plan(base, policy, explanation, chosen.mode, rank_intervals)
+    return Plan(base, policy, explanation, chosen.mode, rank_intervals, memory_interval(job, base))
 
 
 def _modes(recovery_mode: str, job: PlannerInputs, limits: Limits) -> Sequence[Mode]:
@@ -169,7 +174,8 @@ def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> 
         return None
     interval, bound = bounds.clamp(choice.interval_iterations)
     cost = float(cost_per_second(job, numpy.array([float(interval)]), mode)[0])
-    return Optimum(interval, mode, cost if math.isfinite(cost) else math.inf, bounds, bound)
+    cost = cost if math.isfinite(cost) else math.inf
+    return Optimum(interval, mode, cost, bounds, bound, memory_interval(job, interval))
 
 
 def _own(ranks: Sequence[PlannerInputs], limits: Limits, modes: Sequence[Mode]) -> list[Optimum]:

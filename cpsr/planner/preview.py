@@ -8,7 +8,7 @@ import numpy
 
 from cpsr.planner.bounds import Limits
 from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
-from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
+from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs
 from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.units import SECONDS_PER_HOUR
@@ -89,7 +89,11 @@ def preview(
     """
     inputs = basis.inputs
     own = _changed(inputs, change, state_bytes)
+    stall = own.pop("memory_stall_seconds", None)
     origins = {name: Origin("configured") for name, value in own.items() if value != getattr(inputs, name)}
+    if inputs.memory is not None and stall is not None and stall != inputs.memory.stall_seconds:
+        own["memory"] = replace(inputs.memory, stall_seconds=stall)
+        origins["memory_stall_seconds"] = Origin("configured")
     job = replace(inputs, **own, origins={**inputs.origins, **origins})
     return make_plan([job], basis.limits, basis.policy, recovery_mode)
 
@@ -103,16 +107,21 @@ def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -
     size = state_bytes if change.state_bytes is None else change.state_bytes
     if size is None:
         raise ValueError("the size of a checkpoint is not known yet, and without it bandwidths give no times")
-    for name, rate in (
+    figures = {name: getattr(inputs, name) for name in ("stall_seconds", "persist_seconds")}
+    rates = [
         ("stall_seconds", change.snapshot_bytes_per_second),
         ("persist_seconds", change.persist_bytes_per_second),
-    ):
+    ]
+    if inputs.memory is not None:
+        figures["memory_stall_seconds"] = inputs.memory.stall_seconds
+        rates.append(("memory_stall_seconds", change.snapshot_bytes_per_second))
+    for name, rate in rates:
         if rate is not None:
             changed[name] = size / rate
         elif change.state_bytes is not None:
             if not state_bytes:
                 raise ValueError(f"the size of a checkpoint is not known yet, and {name} cannot be scaled with it")
-            changed[name] = getattr(inputs, name) * size / state_bytes
+            changed[name] = figures[name] * size / state_bytes
     return changed
 
 
@@ -130,7 +139,25 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
         covariance = numpy.array(recorded.get("recovery_covariance", CERTAIN), dtype=numpy.float64)
         figures["recovery"] = EndCostCurve.of_estimate(line, covariance, SCATTER_ITERATIONS, recorded["recovery_curve"])
     origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
-    return PlannerInputs(**figures, origins=origins)
+    return PlannerInputs(**figures, origins=origins, **_tiers(explanation))
+
+
+def _tiers(explanation: Mapping[str, Any]) -> dict[str, Any]:
+    """The classes of failures, and the snapshots in memory; plans of older versions have neither."""
+    recorded = explanation["inputs"]
+    classes = {
+        scope: FailureClass(float(one["share"]), float(one["prior_share"]), int(one["seen"]))
+        for scope, one in explanation.get("classes", {}).items()
+    }
+    if "memory_stall_seconds" not in recorded:
+        return {"classes": classes}
+    replica = recorded.get("replica_seconds")
+    memory = MemoryTier(
+        float(recorded["memory_stall_seconds"]),
+        explanation["memory"]["configured_iterations"],
+        None if replica is None else float(replica),
+    )
+    return {"classes": classes, "memory": memory}
 
 
 def _limits(explanation: Mapping[str, Any]) -> Limits:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 
@@ -10,7 +11,7 @@ from cpsr.planner.bounds import Bound, Bounds, Limits, Mode, bounds_of
 from cpsr.planner.inputs import Array, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.objective import Costs, cheapest
 
-__all__ = ["Optimum", "cheaper", "job_of", "multiples", "optima"]
+__all__ = ["Optimum", "cheaper", "job_of", "memory_interval", "multiples", "optima"]
 
 
 # For these the job has the largest value of any rank.
@@ -34,6 +35,7 @@ class Optimum:
         cost_per_second: seconds lost per second, without restarts; infinite if an input is unknown.
         bounds: of the mode.
         bound: the active one; without it another interval would be cheaper.
+        memory_interval_iterations: between snapshots in host memory, at most the interval; None without any.
     """
 
     interval_iterations: int
@@ -41,6 +43,7 @@ class Optimum:
     cost_per_second: float
     bounds: Bounds
     bound: Bound
+    memory_interval_iterations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,10 @@ def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
     first = ranks[0]
     if len(ranks) == 1:
         return first
+    largest: dict[str, Any] = {name: _largest(getattr(rank, name) for rank in ranks) for name in LARGEST_FIELDS}
     return replace(
         first,
-        **{name: _largest(getattr(rank, name) for rank in ranks) for name in LARGEST_FIELDS},
+        **largest,
         watch_iterations=max(rank.watch_iterations for rank in ranks),
         lead_after_iterations=max(rank.lead_after_iterations for rank in ranks),
         recovery=_mean_recovery(ranks),
@@ -134,6 +138,17 @@ def multiples(ranks: Sequence[PlannerInputs], own: Sequence[Optimum]) -> tuple[i
     return tuple(int(interval) for interval in numpy.where(second, intervals[:, 1], intervals[:, 0]))
 
 
+def memory_interval(inputs: PlannerInputs, interval_iterations: int) -> int | None:
+    """Iterations between snapshots in host memory beside checkpoints at an interval; None without any.
+
+    Args:
+        inputs: of the job.
+        interval_iterations: of the checkpoints.
+    """
+    every = float(Costs([inputs]).memory_intervals(numpy.array([[float(interval_iterations)]]))[0, 0])
+    return None if math.isnan(every) else int(every)
+
+
 def _optima(ranks: Sequence[PlannerInputs], bounds: Sequence[Bounds], mode: Mode) -> list[Optimum]:
     costs = Costs(ranks)
     lowest = numpy.array([own.minimum_iterations for own in bounds], dtype=numpy.int64)
@@ -141,9 +156,11 @@ def _optima(ranks: Sequence[PlannerInputs], bounds: Sequence[Bounds], mode: Mode
     intervals = cheapest(lambda grid: costs.per_second(grid, mode), lowest, highest)
     around = numpy.maximum(intervals[:, None] + numpy.array([-1, 0, 1]), 1)
     table = costs.per_second(around.astype(numpy.float64), mode)
+    snapshots = costs.memory_intervals(intervals[:, None].astype(numpy.float64))[:, 0].tolist()
+    every = [None if math.isnan(iterations) else int(iterations) for iterations in snapshots]
     return [
-        Optimum(interval, mode, row[1] if math.isfinite(row[1]) else math.inf, own, _active(interval, row, own))
-        for interval, row, own in zip(intervals.tolist(), table.tolist(), bounds, strict=True)
+        Optimum(interval, mode, row[1] if math.isfinite(row[1]) else math.inf, own, _active(interval, row, own), whole)
+        for interval, row, own, whole in zip(intervals.tolist(), table.tolist(), bounds, every, strict=True)
     ]
 
 

@@ -4,7 +4,8 @@ For example:
 
     iteration_seconds: 0.6
     checkpoint: {state_bytes: 4.2e9, snapshot_bytes_per_second: 5e9, persist_bytes_per_second: 1e9}
-    failures: {mtbf_hours: 12, restart_seconds: 30}
+    failures: {mtbf_hours: 12, restart_seconds: 30, process_fraction: 0.5}
+    memory: {stall_seconds: 0.01, replica_seconds: 2}
     recovery:
       predict_seconds: 2
       predictable_interval_iterations: 200
@@ -21,9 +22,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cpsr.config import LifeConfig, read_model
+from cpsr.fitter.failure_classes import PRIOR_SHARES
+from cpsr.journal import FailureScope
 from cpsr.planner.baselines import TOLERANCE_FRACTION, Baseline, baselines
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.planner.units import ITERATIONS_MAX, SECONDS_PER_HOUR
 
@@ -74,6 +77,43 @@ class FailureSpec(_Section):
 
     mtbf_hours: float = Field(gt=0, description="Mean time between failures of the whole job.")
     restart_seconds: float = Field(default=0.0, ge=0, description="From the failure to the restored checkpoint.")
+    process_fraction: float = Field(
+        default=PRIOR_SHARES["process"],
+        ge=0,
+        le=1,
+        description="Of the failures, those that leave the machines and their memory.",
+    )
+    everything_fraction: float = Field(
+        default=PRIOR_SHARES["everything"],
+        ge=0,
+        le=1,
+        description="Of the failures, those that leave the disk alone; the others take one machine.",
+    )
+
+    @model_validator(mode="after")
+    def _all_are_failures(self) -> "FailureSpec":
+        if self.process_fraction + self.everything_fraction > 1:
+            raise ValueError("process_fraction and everything_fraction are more than 1 together")
+        return self
+
+    def classes(self) -> dict[FailureScope, FailureClass]:
+        """The classes by name."""
+        process, everything = self.process_fraction, self.everything_fraction
+        shares: dict[FailureScope, float] = {"process": process, "machine": max(0.0, 1 - process - everything)}
+        shares["everything"] = everything
+        return {scope: FailureClass(share, share) for scope, share in shares.items()}
+
+
+class MemorySpec(_Section):
+    """Snapshots in host memory between the checkpoints; without this section there are none."""
+
+    stall_seconds: float | None = Field(
+        default=None, ge=0, description="Extra time of the training thread per snapshot; null: that of a checkpoint."
+    )
+    interval_iterations: int | None = Field(default=None, ge=1, description="null: planned.")
+    replica_seconds: float | None = Field(
+        default=None, ge=0, description="From a snapshot to its replicas on other machines; null: there are none."
+    )
 
 
 class EndCostSpec(_Section):
@@ -165,6 +205,7 @@ class PlanSpec(_Section):
     iteration_seconds: float = Field(gt=0)
     checkpoint: CheckpointSpec
     failures: FailureSpec
+    memory: MemorySpec | None = Field(default=None, description="null: every failure goes back to the disk.")
     recovery: RecoverySpec | None = Field(default=None, description="null: nothing is predicted.")
     phase: PhaseSpec | None = None
     limits: LimitSpec = LimitSpec()
@@ -226,8 +267,17 @@ class PlanSpec(_Section):
             watch_iterations=0 if self.recovery is None else self.recovery.watch_iterations,
             lead_after_iterations=0 if self.recovery is None else self.recovery.lead_after_iterations,
             phase=phase,
+            classes=self.failures.classes(),
+            memory=self._memory(stall_seconds),
             origins=dict.fromkeys(names, Origin("configured")),
         )
+
+    def _memory(self, stall_seconds: float) -> MemoryTier | None:
+        memory = self.memory
+        if memory is None:
+            return None
+        own = stall_seconds if memory.stall_seconds is None else memory.stall_seconds
+        return MemoryTier(own, memory.interval_iterations, memory.replica_seconds)
 
 
 def read_plan_spec(path: Path) -> PlanSpec:

@@ -129,6 +129,8 @@ class SimulationSpec(PlanSpec):
         unknown = [name for name in self.policies if name not in known]
         if unknown:
             raise ValueError(f"unknown policies {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        if self.memory is not None:
+            raise ValueError("memory is not simulated: every failure goes back to the disk; leave it out")
         if self.recovery is None and any(system.recovery == "predict" for system in self.systems):
             raise ValueError("a system that predicts needs the section recovery")
         return self

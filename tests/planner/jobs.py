@@ -7,7 +7,7 @@ import numpy
 from hypothesis import strategies as st
 
 from cpsr.planner.bounds import Bounds, Limits, Mode
-from cpsr.planner.inputs import Array, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.planner.inputs import Array, FailureClass, MemoryTier, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.recovery_curve import EndCostCurve
 
@@ -27,6 +27,7 @@ JOB = PlannerInputs(
     iteration_seconds=0.6, stall_seconds=0.9, persist_seconds=5.0, failures_per_second=1 / (12 * HOUR), phase=PHASE
 )
 ANY = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1e308, math.inf, -math.inf, math.nan, -1.0])
+HALF = FailureClass(0.5, 0.5)
 USUAL = st.floats(1e-4, 1e5)
 
 
@@ -95,4 +96,6 @@ def any_job(draw: st.DrawFn) -> PlannerInputs:
         phase=draw(st.none() | any_phase()),
         watch_iterations=draw(st.integers(0, 10**4)),
         lead_after_iterations=draw(st.integers(0, 10**4)),
+        classes=draw(st.sampled_from([{}, {"process": HALF, "everything": HALF}, {"machine": HALF, "process": HALF}])),
+        memory=draw(st.none() | st.builds(MemoryTier, ANY, st.none() | st.integers(1, 10**6), st.none() | ANY)),
     )

@@ -96,3 +96,22 @@ def test_mistakes_are_one_line(description: str, tmp_path: Path) -> None:
     absent = CliRunner().invoke(app, ["plan", "--spec", str(tmp_path / "absent.yaml")])
     assert absent.exit_code == 2
     assert "absent.yaml" in absent.output
+
+
+def test_both_tiers_of_a_job_with_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    tiers = {
+        "memory": {"stall_seconds": 0.01, "replica_seconds": 2},
+        "failures": {"mtbf_hours": 6, "process_fraction": 0.5},
+    }
+    path.write_text(yaml.safe_dump(JOB | tiers), encoding="utf-8")
+    result = CliRunner().invoke(app, ["plan", "--spec", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    (plan,) = json.loads(result.stdout)["plans"]
+    assert 1 < plan["memory_interval_iterations"] < plan["interval_iterations"]
+    classes = plan["explanation"]["classes"]
+    assert [one["back_to"] for one in classes.values()] == ["memory", "replica", "disk"]
+    assert (classes["process"]["share"], classes["machine"]["share"]) == (0.5, 0.45)
+    printed = CliRunner().invoke(app, ["plan", "--spec", str(path)]).stdout
+    for word in ("replica", "everything", "memory"):
+        assert word in printed

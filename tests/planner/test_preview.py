@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs
+from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs
 from cpsr.planner.plan import fixed_plan, make_plan
 from cpsr.planner.preview import Change, basis_of, preview
 from cpsr.planner.recovery_curve import EndCostCurve
@@ -42,14 +42,18 @@ def stored(explanation: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["cpsr", "young", "daly", "theorem1", "checkfreq", "gemini"])
 @pytest.mark.parametrize("mode", ["auto", "predict", "exact"])
-def test_with_nothing_changed_the_plan_is_the_same(policy: str, mode: Any) -> None:
-    job = inputs(recovery=None) if mode == "exact" else inputs()
+@pytest.mark.parametrize("tiers", [{}, {"memory": MemoryTier(0.01, 7)}, {"memory": MemoryTier(0.01, None, 2.0)}])
+def test_with_nothing_changed_the_plan_is_the_same(policy: str, mode: Any, tiers: dict[str, Any]) -> None:
+    if tiers:
+        tiers = {**tiers, "classes": {"process": FailureClass(0.7, 0.5, 3), "machine": FailureClass(0.3, 0.5)}}
+    job = inputs(recovery=None, **tiers) if mode == "exact" else inputs(**tiers)
     plan = make_plan([job], LIMITS, policy, mode)
     basis = basis_of(stored(plan.explanation), plan.origin)
     assert basis is not None
     again = preview(basis, Change(), recovery_mode=mode)
     assert (again.interval_iterations, again.mode, again.origin) == (plan.interval_iterations, plan.mode, plan.origin)
     assert stored(again.explanation) == stored(plan.explanation)
+    assert again.memory_interval_iterations == plan.memory_interval_iterations
 
 
 @given(st.floats(1e-3, 1e4), st.floats(0.01, 100), st.floats(1e3, 1e9), st.floats(1e3, 1e9))
@@ -128,3 +132,17 @@ PLAN = make_plan([inputs()], LIMITS)
 )
 def test_a_plan_that_does_not_say_what_it_was_made_from_has_no_basis(explanation: Any) -> None:
     assert basis_of(explanation, "cpsr") is None
+
+
+def test_a_larger_state_stalls_longer_in_memory_too() -> None:
+    tiers = {
+        "memory": MemoryTier(0.01),
+        "classes": {"process": FailureClass(0.5, 0.5), "everything": FailureClass(0.5, 0.5)},
+    }
+    basis = basis_of(stored(make_plan([inputs(**tiers)], LIMITS).explanation), "cpsr")
+    assert basis is not None
+    found = preview(basis, Change(state_bytes=4e6), 1e6).explanation
+    assert (found["inputs"]["memory_stall_seconds"], found["inputs"]["stall_seconds"]) == (0.04, 0.8)
+    assert found["origins"]["memory_stall_seconds"]["kind"] == "configured"
+    faster = preview(basis, Change(snapshot_bytes_per_second=1e8), 1e6).explanation
+    assert faster["inputs"]["memory_stall_seconds"] == 0.01

@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from cpsr.errors import ConfigError
+from cpsr.fitter.failure_classes import PRIOR_SHARES
 from cpsr.planner import spec
+from cpsr.planner.inputs import MemoryTier
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.planner.spec import PlanSpec, read_plan_spec
 from tests.planner.jobs import PHASE
@@ -53,6 +55,17 @@ def test_the_example_in_the_documentation_can_be_read(tmp_path: Path) -> None:
     found = read_plan_spec(path).inputs()
     assert len(found) == 8
     assert found[7].persist_seconds == 5.0
+
+
+def test_snapshots_in_memory_stall_as_a_checkpoint_does_if_nothing_else_is_known(tmp_path: Path) -> None:
+    assert read(tmp_path, DESCRIPTION).inputs()[0].memory is None
+    (inputs,) = read(tmp_path, changed(memory={"replica_seconds": 3})).inputs()
+    assert inputs.memory == MemoryTier(0.8, None, 3.0)
+    assert inputs.disk_share == PRIOR_SHARES["everything"]
+    failures = {"mtbf_hours": 12, "process_fraction": 0.6, "everything_fraction": 0.1}
+    (inputs,) = read(tmp_path, changed(memory={"stall_seconds": 0.1}, failures=failures)).inputs()
+    assert inputs.memory == MemoryTier(0.1)
+    assert inputs.disk_share == pytest.approx(0.4)  # no replica: what takes a machine takes its memory
 
 
 def test_a_phase_stands_in_for_a_lag(tmp_path: Path) -> None:

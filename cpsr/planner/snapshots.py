@@ -1,0 +1,166 @@
+"""Snapshots in host memory between the checkpoints on the disk: what they cost, and how often to take them."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy
+
+from cpsr.planner.inputs import Array, MemoryTier, PlannerInputs
+from cpsr.planner.units import in_iterations, root, whole_iterations
+
+__all__ = ["Snapshots", "closed_form", "per_interval"]
+
+_NEVER = MemoryTier(0.0, 1)  # of a rank without snapshots; nothing of it is used
+
+
+class Snapshots:
+    """Costs of several ranks at once; intervals are those of the disk, arrays are `(ranks, intervals)`.
+
+    A snapshot is complete an iteration later, before the next update. A failure that leaves the memory goes back to the
+    newest complete one. A failure of a machine goes back to the newest whole replica: a transfer begins with the newest
+    snapshot, when the one before has ended.
+
+    Args:
+        ranks: inputs of each; those without snapshots have no costs here.
+    """
+
+    def __init__(self, ranks: Sequence[PlannerInputs]) -> None:
+        tiers = [rank.memory or _NEVER for rank in ranks]
+        self._some = _column(ranks, lambda rank: rank.memory is not None)
+        self._iteration_seconds = _column(ranks, lambda rank: rank.iteration_seconds)
+        self._disk_stall_seconds = _column(ranks, lambda rank: rank.stall_seconds)
+        self._persist_seconds = _column(ranks, lambda rank: rank.persist_seconds)
+        self._failures_per_second = _column(ranks, lambda rank: rank.failures_per_second)
+        with numpy.errstate(all="ignore"):  # an unknown rate has no share
+            self._process = self._failures_per_second * _column(ranks, lambda rank: rank.share("process"))
+            self._machine = self._failures_per_second * _column(ranks, _to_replicas)
+        self._stall_seconds = numpy.array([[tier.stall_seconds] for tier in tiers])
+        self._fixed = numpy.array([[tier.interval_iterations or math.nan] for tier in tiers], dtype=numpy.float64)
+        self._replica_seconds = numpy.array([[tier.replica_seconds or 0.0] for tier in tiers])
+
+    def best(self, intervals: Array) -> Array:
+        """Iterations between snapshots, at most the interval; NaN of a rank without snapshots.
+
+        By Young's formula, for the failures that go back to snapshots, of the two next numbers of snapshots in an
+        interval the cheaper one: within 1% of the best of all.
+
+        Args:
+            intervals: in iterations.
+        """
+        with numpy.errstate(all="ignore"):
+            seconds = numpy.sqrt(2 * self._stall_seconds / (self._process + self._machine))
+            wanted = seconds / self._iteration_seconds
+            wanted = numpy.clip(numpy.where(numpy.isnan(wanted), intervals, wanted), 1.0, intervals)
+            few = numpy.floor(intervals / wanted)
+            options = [numpy.ceil(intervals / count) for count in (few, few + 1)]
+            costs = [self._cost(option, intervals) for option in options]
+            planned = numpy.where(costs[1] < costs[0], options[1], options[0])
+            found = numpy.where(numpy.isnan(self._fixed), planned, numpy.minimum(self._fixed, intervals))
+        return numpy.where(self._some > 0, found, numpy.nan)
+
+    def per_second(self, intervals: Array) -> Array:
+        """Seconds lost per second of wall time: stalls, and failures that go back to snapshots or replicas.
+
+        Args:
+            intervals: in iterations.
+        """
+        with numpy.errstate(all="ignore"):
+            return numpy.where(self._some > 0, self._cost(self.best(intervals), intervals), 0.0)
+
+    def stall_per_second(self, every: Array, intervals: Array) -> Array:
+        """Share of the wall time in stalls of snapshots beside those of the checkpoints.
+
+        Args:
+            every: iterations between snapshots.
+            intervals: in iterations.
+        """
+        with numpy.errstate(all="ignore"):
+            stalls = per_interval(every, intervals) * self._stall_seconds
+            return numpy.asarray(stalls / (intervals * self._iteration_seconds + self._disk_stall_seconds + stalls))
+
+    def process_seconds(self, every: Array) -> Array:
+        """Mean training that a failure loses that leaves the machines.
+
+        Args:
+            every: iterations between snapshots.
+        """
+        with numpy.errstate(all="ignore"):
+            return self._lost(every * self._iteration_seconds, self._stall_seconds, self._iteration_seconds)
+
+    def machine_seconds(self, every: Array, intervals: Array) -> Array:
+        """Mean training that a failure loses that takes a machine, where replicas are on others.
+
+        Args:
+            every: iterations between snapshots.
+            intervals: in iterations; the disk may be nearer than a replica over a slow network.
+        """
+        with numpy.errstate(all="ignore"):
+            trained, transfer = every * self._iteration_seconds, self._replica_seconds
+            apart = numpy.maximum(trained, transfer)
+            waiting = numpy.where(transfer > trained, trained / 2, 0.0)
+            replicated = self._lost(apart, numpy.zeros_like(transfer), transfer) + waiting
+            disk = intervals * self._iteration_seconds / 2 + self._persist_seconds
+            return numpy.fmin(replicated, disk)
+
+    def _cost(self, every: Array, intervals: Array) -> Array:
+        machine = numpy.where(self._machine > 0, self._machine * self.machine_seconds(every, intervals), 0.0)
+        return self.stall_per_second(every, intervals) + self._process * self.process_seconds(every) + machine
+
+    def _lost(self, trained: Array, stall: Array, until_whole: Array) -> Array:
+        """Mean training since the newest whole state, or the restart, in lives that any failure ends (`Costs`)."""
+        period = trained + stall
+        rate = numpy.maximum(self._failures_per_second, 1e-9 / period)
+        stalled = -numpy.expm1(-rate * stall) * numpy.exp(-rate * trained) / -numpy.expm1(-rate * period)
+        whole = numpy.exp(-rate * (period + until_whole))
+        kept = whole * rate * (trained + trained / numpy.expm1(rate * period))
+        return numpy.asarray((1 - stalled - kept) / rate)
+
+
+def per_interval(every: Array, intervals: Array) -> Array:
+    """Snapshots in memory alone between two checkpoints on the disk.
+
+    Args:
+        every: iterations between snapshots.
+        intervals: between checkpoints, in iterations.
+    """
+    return numpy.asarray(numpy.ceil(intervals / every) - 1)
+
+
+def closed_form(inputs: PlannerInputs) -> tuple[int, int] | None:
+    """Both intervals in iterations, of memory and disk, by Young's formula; None without snapshots in memory.
+
+    Each tier pays for the failures that go back to it with the stalls that it adds:
+    `m = sqrt(2 s_m / rate_m)`, `T = sqrt(2 (s_d - s_m) / rate_d)`. If that leaves no snapshot between two checkpoints,
+    both are `sqrt(2 s_d / rate)`. Else m is lengthened to fit a whole number of times. It is the optimum of jobs that
+    recompute, where failures are rare and no bound holds.
+
+    Args:
+        inputs: of the job.
+    """
+    memory = inputs.memory
+    if memory is None:
+        return None
+    rate, disk_share = inputs.failures_per_second, inputs.disk_share
+
+    def young(stall_seconds: float, share: float) -> int:
+        failures = rate * share
+        seconds = math.sqrt(2) * root(stall_seconds) / root(failures) if failures > 0 else math.inf
+        return whole_iterations(in_iterations(seconds, inputs.iteration_seconds))
+
+    every, interval = (
+        young(memory.stall_seconds, 1 - disk_share),
+        young(inputs.stall_seconds - memory.stall_seconds, disk_share),
+    )
+    if every < interval:
+        return math.ceil(interval / round(interval / every)), interval
+    together = young(inputs.stall_seconds, 1.0)
+    return together, together
+
+
+def _to_replicas(rank: PlannerInputs) -> float:
+    has = rank.memory is not None and rank.memory.replica_seconds is not None
+    return rank.share("machine") if has else 0.0
+
+
+def _column(ranks: Sequence[PlannerInputs], figure: Callable[[PlannerInputs], float]) -> Array:
+    return numpy.array([[float(figure(rank))] for rank in ranks], dtype=numpy.float64)
