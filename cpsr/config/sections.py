@@ -14,6 +14,7 @@ __all__ = [
     "JournalConfig",
     "LearningConfig",
     "LifeConfig",
+    "MemoryConfig",
     "PeersConfig",
     "PlannerConfig",
     "PlannerPolicy",
@@ -349,7 +350,7 @@ class RanksConfig(Section):
     stop_check_iterations: int = Field(
         default=1,
         ge=1,
-        description="Iterations between votes of the ranks, for example to leave after SIGTERM (24 bytes).",
+        description="Iterations between votes of the ranks, for example to leave after SIGTERM (32 bytes).",
     )
 
     heartbeat_timeout_seconds: float | None = Field(

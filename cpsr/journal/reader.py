@@ -48,12 +48,15 @@ SINCE_VERSION: dict[type[Any], int] = {
 }
 PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
-    "SELECT life, from_iteration, interval_iterations, origin, NULL, explanation, created_unix_seconds FROM plans"
+    "SELECT life, from_iteration, interval_iterations, origin, NULL, NULL, explanation, created_unix_seconds FROM plans"
 )
 END_COSTS_SINCE_VERSION = 6
 RECOVERIES_OF_VERSION_5 = select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")
-FAILURE_SCOPES_SINCE_VERSION = 8
-FAILURES_OF_VERSION_7 = select_sql(FailureRow).replace("scope", "NULL")
+TIERS_SINCE_VERSION = 8
+OF_VERSION_7: dict[type[Any], str] = {
+    PlanRow: select_sql(PlanRow).replace("memory_interval_iterations", "NULL"),
+    FailureRow: select_sql(FailureRow).replace("scope", "NULL"),
+}
 # Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 
@@ -353,8 +356,8 @@ class JournalReader:
             return PLANS_OF_VERSION_2
         if row_type is RecoveryRow and self._version() < END_COSTS_SINCE_VERSION:
             return RECOVERIES_OF_VERSION_5
-        if row_type is FailureRow and self._version() < FAILURE_SCOPES_SINCE_VERSION:
-            return FAILURES_OF_VERSION_7
+        if row_type in OF_VERSION_7 and self._version() < TIERS_SINCE_VERSION:
+            return OF_VERSION_7[row_type]
         return select_sql(row_type)
 
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:

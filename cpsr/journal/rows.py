@@ -207,13 +207,15 @@ class RehearsalRow:
 class PlanRow:
     """The checkpoint interval from an iteration on, with its explanation.
 
-    `mode` is how a failure would be recovered, None if the plan did not choose; `origin` the rule's name.
+    `memory_interval_iterations` is that of snapshots in host memory, None if there are none. `mode` is how a failure
+    would be recovered, None if the plan did not choose; `origin` the rule's name.
     """
 
     life: int
     from_iteration: int
     interval_iterations: int
     origin: str
+    memory_interval_iterations: int | None = None
     mode: Literal["predict", "recompute"] | None = None
     explanation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)

@@ -164,7 +164,10 @@ CREATE TABLE learning (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER, first_iteration INTEGER NOT NULL,
     checkpoints INTEGER NOT NULL, updates INTEGER NOT NULL, created_unix_seconds REAL NOT NULL);
 """,
-    8: "ALTER TABLE failures ADD COLUMN scope TEXT CHECK (scope IN ('process', 'machine', 'everything'))",
+    8: """
+ALTER TABLE failures ADD COLUMN scope TEXT CHECK (scope IN ('process', 'machine', 'everything'));
+ALTER TABLE plans ADD COLUMN memory_interval_iterations INTEGER CHECK (memory_interval_iterations >= 1);
+""",
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.

@@ -45,13 +45,14 @@ class Agreement:
         proposal = self._planner.proposal() if self._proposed is None else None
         if proposal is not None:
             self._proposed = proposal
-        leave, interval, rehearsed = self._votes.exchange(
+        leave, interval, rehearsed, memory_interval = self._votes.exchange(
             stop,
             0 if proposal is None else proposal.interval_iterations,
             self._rehearsals.propose(iteration) if may_rehearse else 0,
+            0 if proposal is None else proposal.memory_interval_iterations or 0,
         )
         if interval:
-            self._saver.adopt(self._agreed_plan(interval), iteration)
+            self._saver.adopt(self._agreed_plan(interval, memory_interval or None), iteration)
             self._proposed = None
         if rehearsed:
             self._rehearsals.prepare(rehearsed, iteration)
@@ -61,10 +62,16 @@ class Agreement:
         """Wait for the last vote."""
         self._votes.finish()
 
-    def _agreed_plan(self, interval_iterations: int) -> Plan:
+    def _agreed_plan(self, interval_iterations: int, memory_interval_iterations: int | None) -> Plan:
         """Rank 0's proposal, as far as this rank needs it; a collective if ranks have their own intervals."""
         planner, group = self._job.config.planner, self._job.group
-        known = Plan(interval_iterations, planner.policy, {"rule": "planned by rank 0, whose journal explains it"})
+        explanation = {"rule": "planned by rank 0, whose journal explains it"}
+        known = Plan(
+            interval_iterations,
+            planner.policy,
+            explanation,
+            memory_interval_iterations=memory_interval_iterations,
+        )
         plan = self._proposed or known
         if planner.intervals == "common":
             return replace(plan, rank_interval_iterations=())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy
@@ -17,7 +17,7 @@ from cpsr.planner.objective import cost_per_second
 from cpsr.planner.pcip import Exact, Theorem, Untruncated
 from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, multiples, optima
 
-__all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names"]
+__all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names", "with_memory"]
 
 MODES: tuple[Mode, ...] = ("predict", "recompute")
 # The policy that takes the interval of least expected cost.
@@ -58,6 +58,7 @@ class Plan:
             from_iteration=from_iteration,
             interval_iterations=self.interval_iterations,
             origin=self.origin,
+            memory_interval_iterations=self.memory_interval_iterations,
             mode=self.mode,
             explanation=self.explanation,
         )
@@ -91,6 +92,26 @@ def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None 
             "notes": [],
         },
         memory_interval_iterations=memory_interval_iterations,
+    )
+
+
+def with_memory(
+    plan: Plan, ranks: Sequence[PlannerInputs], recovery_mode: Literal["auto", "predict", "exact"] = "auto"
+) -> Plan:
+    """A plan of a fixed interval, with the best interval in memory beside it, and what failures then cost.
+
+    Args:
+        plan: of the fixed interval.
+        ranks: inputs of each.
+        recovery_mode: the configured one.
+    """
+    interval = plan.interval_iterations
+    planned = make_plan(ranks, Limits(interval, interval), recovery_mode=recovery_mode)
+    found = {name: planned.explanation[name] for name in ("expected", "memory", "classes")}
+    return replace(
+        plan,
+        memory_interval_iterations=planned.memory_interval_iterations,
+        explanation={**plan.explanation, **found},
     )
 
 

@@ -34,7 +34,7 @@ def check_side_group(cell: Cell, scene: Scene) -> Mapping[str, Any]:
         received = _exchange(pairs, scene.rank + number)
         work.wait()
         assert gathered == [[rank, number] for rank in everyone], gathered
-        assert agreed == (False, number - 1, 0), agreed
+        assert agreed == (False, number - 1, 0, 0), agreed
         for peer, sent in received.items():
             assert torch.equal(sent, _message(peer + number)), f"rank {peer} sent something else"
         assert group.sum(scene.rank) == sum(everyone)

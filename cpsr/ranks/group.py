@@ -111,33 +111,38 @@ class Group:
 class Votes:
     """A vote without waiting: proposals at one step boundary are agreed at the next.
 
-    The reduction of 24 bytes runs beside the following step. Every rank gets the same result at the same step, so
-    that all leave together, change the checkpoint interval together, and prepare a rehearsal together.
+    The reduction of 32 bytes runs beside the following step. Every rank gets the same result at the same step, so
+    that all leave together, change the intervals together, and prepare a rehearsal together.
     """
 
     def __init__(self, group: SideGroup | None) -> None:
         self._group = group
-        self._ballot = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self._ballot = torch.zeros(4, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
-    def exchange(self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0) -> tuple[bool, int, int]:
+    def exchange(
+        self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0, memory_interval_iterations: int = 0
+    ) -> tuple[bool, int, int, int]:
         """Submit this rank's proposals, and get what was agreed from the previous call.
 
         Args:
             stop: this rank was asked to leave.
             interval_iterations: proposed interval; the largest one wins; 0 proposes nothing.
             rehearsed_checkpoint: checkpoint that a rehearsal is to start from; 0 proposes none.
+            memory_interval_iterations: proposed with the interval; 0: no snapshots in memory. One rank proposes.
 
         Returns:
-            Whether any rank asked to stop, the agreed interval (0: no change), and the checkpoint of a rehearsal to be
-            prepared (0: none), as of the previous call.
+            Whether any rank asked to stop, the agreed interval (0: no change), the checkpoint of a rehearsal to be
+            prepared (0: none), and the interval in memory that was proposed with the other, as of the previous call.
         """
+        ballot = int(stop), interval_iterations, rehearsed_checkpoint, memory_interval_iterations
         if self._group is None:
-            return stop, interval_iterations, rehearsed_checkpoint
+            return stop, *ballot[1:]
         if self._work is not None:
             self._work.wait()
-        agreed = bool(self._ballot[0]), int(self._ballot[1]), int(self._ballot[2])
-        self._ballot[0], self._ballot[1], self._ballot[2] = int(stop), interval_iterations, rehearsed_checkpoint
+        left, *others = self._ballot.tolist()
+        agreed = bool(left), others[0], others[1], others[2]
+        self._ballot.copy_(torch.tensor(ballot, dtype=torch.int64, device="cpu"))
         self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
         return agreed
 

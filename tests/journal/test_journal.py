@@ -298,7 +298,9 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     journal = Journal.open(path)
     assert journal.start_life("auto") == 1
     journal.record(rehearsal(life=1))
-    newer = PlanRow(life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict")
+    newer = PlanRow(
+        life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict", memory_interval_iterations=4
+    )
     journal.record(newer)
     journal.record(FailureRow(life=1, iteration=60, checkpoint_iteration=60, description="", scope="machine"))
     assert journal.flush(FLUSH_SECONDS)

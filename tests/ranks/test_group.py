@@ -42,7 +42,7 @@ SCRIPT = textwrap.dedent(
         "max": group.reduce(torch.tensor([rank, -rank], device="cpu"), "max").tolist(),
     }
     votes = group.votes()
-    ballots = {(0, 1): (False, 7, 0), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
+    ballots = {(0, 1): (False, 7, 0, 3), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
     found["votes"] = [votes.exchange(*ballots.get((rank, at), (False, 0))) for at in range(5)]
     votes.finish()
     late = Group()  # of its own: a group in which a rank did not come cannot be used any more
@@ -75,7 +75,13 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
     assert first["max"] == [1, 0]
     assert first["alone"] == "did not come"
     # What is sent in one call is agreed in the next, on both ranks.
-    assert first["votes"] == [[False, 0, 0], [False, 0, 0], [False, 7, 0], [True, 0, 0], [False, 0, 40]]
+    assert first["votes"] == [
+        [False, 0, 0, 0],
+        [False, 0, 0, 0],
+        [False, 7, 0, 3],
+        [True, 0, 0, 0],
+        [False, 0, 40, 0],
+    ]
 
 
 def test_alone() -> None:
@@ -85,4 +91,4 @@ def test_alone() -> None:
     assert group.broadcast("x") == "x"
     assert group.mean(2.5) == 2.5
     assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    assert group.votes().exchange(True, 5) == (True, 5, 0)
+    assert group.votes().exchange(True, 5, memory_interval_iterations=2) == (True, 5, 0, 2)

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 from cpsr.config import CPSRConfig
+from cpsr.fitter.failure_classes import PRIOR_SHARES, FailureClasses
 from cpsr.fitter.phases import PhaseDetector
-from cpsr.planner.inputs import Origin, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.journal import FailureScope
+from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.live.curves import Curves, prior_curves
+from cpsr.planner.live.memory_times import MemoryTimes
 from cpsr.planner.live.rank_costs import RankCosts
 from cpsr.planner.live.recovery_cost import Schedule
 from cpsr.planner.plan import Plan
@@ -47,6 +50,8 @@ def planner_inputs(
     phases: PhaseDetector,
     watch_iterations: int,
     second_moments: Origin,
+    memory: MemoryTier | None,
+    times: MemoryTimes,
 ) -> PlannerInputs:
     """The inputs of one rank.
 
@@ -58,6 +63,8 @@ def planner_inputs(
         phases: of the training.
         watch_iterations: after a predicted restart; nothing is committed in them.
         second_moments: origin of the phases' second moments.
+        memory: snapshots in host memory; None: there are none.
+        times: that these are known by.
     """
     iteration = situation.schedule.iteration
     saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
@@ -74,6 +81,9 @@ def planner_inputs(
         "recovery": Origin.of_samples(len(curves.costs), fitted),
         "predict_seconds": Origin.of_samples(curves.predictions, fitted),
         "lead_after_iterations": Origin("prior"),
+        # Before one was measured, as the copies of checkpoints.
+        "memory_stall_seconds": Origin.of_samples(times.snapshots, 0) if times.snapshots else saves,
+        "replica_seconds": Origin.of_samples(times.replicas, 0),
     }
     phase = _phase(costs, curves, phases)
     if phase is not None and curves.loss is not None:
@@ -90,7 +100,16 @@ def planner_inputs(
         lead_after_iterations=LEAD_AFTER_ITERATIONS,
         phase=phase,
         origins=origins,
+        classes=_classes(curves.failures),
+        memory=memory,
     )
+
+
+def _classes(failures: FailureClasses) -> dict[FailureScope, FailureClass]:
+    return {
+        scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
+        for scope, prior in PRIOR_SHARES.items()
+    }
 
 
 def _phase(costs: RankCosts, curves: Curves, phases: PhaseDetector) -> PhaseInputs | None:

@@ -14,15 +14,17 @@ from cpsr.errors import JournalError
 from cpsr.fitter.phases import Phase, PhaseDetector
 from cpsr.journal import BacktestRow, FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin, PlannerInputs
+from cpsr.planner.inputs import MemoryTier, Origin, PlannerInputs
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
-from cpsr.planner.live.inputs import Situation, planner_inputs, unmeasured_inputs
+from cpsr.planner.live.first_plan import differs, first_memory_interval, first_plan
+from cpsr.planner.live.inputs import Situation, planner_inputs
+from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes
 from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
 from cpsr.planner.live.predictable import Predictable, predictable
 from cpsr.planner.live.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
 from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_costs
 from cpsr.planner.live.stall import StallMeter
-from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan
+from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan, with_memory
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.line import LinePredictor
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
@@ -36,7 +38,6 @@ CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file
 FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
 # Polling interval for overrides: a query of a small file takes about a millisecond; without the file, one stat.
 OVERRIDE_POLL_SECONDS = 1.0
-REPLAN_FRACTION = 0.1  # smaller changes are noise of the measurement; the cost is flat around its optimum
 
 
 class JobPlanner:
@@ -75,6 +76,7 @@ class JobPlanner:
         self._accuracy = accuracy
         self._straightness = straightness
         self._times = SaveTimes(parameters)
+        self._memory = MemoryTimes()
         self._meter = StallMeter()
         fitter = config.fitter
         self._phases = PhaseDetector(
@@ -97,28 +99,13 @@ class JobPlanner:
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
-    def note_memory(self, stall_seconds: float) -> None:
-        """A snapshot to host memory has stalled the training thread for so long."""
-
     def first_plan(self, saved: dict[str, Any]) -> Plan:
         """The first plan of a life, the same on every rank.
 
         Args:
             saved: `state_dict` from the checkpoint that this life begins with; empty in the first life.
         """
-        fixed, planner = self._config.checkpoint.interval_iterations, self._config.planner
-        if fixed is not None:
-            return fixed_plan(fixed)
-        interval = saved.get("interval_iterations")
-        if interval is None:
-            # Without measurements the minimum applies: lost work is then the larger risk.
-            return make_plan([unmeasured_inputs(self._config)], self._limits(), "young", "exact")
-        explanation = {"rule": "as planned before the restart, until the next plan"}
-        low, high = planner.interval_min_iterations, planner.interval_max_iterations
-        own = tuple(saved.get("rank_interval_iterations", ())) if planner.intervals == "per_rank" else ()
-        if own and low <= min(own) and max(own) <= high:
-            return Plan(interval, planner.policy, explanation, saved.get("mode"), own)
-        return Plan(min(max(interval, low), high), planner.policy, explanation, saved.get("mode"))
+        return first_plan(self._config, saved)
 
     def start(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
         """Begin to plan; does nothing on other ranks than 0."""
@@ -141,8 +128,23 @@ class JobPlanner:
         stall_seconds = self._meter.durable(outcome.stall_seconds)
         with self._lock:
             self._times.note(outcome, stall_seconds)
+            self._memory.note_copy(outcome.stall_seconds)
             if self._rank == 0:
                 self._saves.append(outcome)
+
+    def note_memory(self, stall_seconds: float) -> None:
+        """A snapshot went to host memory alone, and training waited so long for it."""
+        with self._lock:
+            self._memory.note(stall_seconds)
+            known = self._memory.snapshots == MEASURED_SNAPSHOTS
+        # A long fixed interval may have no checkpoint for hours; the interval in memory does not wait for one.
+        if known and self._plans_memory_alone and self._thread is not None:
+            self._wake.set()
+
+    def note_replica(self, seconds: float) -> None:
+        """A snapshot was whole on another machine so long after it was taken."""
+        with self._lock:
+            self._memory.note_replica(seconds)
 
     def consider(self, situation: Situation) -> None:
         """Check whether the plan should change; returns at once."""
@@ -170,6 +172,8 @@ class JobPlanner:
                 "phases": self._phases.state_dict(),
                 "second_moment_share": self._share,
                 "interval_iterations": plan.interval_iterations,
+                "memory": self._memory.to_tree(),
+                "memory_interval_iterations": plan.memory_interval_iterations,
                 "mode": plan.mode,
             }
         if plan.rank_interval_iterations:
@@ -186,6 +190,7 @@ class JobPlanner:
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
                 self._times.restore(state["costs"])
+                self._memory.restore(state.get("memory"))
                 self._share = state.get("second_moment_share")
 
     def close(self) -> None:
@@ -221,7 +226,7 @@ class JobPlanner:
         """End phases, fit at their ends, and propose."""
         with self._lock:
             situation, saves, self._saves = self._situation, self._saves, []
-            own = self._times.costs()
+            own = self._own_costs()
         if situation is not None:
             self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
         with self._lock:
@@ -233,22 +238,46 @@ class JobPlanner:
         # Beside the ends of phases, also once in a life: the failure that began it is known now.
         if ended or not self._fitted:
             self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, journal)
-        if self._config.checkpoint.interval_iterations is None:
+        if self._config.checkpoint.interval_iterations is None or self._plans_memory_alone:
             anew = bool(ended) or self._override != self._planned_override
             self._propose(situation, (own, *self._others), world_size, journal, anew)
 
     def _replan_under_override(self, world_size: int, journal: RankJournal) -> None:
         """Replan because the override has changed; later if nothing is measured yet."""
-        override, fixed = self._override, self._config.checkpoint.interval_iterations
         with self._lock:
-            situation, own = self._situation, self._times.costs()
-        if fixed is not None:
-            plan = fixed_plan(fixed) if override is None else pinned_plan(fixed_plan(fixed), override, self._limits())
+            situation, own = self._situation, self._own_costs()
+        planned = self._config.checkpoint.interval_iterations is None or self._plans_memory_alone
+        if planned and situation is not None and own is not None:
+            self._propose(situation, (own, *self._others), world_size, journal, anew=True)
+        elif self._config.checkpoint.interval_iterations is not None:
+            plan = self._fixed_plan()
+            every = None if situation is None else situation.plan.memory_interval_iterations
+            plan = replace(
+                plan, memory_interval_iterations=first_memory_interval(self._config, every, plan.interval_iterations)
+            )
             with self._lock:
                 self._proposal = plan
             self._record_override(journal, situation)
-        elif situation is not None and own is not None:
-            self._propose(situation, (own, *self._others), world_size, journal, anew=True)
+
+    @property
+    def _plans_memory_alone(self) -> bool:
+        """Whether there are snapshots in memory beside a fixed interval of the disk."""
+        checkpoint = self._config.checkpoint
+        return checkpoint.interval_iterations is not None and checkpoint.shared_memory
+
+    def _own_costs(self) -> RankCosts | None:
+        """Of this rank's checkpoints; of none, once snapshots in memory are known and these alone are planned."""
+        own = self._times.costs()
+        if own is None and self._plans_memory_alone and self._memory.snapshots >= MEASURED_SNAPSHOTS:
+            return RankCosts(0, 0, 0.0, 0.0, 0, None)
+        return own
+
+    def _fixed_plan(self) -> Plan:
+        """The fixed interval, under the override in force."""
+        fixed = self._config.checkpoint.interval_iterations
+        assert fixed is not None
+        plan = fixed_plan(fixed)
+        return plan if self._override is None else pinned_plan(plan, self._override, self._limits())
 
     def _record_override(self, journal: RankJournal, situation: Situation | None) -> None:
         """Record the override in force at the newest proposal."""
@@ -323,30 +352,44 @@ class JobPlanner:
     def _propose(
         self, situation: Situation, costs: Sequence[RankCosts], world_size: int, journal: RankJournal, anew: bool
     ) -> None:
-        planner = self._config.planner
         curve, longest = self._end_costs(situation, self._curves)
-        complete = len(costs) == world_size  # otherwise some ranks would get no interval
-        limits = self._limits(longest)
+        inputs = [self._inputs(situation, one, curve) for one in costs]
+        if self._config.checkpoint.interval_iterations is not None:
+            plan = with_memory(self._fixed_plan(), inputs, self._config.mode)
+        else:
+            complete = len(costs) == world_size  # otherwise some ranks would get no interval
+            plan = self._planned(inputs, self._limits(longest), complete=complete)
+        if anew or differs(plan, situation.plan):
+            with self._lock:
+                self._proposal = plan
+            self._record_override(journal, situation)
+
+    def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits, *, complete: bool) -> Plan:
+        planner = self._config.planner
         plan = make_plan(
-            [self._inputs(situation, one, curve) for one in costs],
+            inputs,
             bounded(limits, self._override),
             planner.policy,
             self._config.mode,
             planner.intervals if complete else "common",
         )
-        plan = overridden(plan, self._override, limits)
-        current = situation.plan.interval_iterations
-        if anew or abs(plan.interval_iterations - current) > REPLAN_FRACTION * current:
-            with self._lock:
-                self._proposal = plan
-            self._record_override(journal, situation)
+        return overridden(plan, self._override, limits)
 
     def _inputs(self, situation: Situation, costs: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
         watch, iteration = self._config.life.watch_iterations, situation.schedule.iteration
         of_all = self._share is not None
         read_at = iteration if self._others_iteration is None else self._others_iteration
         moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
-        return planner_inputs(situation, costs, self._curves, recovery, self._phases, watch, moments)
+        memory = self._memory_tier(costs)
+        return planner_inputs(
+            situation, costs, self._curves, recovery, self._phases, watch, moments, memory, self._memory
+        )
+
+    def _memory_tier(self, costs: RankCosts) -> MemoryTier | None:
+        if not self._config.checkpoint.shared_memory:
+            return None
+        with self._lock:
+            return self._memory.tier(self._config.memory.interval_iterations, costs.stall_seconds)
 
     def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""

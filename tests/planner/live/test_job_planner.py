@@ -27,6 +27,7 @@ from cpsr.journal import (
     open_journal,
     override_plan,
 )
+from cpsr.planner.live.first_plan import differs
 from cpsr.planner.live.inputs import Situation
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.live.predictable import EXPECTED
@@ -275,15 +276,110 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
     planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 33}))
     plan = planner.first_plan({"interval_iterations": 70})
     assert (plan.interval_iterations, plan.origin) == (33, "fixed")
+    assert plan.memory_interval_iterations == 10, "until it is planned, as short as the shortest interval of the disk"
     planner.start(tmp_path, 1, journal)
     planner.note(saved(100))
     planner.consider(situation(110, plan))
     until = time.monotonic() + WAIT_SECONDS
     while not fitted(journal, tmp_path) and time.monotonic() < until:
         time.sleep(0.01)
+    found = proposed(planner)
+    assert found is not None
+    assert (found.interval_iterations, found.origin, found.mode) == (33, "fixed", None)
+    assert found.memory_interval_iterations in range(1, 34)
+    assert found.explanation["classes"]["process"]["back_to"] == "memory"
+    planner.close()
+    assert fitted(journal, tmp_path) == {"loss", "failure_rate"}
+
+
+def test_without_shared_memory_a_fixed_interval_needs_no_plan(tmp_path: Path, journal: RankJournal) -> None:
+    checkpoint = {"interval_iterations": 33, "shared_memory": False}
+    planner = planner_of(configured(tmp_path, checkpoint=checkpoint))
+    plan = planner.first_plan({})
+    assert (plan.interval_iterations, plan.memory_interval_iterations) == (33, None)
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.note_memory(0.1)
+    planner.consider(situation(110, plan))
+    time.sleep(0.5)
     planner.close()
     assert planner.proposal() is None
-    assert fitted(journal, tmp_path) == {"loss", "failure_rate"}
+
+
+def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, planner={"interval_max_iterations": 5000}))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100, stall_seconds=2.0))
+    planner.consider(situation(110, planner.first_plan({})))
+    before = proposed(planner)
+    assert before is not None
+    assert before.explanation["memory"]["stall_seconds"] == 2.0, "as long as the copy of a checkpoint, until measured"
+    assert before.explanation["origins"]["memory_stall_seconds"]["samples"] == 1
+    for stall in (0.002, 0.002, 9.0):
+        planner.note_memory(stall)
+    planner.note_replica(1.5)
+    planner.consider(situation(130, before))
+    after = proposed(planner)
+    assert after is not None
+    assert after.memory_interval_iterations is not None
+    assert before.memory_interval_iterations is not None
+    assert after.memory_interval_iterations < before.memory_interval_iterations
+    assert after.memory_interval_iterations < after.interval_iterations
+    assert after.explanation["origins"]["memory_stall_seconds"]["samples"] == 3
+    assert [one["back_to"] for one in after.explanation["classes"].values()] == ["memory", "replica", "disk"]
+    state = planner.state_dict(after)
+    planner.close()
+    again = planner_of(configured(tmp_path))
+    again.load_state_dict(state)
+    assert again.first_plan(state).memory_interval_iterations == after.memory_interval_iterations
+    assert again.state_dict(after)["memory"] == {"stall_seconds": 0.002, "replica_seconds": 1.5}
+
+
+def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
+    plan = planner.first_plan({})
+    planner.start(tmp_path, 1, journal)
+    planner.consider(situation(11, plan))
+    for _ in range(8):
+        planner.note_memory(0.5)
+    found = proposed(planner)
+    planner.close()
+    assert found is not None
+    assert (found.interval_iterations, found.origin) == (5000, "fixed")
+    assert found.memory_interval_iterations is not None
+    assert found.memory_interval_iterations > 10
+
+
+def test_the_users_interval_in_memory_is_never_changed(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, memory={"interval_iterations": 3}))
+    first = planner.first_plan({"memory_interval_iterations": 7})
+    assert first.memory_interval_iterations == 3
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100, stall_seconds=2.0))
+    planner.consider(situation(110, first))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    assert plan.memory_interval_iterations == 3
+    assert plan.row(0, 111).memory_interval_iterations == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worth"),
+    [
+        ((100, 3), (100, 4), False),
+        ((100, 1), (100, 2), True),
+        ((100, 10), (109, 12), False),
+        ((100, 10), (111, 10), True),
+        ((100, None), (100, 10), True),
+        ((100, None), (100, None), False),
+    ],
+)
+def test_small_changes_are_not_worth_a_plan(
+    before: tuple[int, int | None], after: tuple[int, int | None], worth: bool
+) -> None:
+    plans = [Plan(interval, "cpsr", {}, memory_interval_iterations=every) for interval, every in (after, before)]
+    assert differs(*plans) == worth
 
 
 def test_random_numbers_of_the_job_are_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""The measured costs of snapshots in host memory, and of their replicas."""
+
+import statistics
+from collections import deque
+from typing import Any
+
+from cpsr.planner.inputs import MemoryTier
+
+__all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes"]
+
+MEASURED_SNAPSHOTS = 8  # times are medians of this many
+
+
+class MemoryTimes:
+    """The newest snapshots; until one was measured, the copies of checkpoints stand for them."""
+
+    def __init__(self) -> None:
+        self._stalls: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
+        self._copies: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
+        self._replicas: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
+        self._before: dict[str, float] = {}  # medians of the last life
+
+    @property
+    def snapshots(self) -> int:
+        """Number of stalls behind the median, of this life."""
+        return len(self._stalls)
+
+    @property
+    def replicas(self) -> int:
+        """Number of transfers behind the median, of this life."""
+        return len(self._replicas)
+
+    def note(self, stall_seconds: float) -> None:
+        """Add the stall of a snapshot that went to memory alone."""
+        self._stalls.append(stall_seconds)
+
+    def note_copy(self, stall_seconds: float) -> None:
+        """Add the time that training waited for the copy of a checkpoint."""
+        self._copies.append(stall_seconds)
+
+    def note_replica(self, seconds: float) -> None:
+        """Add the time from a snapshot to its whole replica on another machine."""
+        self._replicas.append(seconds)
+
+    def tier(self, interval_iterations: int | None, checkpoint_stall_seconds: float) -> MemoryTier:
+        """What is known of the snapshots.
+
+        Args:
+            interval_iterations: set by the user; None: planned.
+            checkpoint_stall_seconds: of a checkpoint, where nothing else is known.
+        """
+        known = self.to_tree()
+        stall = known.get("stall_seconds")
+        if stall is None:
+            stall = statistics.median(self._copies) if self._copies else checkpoint_stall_seconds
+        return MemoryTier(stall, interval_iterations, known.get("replica_seconds"))
+
+    def restore(self, tree: dict[str, Any] | None) -> None:
+        """Load what `to_tree` of the last life returned."""
+        self._before = {} if tree is None else {name: float(value) for name, value in tree.items()}
+
+    def to_tree(self) -> dict[str, float]:
+        """Medians as plain data, for this rank's part of the next checkpoint."""
+        found = dict(self._before)
+        for name, times in (("stall_seconds", self._stalls), ("replica_seconds", self._replicas)):
+            if times:
+                found[name] = statistics.median(times)
+        return found
