@@ -132,6 +132,17 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
         plan.interval_iterations,
         origin=plan.origin,
     )
+    families.gauge(
+        "memory_interval_iterations",
+        "Between snapshots in host memory, by the current plan.",
+        run,
+        plan.memory_interval_iterations,
+    )
+    for scope, one in plan.explanation.get("classes", {}).items():
+        text = "Expected failures by what they leave."
+        families.gauge("class_failures_per_second", text, run, float(one["failures_per_second"]), scope=scope)
+        text = "Expected loss of a failure by what it leaves."
+        families.gauge("class_loss_iterations", text, run, float(one["loss_iterations"]), scope=scope)
     expected = plan.explanation.get("expected", {}).get("cost_per_second")
     cost = None if expected is None else float(expected)
     text = "Share of the time that checkpoints and failures are expected to cost."

@@ -32,6 +32,7 @@ from cpsr.service.problems import Problem
 from cpsr.service.recoveries import Recovery, recovery_of
 from cpsr.service.rehearsals import Rehearsal
 from cpsr.service.rows import answered, open_journal
+from cpsr.service.tiers import CLASSES_EXAMPLE, ClassPlan, classes_of
 
 __all__ = ["PlanHistory", "PlanReply", "plan_of", "router"]
 
@@ -54,6 +55,8 @@ _EXAMPLE: dict[str, Any] = {
             "from_iteration": 4001,
         }
     ],
+    "memory_interval_iterations": 5,
+    "classes": CLASSES_EXAMPLE,
     "recovery_mode": "predict",
     "bound": "none",
     "inputs": [
@@ -137,6 +140,10 @@ class PlanReply(BaseModel):
         description="null where the interval is fixed or nothing was recorded of phases."
     )
     ranks: list[RankPlan]
+    memory_interval_iterations: int | None = Field(
+        description="Between snapshots in host memory, of which a checkpoint is one; null where there are none."
+    )
+    classes: list[ClassPlan] = Field(description="Failures by what they leave; empty where the plan does not say.")
     recovery_mode: Literal["predict", "recompute"] | None = Field(
         description="The mode with the lower expected cost of a failure; null where the plan did not choose."
     )
@@ -175,6 +182,7 @@ class PastPlan(BaseModel):
                     "until_iteration": 4000,
                     "phase": 3,
                     "interval_iterations": 110,
+                    "memory_interval_iterations": 5,
                     "origin": "cpsr",
                     "mode": "predict",
                     "bound": "none",
@@ -192,6 +200,7 @@ class PastPlan(BaseModel):
     until_iteration: int | None = Field(description="Where the next plan replaced it; null: it is current.")
     phase: int | None = Field(description="The phase in which it began; null where none is known.")
     interval_iterations: int
+    memory_interval_iterations: int | None
     origin: str
     mode: Literal["predict", "recompute"] | None
     bound: str | None
@@ -255,6 +264,8 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             iteration_seconds=seconds,
             phase=_current_phase(ended, explanation),
             ranks=_ranks(current, identity.get("world_size") or 1, seconds),
+            memory_interval_iterations=current.memory_interval_iterations,
+            classes=classes_of(explanation),
             recovery_mode=current.mode,
             bound=explanation.get("bound"),
             inputs=_inputs(explanation, max(0, (last_iteration or 0) - current.from_iteration)),
@@ -340,6 +351,7 @@ def _past(row: PlanRow, after: PlanRow | None, phases: Sequence[PhaseRow]) -> Pa
         until_iteration=None if after is None else after.from_iteration,
         phase=_phase_at(row.from_iteration, phases),
         interval_iterations=row.interval_iterations,
+        memory_interval_iterations=row.memory_interval_iterations,
         origin=row.origin,
         mode=row.mode,
         bound=explanation.get("bound"),

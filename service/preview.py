@@ -57,6 +57,7 @@ class PreviewReply(BaseModel):
                 {
                     "interval_iterations": 55,
                     "interval_seconds": 33.0,
+                    "memory_interval_iterations": 4,
                     "recovery_mode": "predict",
                     "bound": "none",
                     "cost_per_second": 0.011,
@@ -71,6 +72,7 @@ class PreviewReply(BaseModel):
 
     interval_iterations: int = Field(description="One for all ranks.")
     interval_seconds: float
+    memory_interval_iterations: int | None = Field(description="Between snapshots in host memory.")
     recovery_mode: Literal["predict", "recompute"] | None
     bound: str = Field(description="The bound without which another interval would be chosen; `none`.")
     cost_per_second: float | str = Field(description="Expected seconds lost per second of wall time.")
@@ -120,6 +122,7 @@ def _reply(plan: Plan, basis: Basis, row: PlanRow, current: PlanRow) -> PreviewR
     return PreviewReply(
         interval_iterations=plan.interval_iterations,
         interval_seconds=plan.interval_iterations * basis.inputs.iteration_seconds,
+        memory_interval_iterations=plan.memory_interval_iterations,
         recovery_mode=plan.mode,
         bound=explanation["bound"],
         cost_per_second=explanation["expected"]["cost_per_second"],

@@ -144,7 +144,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     lines = [f"{name}: {state}, {at}"]
     if plan is None:
         return [*lines, "no plan yet"]
-    lines.append(_plan_line(plan))
+    lines += [_plan_line(plan), *_class_lines(plan)]
     if plan["override"] is not None:
         lines.append(_override_line(plan["override"]))
     baselines = {one["name"]: one["interval_iterations"] for one in plan["rivals"]}
@@ -167,7 +167,20 @@ def _plan_line(plan: dict[str, Any]) -> str:
     mode = "" if plan["recovery_mode"] is None else f", after a failure: {way}"
     bound = "" if plan["bound"] in (None, "none") else f", bound: {plan['bound']}"
     phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
+    memory = plan.get("memory_interval_iterations")  # a service of an older version lacks it
+    took += "" if memory is None else f", in memory every {memory}"
     return f"a checkpoint every {every} iterations{took}, by {escape(plan['ranks'][0]['origin'])}{bound}{phase}{mode}"
+
+
+def _class_lines(plan: dict[str, Any]) -> list[str]:
+    parts = []
+    for one in plan.get("classes", []):
+        rate, loss = one["failures_per_second"], one["loss_iterations"]
+        if isinstance(rate, str) or isinstance(loss, str) or not rate:
+            continue
+        seen = f", {one['seen']} seen" if one["seen"] else ""
+        parts.append(f"{one['scope']} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, from {one['back_to']}")
+    return [f"expected failures: {'; '.join(parts)}"] if parts else []
 
 
 def _override_line(override: dict[str, Any]) -> str:

@@ -81,9 +81,13 @@ def print_run(directory: Path, verbose: bool) -> None:
         print_table(console, _rehearsals_table(rows.rehearsals))
     for plan in rows.plans:
         console.print(
-            f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations "
-            f"({plan.origin}); phases so far: {len(rows.phases)}"
+            f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations"
+            f"{_in_memory(plan.memory_interval_iterations)} ({plan.origin}); phases so far: {len(rows.phases)}"
         )
+
+
+def _in_memory(every_iterations: int | None) -> str:
+    return "" if every_iterations is None else f", in memory every {every_iterations}"
 
 
 def _rows(reader: JournalReader) -> _Rows:

@@ -64,12 +64,14 @@ function columns(plans, lastIteration) {
 function summary(plans) {
   if (!plans.length) return "No plan yet: the planner makes the first one when training starts.";
   const { interval_iterations: interval, origin, rival_interval_iterations: baselines } = plans.at(-1);
+  const memory = plans.at(-1).memory_interval_iterations;
+  const inMemory = memory ? ` In host memory every ${number(memory, 9)}.` : "";
   if (!Object.keys(baselines).length)
-    return `Every ${number(interval, 9)} iterations (${origin}); no figures of other rules.`;
+    return `Every ${number(interval, 9)} iterations (${origin}); no figures of other rules.${inMemory}`;
   const others = SHOWN.filter((name) => name in baselines).map(
     (name) => `${ruleName(name)} every ${number(baselines[name], 9)}`,
   );
-  return `Every ${number(interval, 9)} iterations now; ${others.join(", ")}.`;
+  return `Every ${number(interval, 9)} iterations now; ${others.join(", ")}.${inMemory}`;
 }
 
 // Round figures of a logarithmic axis.
@@ -96,6 +98,7 @@ function planTable(plans) {
     [
       { title: "From", numeric: true, value: (one) => number(one.from_iteration, 9) },
       { title: "Interval", numeric: true, value: (one) => number(one.interval_iterations, 9) },
+      { title: "In memory", numeric: true, value: (one) => number(one.memory_interval_iterations, 9) },
       { title: "Chosen by", value: (one) => one.origin },
       { title: "Young", numeric: true, value: (one) => number(one.rival_interval_iterations.young, 9) },
       { title: "CheckFreq", numeric: true, value: (one) => number(one.rival_interval_iterations.checkfreq, 9) },

@@ -1,7 +1,7 @@
 // The state of the run and its handling of failures, in a few figures.
 
 import { byId, element, update } from "./dom.js";
-import { bytes, duration, number, percent } from "./format.js";
+import { bytes, duration, number, percent, plural } from "./format.js";
 import { modeName } from "./rules.js";
 
 const ORIGINS = { fixed: "fixed by the configuration", override: "by an override", cpsr: "by least expected cost" };
@@ -17,6 +17,7 @@ function tiles(plan, health) {
   return [
     tile("Iteration", number(iteration, 9), phase(plan), written(health)),
     tile("A checkpoint every", interval(plan), chosen(plan)),
+    ...(plan.memory_interval_iterations ? [memory(plan)] : []),
     tile("After a failure", modeName(plan.recovery_mode) ?? number(null), `mode ${plan.mode ?? "not known"}`),
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
     ...(plan.network ? [network(plan.network)] : []),
@@ -29,6 +30,11 @@ function tiles(plan, health) {
 function tile(name, value, ...more) {
   const lines = more.filter((text) => text).map((text) => element("dd", { class: "quiet" }, text));
   return element("div", {}, element("dt", {}, name), element("dd", {}, value), ...lines);
+}
+
+function memory({ memory_interval_iterations: every, iteration_seconds: seconds }) {
+  const took = typeof seconds === "number" ? duration(every * seconds) : "";
+  return tile("In memory every", plural(every, "iteration"), took);
 }
 
 function network({ checkpoints_taken_in: taken, checkpoints_waiting: waiting, updates }) {

@@ -107,7 +107,11 @@ function answerTable(plan, reply) {
     element(
       "p",
       { class: "summary" },
-      `A checkpoint every ${duration(reply.interval_seconds)}; after a failure: ${mode}; bound: ${reply.bound}.`,
+      `A checkpoint every ${duration(reply.interval_seconds)}${inMemory(reply)}; after a failure: ${mode}; bound: ${reply.bound}.`,
     ),
   );
+}
+
+function inMemory({ memory_interval_iterations: every }) {
+  return every ? `, in host memory every ${number(every, 9)} iterations` : "";
 }

@@ -21,8 +21,9 @@ export function showWhy(store) {
     update(
       byId("why"),
       element("p", {}, `Chosen by: ${rule ?? "not recorded"}. Bound: ${BOUNDS[plan.bound] ?? plan.bound ?? "not recorded"}.`),
-      ...(ways.length ? [element("p", {}, "A failure costs, on average:"), element("ul", {}, ...ways.map(way))] : []),
+      ...(ways.length ? [element("p", {}, "A failure that goes back to the disk costs, on average:"), element("ul", {}, ...ways.map(way))] : []),
       ...(notes.length ? [list] : []),
+      ...(plan.classes?.length ? [classTable(plan.classes)] : []),
       element("div", { class: "pair" }, inputTable(plan.inputs), baselineTable(plan.rivals)),
     );
   });
@@ -30,6 +31,33 @@ export function showWhy(store) {
 
 function way({ failure, interval_iterations: every }) {
   return element("li", {}, `${failure.replace("+-", "\u00b1")}, at a checkpoint every ${number(every, 9)} iterations`);
+}
+
+const LEFT = {
+  process: "every machine and its memory",
+  machine: "replicas of what a machine held",
+  everything: "the disk alone",
+};
+const PLACES = { memory: "host memory", replica: "a replica", disk: "the disk" };
+
+function classTable(classes) {
+  return table(
+    "Failures by what they leave",
+    [
+      { title: "Leave", value: (one) => LEFT[one.scope] ?? one.scope },
+      { title: "One every", numeric: true, value: (one) => every(one.failures_per_second) },
+      { title: "Share", numeric: true, value: (one) => percent(one.share) },
+      { title: "Prior", numeric: true, value: (one) => percent(one.prior_share) },
+      { title: "Seen", numeric: true, value: (one) => number(one.seen, 9) },
+      { title: "Go back to", value: (one) => PLACES[one.back_to] ?? one.back_to },
+      { title: "Iterations lost", numeric: true, value: (one) => number(one.loss_iterations) },
+    ],
+    classes,
+  );
+}
+
+function every(rate) {
+  return typeof rate === "number" && rate > 0 ? duration(1 / rate) : number(null);
 }
 
 function inputTable(inputs) {

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from cpsr.journal import (
     CheckpointRow,
     EventRow,
     FailureRow,
+    FailureScope,
     FitRow,
     Journal,
     PhaseRow,
@@ -24,7 +26,7 @@ from cpsr.journal import (
     StepRow,
 )
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin, PlannerInputs
+from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PlannerInputs
 from cpsr.planner.plan import Plan, make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
@@ -44,12 +46,24 @@ def measured_plan() -> Plan:
     return make_plan([measured_inputs()], LIMITS)
 
 
+def two_tier_plan() -> Plan:
+    """Of a job with snapshots in host memory, and with replicas of them, that has failed once."""
+    classes: dict[FailureScope, FailureClass] = {
+        "process": FailureClass(0.6, 0.3, 1),
+        "machine": FailureClass(0.35, 0.6),
+        "everything": FailureClass(0.05, 0.1),
+    }
+    memory = MemoryTier(0.004, None, 2.0)
+    return make_plan([replace(measured_inputs(), recovery=None, classes=classes, memory=memory)], LIMITS)
+
+
 def plan_row(plan: Plan = YOUNG, **changes: Any) -> PlanRow:
     values: dict[str, Any] = {
         "life": 0,
         "from_iteration": 20,
         "interval_iterations": plan.interval_iterations,
         "origin": plan.origin,
+        "memory_interval_iterations": plan.memory_interval_iterations,
         "mode": plan.mode,
         "explanation": plan.explanation,
     }

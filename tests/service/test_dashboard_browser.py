@@ -39,6 +39,7 @@ from tests.service.journals import (
     record_event,
     recovery_row,
     rehearsal_row,
+    two_tier_plan,
 )
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
@@ -188,6 +189,24 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Why this interval").get_by_role("cell", name="CheckFreq")).to_be_visible()
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
         expect(section(page, "Rehearsed recoveries")).to_be_hidden()
+
+
+def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal, tmp_path: Path) -> None:
+    journal.record(*losses(1, LAST))
+    plan = two_tier_plan()
+    journal.record(plan_row(plan, from_iteration=30))
+    flushed(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        every = plan.memory_interval_iterations
+        expect(section(page, "Now")).to_contain_text(f"In memory every{every} iterations")
+        expect(section(page, "Interval between checkpoints")).to_contain_text(f"In host memory every {every}.")
+        why = section(page, "Why this interval")
+        expect(why.get_by_role("row", name="replicas of what a machine held")).to_contain_text("a replica")
+        expect(why.get_by_role("row", name="every machine and its memory")).to_contain_text("20 h")
+        picture = os.environ.get("CPSR_TEST_PICTURES")
+        if picture:
+            page.screenshot(path=f"{picture}/tiers.png", full_page=True)
 
 
 def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:

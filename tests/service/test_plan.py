@@ -19,6 +19,7 @@ from tests.service.journals import (
     record_steps,
     recovery_row,
     rehearsal_row,
+    two_tier_plan,
 )
 
 
@@ -68,6 +69,29 @@ def test_inputs_have_their_unit_their_source_and_their_age_now(client: TestClien
     }
     assert (inputs["failures_per_second"]["unit"], inputs["failures_per_second"]["age_iterations"]) == ("1/s", None)
     assert (inputs["persist_iterations"]["unit"], inputs["mtbf_hours"]["unit"]) == ("iterations", "h")
+
+
+def test_both_tiers_and_what_failures_leave(client: TestClient, journal: Journal) -> None:
+    plan = two_tier_plan()
+    journal.record(plan_row(from_iteration=0))
+    journal.record(plan_row(plan, from_iteration=3))
+    flushed(journal)
+    body = client.get("/plan").json()
+    assert body["memory_interval_iterations"] == plan.memory_interval_iterations
+    process, machine, everything = body["classes"]
+    assert (process["scope"], process["back_to"], process["seen"], process["prior_share"]) == (
+        "process",
+        "memory",
+        1,
+        0.3,
+    )
+    assert (machine["back_to"], everything["back_to"]) == ("replica", "disk")
+    assert process["loss_iterations"] < machine["loss_iterations"] < everything["loss_iterations"]
+    newest, first = client.get("/plan/history").json()["plans"]
+    assert newest["memory_interval_iterations"] == plan.memory_interval_iterations
+    assert first["memory_interval_iterations"] is None
+    preview = client.post("/plan/preview", json={"mtbf_hours": 0.1}).json()
+    assert preview["memory_interval_iterations"] < plan.memory_interval_iterations
 
 
 def test_what_was_never_measured_is_a_prior(client: TestClient, journal: Journal) -> None:

@@ -20,6 +20,7 @@ from tests.service.journals import (
     record_steps,
     recovery_row,
     rehearsal_row,
+    two_tier_plan,
 )
 from tests.service.test_events import served
 
@@ -84,6 +85,21 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "snapshots were copied in 12.5%; 1.5 s past",
     ):
         assert words in output, words
+
+
+def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
+    plan = two_tier_plan()
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.record(plan_row(plan))
+    flushed(journal)
+    journal.close()
+    output = status(tmp_path)[1]
+    assert (
+        f"every {plan.interval_iterations} iterations, in memory every {plan.memory_interval_iterations}, by" in output
+    )
+    assert "expected failures: process every 20.0 h, 1 seen: " in output
+    assert "iterations, from replica; everything every 240.0 h: " in output
 
 
 def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
