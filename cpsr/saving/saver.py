@@ -103,8 +103,7 @@ class Saver(Part):
 
     def is_memory_due(self, iteration: int) -> bool:
         """Whether a snapshot to host memory is due after this iteration."""
-        interval = self._config.memory.interval_iterations or self.plan.memory_interval_iterations
-        return self.memory.is_due(iteration, interval)
+        return self.memory.is_due(iteration, self.plan.memory_interval_iterations)
 
     def begin_in_memory(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
         """Start a snapshot to host memory alone; this rank decides by itself.
