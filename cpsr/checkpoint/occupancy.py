@@ -1,6 +1,7 @@
 """Which snapshot has which host buffer, and which buffer the next one may overwrite."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from cpsr.checkpoint.host_snapshot import Snapshot
@@ -30,7 +31,7 @@ class Occupancy:
         self._in_use: dict[int, Snapshot] = {}
         self._sealing: set[int] = set()  # being hashed; their snapshots may be released meanwhile
         self._sealed = dict(sealed)
-        self._sent: set[int] = set()  # being sent to another machine
+        self._sent: Counter[int] = Counter()  # being sent to other machines, so many
         self._recovery: tuple[int, Snapshot] | None = None
         self._pins = 0
 
@@ -159,10 +160,10 @@ class Occupancy:
             index = next((i for i in range(self._count) if self._names(i) == name), None)
             if index is None or (self._sent and index not in self._sent):
                 return False
-            self._sent.add(index)
+            self._sent[index] += 1
         return True
 
     def end_sending(self, name: str) -> None:
         """Undo `begin_sending`."""
         with self._lock:
-            self._sent = {index for index in self._sent if self._names(index) != name}
+            self._sent -= Counter(index for index in self._sent if self._names(index) == name)

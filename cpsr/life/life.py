@@ -150,6 +150,7 @@ class Life:
         self._open(opened, self.saver)
         loop.learning.start(job, run.store, run.memory.pool)
         self.planner.start(job.config.run_dir, job.group.size, job.journal)
+        run.memory.follow_replicas(self.planner.note_replica)
         self.rehearsals = Rehearsals(
             job, self.restorer, self.saver, loop.learning, loop.state, loop.loss_fn, lambda: self._stop.made
         )

@@ -1,6 +1,7 @@
 """This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
 
 import logging
+from collections.abc import Callable
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_unused
@@ -74,9 +75,21 @@ class HostMemory:
             assert memory is not None
             checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(
-                memory, group, job.adapter.data_parallel_ranks, shard, config.peers, report, checkpoints=checkpoints
+                memory,
+                group,
+                job.adapter.data_parallel_ranks,
+                shard,
+                config.peers,
+                report,
+                checkpoints=checkpoints,
+                occupancy=self.pool.occupancy,
             )
             self.pool.on_sealed = self._replicator.offer
+
+    def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
+        """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""
+        if self._replicator is not None:
+            self._replicator.follow(on_replica)
 
     @property
     def branch(self) -> int:

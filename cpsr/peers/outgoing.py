@@ -2,10 +2,12 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
 from cpsr.checkpoint.background import yield_to_training
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.peers.report import Report, brief
 from cpsr.peers.transport import Channel, Kind, Message, Sealed, send_state
 
@@ -20,13 +22,25 @@ class Outgoing:
         bytes_per_second: rate limit; None: what the network does.
         report: records an event.
         is_twin: whether a small state is of use to the holder.
+        occupancy: of this rank's buffers: one that is sent is overwritten last.
+
+    Attributes:
+        on_replica: called with the seconds from the offer of a state until the holder had it.
     """
 
     def __init__(
-        self, channel: Channel, bytes_per_second: float | None, report: Report, is_twin: Callable[[], bool]
+        self,
+        channel: Channel,
+        bytes_per_second: float | None,
+        report: Report,
+        is_twin: Callable[[], bool],
+        occupancy: Occupancy,
     ) -> None:
         self._channel = channel
         self._is_twin = is_twin
+        self._occupancy = occupancy
+        self.on_replica: Callable[[float], None] = lambda seconds: None
+        self._offered_at = 0.0
         self.peer = channel.peer
         self._bytes_per_second = bytes_per_second
         self._report = report
@@ -44,6 +58,7 @@ class Outgoing:
             while self._orders and isinstance(self._orders[-1], Sealed):
                 self._orders.pop()
             self._orders.append(state)
+            self._offered_at = time.monotonic()
             self._changed.notify()
 
     def forget_after(self, iteration: int) -> None:
@@ -80,6 +95,19 @@ class Outgoing:
                 logging.WARNING,
             )
 
+    def _send(self, state: Sealed) -> bool:
+        """Send a state, which is overwritten last meanwhile; False where it was overwritten."""
+        offered_at, name = self._offered_at, state.path.name
+        reserved = self._occupancy.begin_sending(name)
+        try:
+            sent = send_state(self._channel, state, self._stop, self._bytes_per_second)
+        finally:
+            if reserved:
+                self._occupancy.end_sending(name)
+        if sent:
+            self.on_replica(time.monotonic() - offered_at)
+        return sent
+
     def _next(self) -> Sealed | Message | None:
         with self._changed:
             while not self._orders:
@@ -95,7 +123,7 @@ class Outgoing:
             return order.kind is not Kind.END
         if order.small and not self._is_twin():
             return True
-        sent = send_state(self._channel, order, self._stop, self._bytes_per_second)
+        sent = self._send(order)
         if not sent and not self._stop.is_set() and not self._overtaken:
             self._overtaken = True
             self._report(

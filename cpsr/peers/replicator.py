@@ -1,13 +1,14 @@
 """Keeps this rank's newest snapshots in the host memory of other nodes, and theirs in this one's, beside training."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import layout_bytes
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.config import PeersConfig
@@ -59,6 +60,7 @@ class Replicator:
         config: how many replicas, and how they travel.
         report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
+        occupancy: of this rank's buffers.
 
     Attributes:
         placement: who holds what.
@@ -75,6 +77,7 @@ class Replicator:
         report: Report,
         *,
         checkpoints: Path,
+        occupancy: Occupancy,
     ) -> None:
         self._run_id, self._rank = memory.run_id, group.rank
         self._directory = memory.path("").parent
@@ -97,7 +100,8 @@ class Replicator:
         limit = config.rate_limit_bytes_per_second
         share = None if limit is None or not holders else limit / len(holders)
         self._outgoing = [
-            Outgoing(self._channel(holder, config), share, report, partial(self._is_twin, holder)) for holder in holders
+            Outgoing(self._channel(holder, config), share, report, partial(self._is_twin, holder), occupancy)
+            for holder in holders
         ]
         self._incoming = [
             Incoming(
@@ -128,6 +132,11 @@ class Replicator:
             return
         for outgoing in self._outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
+
+    def follow(self, on_replica: Callable[[float], None]) -> None:
+        """Call this with the seconds from each snapshot's seal until a holder had it; from several threads."""
+        for outgoing in self._outgoing:
+            outgoing.on_replica = on_replica
 
     def forget_after(self, iteration: int) -> None:
         """Invalidate replicas of later iterations, once the holders have received this: the run has gone back."""

@@ -68,7 +68,8 @@ checkpoints = root / "checkpoints"
 def opened(states, groups=None, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
     return Replicator(
-        states.memory, group, groups[rank], states.template, config, report, checkpoints=checkpoints
+        states.memory, group, groups[rank], states.template, config, report, checkpoints=checkpoints,
+        occupancy=states.occupancy,
     )
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''

@@ -8,6 +8,7 @@ from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.peers.small import load_together
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -47,11 +48,25 @@ class States:
             (file, HostBuffer(template, pinned=False, memory=file)) for file in files
         ]
         self._taken = 0
+        self.occupancy = Occupancy(slots, {}, lambda index: files[index].path.name)
 
     def seal(self, iteration: int) -> tuple[Path, Snapshot]:
-        """The file that holds this iteration from now on, and its snapshot."""
-        file, buffer = self._buffers[self._taken % len(self._buffers)]
+        """The file that holds this iteration from now on, and its snapshot; in the next buffer, whatever it is for."""
         self._taken += 1
+        return self._fill((self._taken - 1) % len(self._buffers), iteration)
+
+    def seal_where_free(self, iteration: int) -> tuple[Path, Snapshot]:
+        """The same in the buffer that a pool would take."""
+        taken = self.occupancy.take(iteration, keep_newest=True)
+        assert taken is not None
+        index, snapshot = taken
+        filled = self._fill(self.occupancy.begin_seal(snapshot), iteration)
+        self.occupancy.end_seal(index, iteration)
+        self.occupancy.release(snapshot)
+        return filled
+
+    def _fill(self, index: int, iteration: int) -> tuple[Path, Snapshot]:
+        file, buffer = self._buffers[index]
         file.unseal()
         target_shard = buffer.shard_at(iteration)
         source_shard = shard(self._rank, iteration, self._elements, alike=self._alike)

@@ -208,6 +208,34 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
         assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
 
 
+FASTER = """
+states = States(memory, rank)
+replicator = opened(states, replicas=1, chunk_bytes=8192, rate_limit_bytes_per_second=3_000_000)
+seconds = []
+replicator.follow(seconds.append)
+arrived = set()
+for iteration in range(1, 120):
+    replicator.offer(*states.seal_where_free(iteration))
+    time.sleep(0.02)  # of the 0.2 s that it takes
+    arrived |= set(replicated(1 - rank))
+group.barrier()
+found["arrived"], found["seconds"] = sorted(arrived), seconds
+replicas = [s for s in memory_states(RUN_ID, memory) if s.rank == 1 - rank and "replica" in s.path.name]
+found["right"] = [is_right(s) for s in replicas if verify_memory_state(s) is None]
+group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_a_state_that_is_sent_is_not_overwritten_by_snapshots_that_come_faster(tmp_path: Path) -> None:
+    for found in run(FASTER, tmp_path, ["a", "b"]):
+        assert len(found["arrived"]) >= 4
+        assert found["events"] == [], "none was dropped"
+        assert all(found["right"])
+        assert all(seconds > 0.1 for seconds in found["seconds"])
+
+
 ONE_NODE = """
 states = States(memory, rank)
 replicator = opened(states)
