@@ -69,9 +69,28 @@ class MemorySnapshots:
             self.failed(iteration, error)
             return
         if snapshot is None:
-            self.skipped += 1
+            self._skip(iteration)
         else:
             snapshot.stall_seconds = time.perf_counter() - started
+
+    def _skip(self, iteration: int) -> None:
+        self.skipped += 1
+        if self.skipped == 1:
+            self._journal.event(
+                "memory snapshot skipped",
+                f"the state of iteration {iteration} was not copied to host memory: the disk still writes from the "
+                "other buffers. A kill of the processes now goes back to the snapshot before. Counted from now on, and "
+                "reported at the end of this life",
+                iteration,
+                logging.WARNING,
+            )
+
+    def close(self) -> None:
+        """Report how many were skipped."""
+        if self.skipped > 1:
+            due = self.taken + self.skipped
+            message = f"{self.skipped} of {due} snapshots to host memory were skipped in this life: no buffer was free"
+            self._journal.event("memory snapshots skipped", message, self._last)
 
     def _shard(self) -> Shard:
         """The engine's views; those of the last snapshot where nothing was replaced."""

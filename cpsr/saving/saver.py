@@ -315,6 +315,7 @@ class Saver(Part):
 
     def close(self, ending: Ending) -> None:
         """Wait for running writes: only briefly after an error, when a restart is waiting."""
+        self.memory.close()
         checkpoint = self._config.checkpoint
         self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
         self.surface()
