@@ -84,6 +84,18 @@ def cadence(
 
 
 @bench.command()
+def durable(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Checkpoints of each size.")] = 9,
+    workdir: Workdir = None,
+) -> None:
+    """Processor time and time until a checkpoint is durable and verified, beside a raw write and read."""
+    from cpsr.benchmarks.durable.run import main as run_durable
+
+    run_durable(json_path, rounds, workdir)
+
+
+@bench.command()
 def fit(
     run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
     phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,

@@ -1,0 +1,1 @@
+"""Processor time and time until a checkpoint is durable and verified."""
