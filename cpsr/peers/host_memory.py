@@ -11,7 +11,7 @@ from cpsr.checkpoint.owner import mark_owner
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.job import Job
-from cpsr.peers.replicator import Replicator
+from cpsr.peers.replicator import OwnBuffers, Replicator
 from cpsr.ranks.group import Group, this_node
 
 __all__ = ["HostMemory", "claim_memory"]
@@ -75,14 +75,13 @@ class HostMemory:
             assert memory is not None
             checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(
-                memory,
+                OwnBuffers(memory, self.pool.occupancy),
                 group,
                 job.adapter.data_parallel_ranks,
                 shard,
                 config.peers,
                 report,
                 checkpoints=checkpoints,
-                occupancy=self.pool.occupancy,
             )
             self.pool.on_sealed = self._replicator.offer
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from cpsr.ranks.group import Group, this_node
 from cpsr.ranks.side_group import pair_groups
 from cpsr.state.shard import Shard
 
-__all__ = ["Replicator", "replica_path"]
+__all__ = ["OwnBuffers", "Replicator", "replica_path"]
 
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
@@ -33,6 +34,19 @@ CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread e
 def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Path = SHARED_MEMORY) -> Path:
     """Where a holder keeps a replica of an owner's state."""
     return directory / f"cpsr-{run_id}-rank-{owner:05d}-replica-{holder:05d}-{slot}"
+
+
+@dataclass(frozen=True)
+class OwnBuffers:
+    """The buffers of this rank's snapshots.
+
+    Attributes:
+        memory: their shared memory.
+        occupancy: which of them has which snapshot.
+    """
+
+    memory: SharedMemory
+    occupancy: Occupancy
 
 
 class Replicator:
@@ -53,14 +67,13 @@ class Replicator:
     holder would then have to copy the owner's slice from its own parameters at that iteration, and training would wait.
 
     Args:
-        memory: this rank's shared memory.
+        buffers: of this rank's snapshots.
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
         config: how many replicas, and how they travel.
         report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
-        occupancy: of this rank's buffers.
 
     Attributes:
         placement: who holds what.
@@ -69,7 +82,7 @@ class Replicator:
 
     def __init__(
         self,
-        memory: SharedMemory,
+        buffers: OwnBuffers,
         group: Group,
         data_parallel_ranks: Sequence[int],
         template: Shard,
@@ -77,8 +90,8 @@ class Replicator:
         report: Report,
         *,
         checkpoints: Path,
-        occupancy: Occupancy,
     ) -> None:
+        memory, occupancy = buffers.memory, buffers.occupancy
         self._run_id, self._rank = memory.run_id, group.rank
         self._directory = memory.path("").parent
         self._report = report

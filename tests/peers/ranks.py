@@ -27,7 +27,7 @@ from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.ranks.side_group import SideGroup, group_name
 from cpsr.peers.fetch import fetch
-from cpsr.peers.replicator import Replicator
+from cpsr.peers.replicator import OwnBuffers, Replicator
 from tests.peers.states import RUN_ID, States, is_right
 def follow(root, script, nodes):
     ranks, stopped, statuses = {}, set(), {}
@@ -68,8 +68,8 @@ checkpoints = root / "checkpoints"
 def opened(states, groups=None, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
     return Replicator(
-        states.memory, group, groups[rank], states.template, config, report, checkpoints=checkpoints,
-        occupancy=states.occupancy,
+        OwnBuffers(states.memory, states.occupancy), group, groups[rank], states.template, config, report,
+        checkpoints=checkpoints,
     )
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
