@@ -69,8 +69,9 @@ class FailureRate:
         """
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, not be {confidence}")
-        low, high = scipy.stats.gamma.interval(confidence, self.shape, scale=1 / self.seconds)
-        return float(low), float(high)
+        low, high = (1 - confidence) / 2, (1 + confidence) / 2
+        at = scipy.special.gammaincinv(self.shape, (low, high)) / self.seconds
+        return float(at[0]), float(at[1])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without NaN; the interval is that of 95%."""

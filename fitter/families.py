@@ -17,6 +17,8 @@ Array = NDArray[numpy.float64]
 # Huber's constant: 95% as efficient as least squares on Gaussian noise, and deaf to spikes.
 HUBER_EPSILON = 1.35
 HUBER_ITERATIONS = 300
+HUBER_TOLERANCE = 1e-12  # of the criterion, in units of the noise
+SMALLEST_SPREAD = 1e-9  # of the noise, in units of what least squares leave: half of the points lie on a line
 # Points closer to a line than this, relative to it, have no scale of noise for Huber's estimator to find.
 EXACT_FIT = 1e-9
 # The polish starts next to the optimum; where coefficients are hardly distinguishable, more steps change no forecast.
@@ -259,14 +261,35 @@ def _line(iterations: Array) -> Array:
 
 
 def _huber_line(places: Array, values: Array, weights: Array) -> tuple[float, float, float]:
-    """Slope, level at 0, and the deviation beyond which a point counts as outlying."""
+    """Slope, level at 0, and the deviation beyond which a point counts as outlying.
+
+    Huber, Robust Statistics, 1981, section 7.7: the scale of the noise is estimated with the line, as scikit-learn's
+    `HuberRegressor` does; that takes 0.6 s longer to import, which the first plan of a life would wait for.
+    """
     slope, level = numpy.polyfit(places, values, 1, w=numpy.sqrt(weights))
     exact = EXACT_FIT * (1 + float(numpy.abs(values).max()))
-    if float(numpy.abs(values - level - slope * places).max()) <= exact:
+    deviations = values - level - slope * places
+    if float(numpy.abs(deviations).max()) <= exact:
         return float(slope), float(level), exact
-    # Only here: it takes 0.3 s and 20 MB to import, which a job that just starts need not wait for.
-    from sklearn.linear_model import HuberRegressor
+    shares, scale = weights / weights.sum(), float(numpy.sqrt(weights @ deviations**2 / weights.sum()))
 
-    regressor = HuberRegressor(epsilon=HUBER_EPSILON, alpha=0.0, max_iter=HUBER_ITERATIONS)
-    regressor.fit(places[:, None], values, sample_weight=weights / weights.mean())
-    return float(regressor.coef_[0]), float(regressor.intercept_), HUBER_EPSILON * float(regressor.scale_)
+    def misfit(by: Array) -> tuple[float, Array]:
+        """Huber's joint criterion of line and scale, and its derivatives; both are convex."""
+        beside, spread = deviations / scale - by[0] * places - by[1], by[2]
+        clipped = numpy.clip(beside, -HUBER_EPSILON * spread, HUBER_EPSILON * spread)
+        pulls = shares * clipped
+        value = spread + pulls @ (2 * beside - clipped) / spread
+        slopes = -2 * (pulls @ places) / spread, -2 * pulls.sum() / spread, 1 - pulls @ clipped / spread**2
+        return float(value), numpy.array(slopes)
+
+    free, positive = (None, None), (SMALLEST_SPREAD, None)
+    found = scipy.optimize.minimize(
+        misfit,
+        (0.0, 0.0, 1.0),
+        method="L-BFGS-B",
+        jac=True,
+        bounds=(free, free, positive),
+        options={"maxiter": HUBER_ITERATIONS, "ftol": HUBER_TOLERANCE, "gtol": HUBER_TOLERANCE},
+    )
+    by_slope, by_level, spread = (scale * float(one) for one in found.x)
+    return float(slope) + by_slope, float(level) + by_level, HUBER_EPSILON * spread

@@ -12,6 +12,7 @@ import scipy  # its parts are loaded at their first use: a restart does not wait
 from numpy.typing import NDArray
 
 from cpsr.fitter.curve import LossCurve
+from cpsr.fitter.straight_line import StraightLine
 
 __all__ = ["Lag", "LagBeyondError", "Transient", "paired_lag", "transient"]
 
@@ -226,11 +227,12 @@ def _spline(curve: LossCurve) -> "scipy.interpolate.BSpline":
 def _refuse_flat(curve: LossCurve, begin: int) -> None:
     if len(curve.iterations) < MIN_WINDOW_POINTS:
         raise ValueError(f"the fault-free curve has {len(curve.iterations)} points in the window from {begin}")
-    fit = scipy.stats.linregress(curve.iterations, curve.losses.mean(axis=1))
-    if not -fit.slope > SLOPE_STANDARD_ERRORS * fit.stderr or fit.slope == 0.0:
+    fit = StraightLine.through(curve.iterations.astype(numpy.float64), curve.losses.mean(axis=1))
+    if not -fit.slope > SLOPE_STANDARD_ERRORS * fit.slope_error or fit.slope == 0.0:
         raise ValueError(
-            f"the fault-free curve is flat from iteration {begin}: it falls by {-fit.slope:.2e} +- {fit.stderr:.1e} "
-            "nats an iteration: a gap cannot be expressed in iterations; compare gaps in nats, or lengthen the window"
+            f"the fault-free curve is flat from iteration {begin}: it falls by {-fit.slope:.2e} +- "
+            f"{fit.slope_error:.1e} nats an iteration: a gap cannot be expressed in iterations; compare gaps in "
+            "nats, or lengthen the window"
         )
 
 

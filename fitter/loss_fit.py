@@ -91,7 +91,7 @@ class LossFit:
         places = numpy.asarray(iterations, dtype=numpy.float64)
         jacobian = self._curve.jacobian(places.ravel(), self._values())
         unknown = numpy.einsum("ij,jk,ik->i", jacobian, self.covariance, jacobian)
-        quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees_of_freedom))
+        quantile = float(scipy.special.stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
         ahead = numpy.maximum(places - self.last_iteration, 0.0) / self.held_out_iterations
         variances = numpy.maximum(unknown, 0.0).reshape(places.shape) + self.noise_nats**2
         half = quantile * numpy.sqrt(variances + (self.drift_nats * ahead) ** 2)
@@ -143,7 +143,7 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | No
     error of the best is fitted again to everything.
 
     However long the run, at most 256 bins are fitted, medians of as many consecutive losses each: 0.1 s on one core
-    for a million iterations (and once 0.3 s more, to import scikit-learn). RMSE and noise are those of single losses,
+    for a million iterations (and once 0.3 s more, to import scipy's parts). RMSE and noise are those of single losses,
     the noise of 20,000 at most, evenly spaced.
 
     Args:
@@ -276,7 +276,7 @@ def _noise(residuals: Array, weights: Array, coefficients: int) -> float:
     quantile = sizes[order][min(int(numpy.searchsorted(reached, NOISE_QUANTILE)), len(sizes) - 1)]
     independent = _independent(weights)
     correction = independent / max(independent - coefficients, 1.0)
-    return float(quantile / scipy.stats.norm.ppf((1 + NOISE_QUANTILE) / 2) * numpy.sqrt(correction))
+    return float(quantile / scipy.special.ndtri((1 + NOISE_QUANTILE) / 2) * numpy.sqrt(correction))
 
 
 def _independent(weights: Array) -> float:

@@ -9,7 +9,7 @@ import deepspeed
 for _module in (
     "cpsr.recovery",
     "cpsr.engines",
-    "sklearn.linear_model",
+    "scipy.optimize",
     "deepspeed.runtime.zero.muon.original_muon",
     "torch._dynamo",
 ):

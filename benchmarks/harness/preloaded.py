@@ -10,7 +10,7 @@ __all__ = ["COMPATIBLE_OPS"]
 # The product and what its planner needs; what deepspeed.initialize and the first optimizer import otherwise.
 for _module in (
     "cpsr.benchmarks.faults.training",
-    "sklearn.linear_model",
+    "scipy.optimize",
     "deepspeed.runtime.zero.muon.original_muon",
     "torch._dynamo",
 ):

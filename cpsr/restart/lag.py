@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
-import scipy  # scipy loads its parts at first use: a restart does not wait for them
 from numpy.typing import NDArray
 
 from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS
+from cpsr.fitter.straight_line import StraightLine
 
 __all__ = ["SLOPE_LOSSES_MAX", "SLOPE_LOSSES_MIN", "RehearsedLag", "measure_lag", "measure_unpaired"]
 
@@ -128,11 +128,11 @@ def measure_unpaired(
     if not (numpy.isfinite(values).all() and numpy.isfinite(losses).all()):
         return None
     place, there = numpy.log(times), float(numpy.log(later).mean())
-    fit = scipy.stats.linregress(place, values)
+    fit = StraightLine.through(place, values)
     residuals = values - (fit.intercept + fit.slope * place)
-    course_error = float(fit.stderr) * _inflation(residuals)
+    course_error = fit.slope_error * _inflation(residuals)
     at = float(later.mean())
-    slope, slope_error = -float(fit.slope) / at, course_error / at
+    slope, slope_error = -fit.slope / at, course_error / at
     if not slope > SLOPE_STANDARD_ERRORS * slope_error:
         return None
     gap = float(losses.mean()) - (fit.intercept + fit.slope * there)
@@ -153,9 +153,9 @@ def _descent(iterations: Sequence[int], losses: Sequence[float], at: float) -> t
     if len(values) < SLOPE_LOSSES_MIN:
         return 0.0, math.inf
     times = numpy.log(recent)
-    fit = scipy.stats.linregress(times, values)
+    fit = StraightLine.through(times, values)
     residuals = values - (fit.intercept + fit.slope * times)
-    return -float(fit.slope) / at, float(fit.stderr) * _inflation(residuals) / at
+    return -fit.slope / at, fit.slope_error * _inflation(residuals) / at
 
 
 def _standard_error(values: _Array) -> float:

@@ -2,6 +2,7 @@ import numpy
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sklearn.linear_model import HuberRegressor
 
 from cpsr.fitter.families import Exponential, Family, PowerLaw, StretchedExponential
 
@@ -89,3 +90,18 @@ def test_before_its_first_iteration_a_curve_keeps_its_value(family: Family) -> N
     coefficients = numpy.array([2.0, 100.0, 0.7, 1.0])
     early, first = family.value(numpy.array([0.0, FIRST]), coefficients)
     assert early == first
+
+
+@given(seed=st.integers(0, 10**6), noise=st.floats(1e-3, 0.5), spikes=st.integers(0, 12), decades=st.floats(0.0, 3.0))
+@settings(max_examples=60, deadline=None)
+def test_huber_s_line_is_that_of_scikit_learn(seed: int, noise: float, spikes: int, decades: float) -> None:
+    random = numpy.random.default_rng(seed)
+    places = (PLACES - PLACES.mean()) / (numpy.ptp(PLACES) / 2)
+    logarithms = 0.7 - 0.4 * places + noise * random.standard_normal(len(places))
+    logarithms[random.choice(len(places), spikes, replace=False)] += 20 * noise
+    weights = 10.0 ** (decades * places / 2)
+    found, _ = Exponential().fit(PLACES, numpy.exp(logarithms), weights)
+    reference = HuberRegressor(alpha=0.0, max_iter=10_000, tol=1e-9)
+    reference.fit(places[:, None], logarithms, sample_weight=weights / weights.mean())
+    line = logarithms - (found[1] - found[0] * PLACES), logarithms - reference.predict(places[:, None])
+    assert numpy.abs(line[0] - line[1]).max() < 1e-3 * noise

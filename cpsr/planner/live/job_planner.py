@@ -1,6 +1,5 @@
 """Rank 0's planner: follows the phases of the training, fits the curves, and replans, beside the training."""
 
-import importlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from cpsr.planner.live.stall import StallMeter
 from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan, with_memory
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.line import LinePredictor
-from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["JobPlanner"]
 
@@ -110,7 +108,6 @@ class JobPlanner:
     def start(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
         """Begin to plan; does nothing on other ranks than 0."""
         if self._rank == 0:
-            _import_fitters()
             arguments = run_dir, world_size, journal
             self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
             self._thread.start()
@@ -412,13 +409,6 @@ class JobPlanner:
         return replace(
             limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
         )
-
-
-def _import_fitters() -> None:
-    """Import before training, not on the thread during a step: the import draws Python's random numbers."""
-    state = capture_host_rng()
-    importlib.import_module("sklearn.linear_model")
-    restore_host_rng(state)
 
 
 def _backtest(life: int, one: Mapping[str, Any]) -> BacktestRow:
