@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.benchmarks.faults.job import COMMITTED, RUN_ID, copy_run, open_run, same_bits, shard_of, write_run
+from cpsr.benchmarks.faults.job import COMMITTED, RUN_ID, copy_run, open_run, shard_of, write_run
 from cpsr.benchmarks.faults.oracle import FOREIGN, is_right, restart
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.checkpoint.manifest import experts_taken_at
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError
+from cpsr.errors import CheckpointError, RunMismatchError
 
 __all__ = ["Change", "Region", "changes", "damage_regions", "exchange_ages", "exchange_files", "files_of", "holders"]
 __all__ += ["regions", "step"]
@@ -215,9 +215,6 @@ def _refusals(stores: Collection[CheckpointStore], iteration: int) -> Iterator[t
         shard = shard_of(store.rank, FOREIGN)
         try:
             scalars = store.load(iteration, shard)
-        except CheckpointCorruptError as error:
-            loaded = not same_bits(shard, shard_of(store.rank, FOREIGN))
-            yield True, f"refused after some of it had been loaded: {error}" if loaded else ""
         except (CheckpointError, RunMismatchError):
             yield True, ""
         else:

@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,17 +134,18 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(path: Path, *, direct: bool = False) -> Digest:
+def hash_file(path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None) -> Digest:
     """Size and hash of a file.
 
     Args:
         path: its name.
         direct: see `open_plain`.
+        take: gets the content in pieces, each valid until the next.
 
     Raises:
         OSError: see `open_plain`.
     """
-    pieces = hash_in_pieces(path, direct=direct)
+    pieces = hash_in_pieces(path, direct=direct, take=take)
     while True:
         try:
             next(pieces)
@@ -153,12 +154,15 @@ def hash_file(path: Path, *, direct: bool = False) -> Digest:
             return digest
 
 
-def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None, Digest]:
+def hash_in_pieces(
+    path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None
+) -> Generator[None, None, Digest]:
     """Size and hash of a file: every `next` reads 4 MiB.
 
     Args:
         path: its name.
         direct: see `open_plain`.
+        take: see `hash_file`.
 
     Raises:
         OSError: see `open_plain`.
@@ -169,6 +173,8 @@ def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None,
         for piece in read_pieces(descriptor, _CHUNK_BYTES):
             state.update(piece)
             size += len(piece)
+            if take is not None:
+                take(piece)
             yield
     finally:
         os.close(descriptor)

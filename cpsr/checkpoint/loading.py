@@ -1,8 +1,8 @@
-"""One rank's part of a committed checkpoint, back into memory: everything is checked before anything is written."""
+"""One rank's part of a committed checkpoint, back into memory: each file is read from the disk once."""
 
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from cpsr.checkpoint.manifest import (
     file_name,
     rank_manifest_name,
 )
-from cpsr.checkpoint.verify import DamagedFileError, check_file, files_left_to, open_tensors, read_rank_manifest
+from cpsr.checkpoint.verify import DamagedFileError, files_left_to, open_tensors, read_rank_manifest, read_tensors
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode, decode_without_tensors
 from cpsr.state.shard import OperatorState, Shard
@@ -35,16 +35,14 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
     """Copy one rank's tensors into the views of `into` and return the scalars.
 
     Raises:
-        CheckpointCorruptError: a file is damaged; `into` is as it was.
-        UnreadableFileError: the file system refuses to give a file now; `into` is as it was.
+        CheckpointCorruptError: a file is damaged; `into` holds anything, as its bytes are hashed on the way there.
+        UnreadableFileError: the file system refuses to give a file now; `into` holds anything.
         RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
     """
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into)
-    with ExitStack() as stack:
-        saved = _verified(stack, directory, manifest, record, ("params", "moments", "extra"))
-        scalars = _scalars(directory / rank_manifest_name(rank), record, saved)
-        _copy(directory, saved, into)
+    tensors = _read(directory, manifest, record, ("params", "moments", "extra"), into)
+    scalars = _decoded(directory / rank_manifest_name(rank), record.scalars, tensors)
     _take_ages(record, into)
     return scalars
 
@@ -55,8 +53,8 @@ def load_weights(directory: Path, manifest: Manifest, rank: int, into: Shard) ->
     Moments and buffers of `into` stay as they are. The files of moments and buffers need not be there.
 
     Raises:
-        CheckpointCorruptError: a file is damaged; `into` is as it was.
-        UnreadableFileError: the file system refuses to give a file now; `into` is as it was.
+        CheckpointCorruptError: a file is damaged; `into` holds anything, as its bytes are hashed on the way there.
+        UnreadableFileError: the file system refuses to give a file now; `into` holds anything.
         RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
         CheckpointError: the checkpoint is partial: its weights are of several iterations, and its scalars not enough.
     """
@@ -64,10 +62,8 @@ def load_weights(directory: Path, manifest: Manifest, rank: int, into: Shard) ->
         raise CheckpointError(f"{directory} is partial: some ranks' weights are older than it is")
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into)
-    with ExitStack() as stack:
-        saved = _verified(stack, directory, manifest, record, ("params",))
-        scalars = _decoded(directory / rank_manifest_name(rank), record.scalars)
-        _copy(directory, saved, weights_of(into))
+    _read(directory, manifest, record, ("params",), weights_of(into))
+    scalars = _decoded(directory / rank_manifest_name(rank), record.scalars)
     _take_ages(record, into)
     return scalars
 
@@ -89,8 +85,7 @@ def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[s
             raise CheckpointError(f"{directory}: rank {rank} saved no {'.'.join(path)}")
         branch = branch[key]
     prefix = ".".join([SCALARS, *path, ""])
-    with ExitStack() as stack:
-        file: Any = stack.enter_context(open_tensors(directory / file_name(rank, "extra")))
+    with open_tensors(directory / file_name(rank, "extra")) as file:
         try:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
         except SafetensorError as error:
@@ -155,33 +150,53 @@ def _keys(name: str, operator: OperatorRecord, kinds: Collection[Kind]) -> list[
     return [f"param/{name}", *(f"moment/{moment}/{name}" for moment in moments)]
 
 
-def _verified(
-    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest, kinds: Sequence[Kind]
+def _read(
+    directory: Path, manifest: Manifest, record: RankManifest, kinds: Sequence[Kind], into: Shard
 ) -> dict[str, torch.Tensor]:
-    """A rank's tensors of these kinds by name, once all of their files are verified."""
+    """Read a rank's tensors of these kinds into the shard, and verify the files; returns those of the scalars."""
     names = [file_name(record.rank, kind) for kind in kinds]
     if absent := sorted(set(names) - record.files.keys()):
         path = directory / rank_manifest_name(record.rank)
         raise DamagedFileError(path, f"lists {sorted(record.files)}, not {absent}")
-    for name in _of_kinds(record.files, kinds):
-        check_file(directory / name, record.files[name])
-    saved: dict[str, torch.Tensor] = {}
-    for name in names:
-        saved.update(_open(stack, directory / name))
-    saved.update(_experts(stack, directory, record, kinds))
-    saved.update(_left_to_others(stack, directory, manifest, record, kinds))
-    return saved
+    targets = dict(into.tensors())
+    wanted: dict[str, Collection[str] | None] = dict.fromkeys(_of_kinds(record.files, kinds), ())
+    wanted |= _in_expert_files(record, kinds) | dict.fromkeys(names)
+    found: dict[str, torch.Tensor] = {}
+    for name, keys in wanted.items():
+        found |= read_tensors(directory / name, record.files[name], partial(_place, targets, keys))
+    found |= _left_to_others(directory, manifest, record, kinds, targets)
+    for key, target in targets.items():
+        if key not in found:
+            raise DamagedFileError(directory, f"its manifest describes {key}, its files hold nothing of that name")
+        if found[key] is not target:
+            with torch.no_grad():
+                target.copy_(found[key])
+    return {key: tensor for key, tensor in found.items() if key.startswith(SCALARS)}
+
+
+def _place(
+    targets: Mapping[str, torch.Tensor],
+    wanted: Collection[str] | None,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Memory for a tensor of a file; None if it is not among `wanted` (None: all are) or has no target."""
+    if wanted is not None and key not in wanted:
+        return None
+    target = targets.get(key)
+    if target is None:
+        return torch.empty(shape, dtype=dtype, device="cpu") if key.startswith(SCALARS) else None
+    if (target.shape, target.dtype) != (shape, dtype):
+        raise ValueError(
+            f"it holds {key} as {dtype} of shape {shape}, not as {target.dtype} of shape {tuple(target.shape)}"
+        )
+    in_place = target.device.type == "cpu" and target.is_contiguous()
+    return target if in_place else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _of_kinds(names: Iterable[str], kinds: Collection[Kind]) -> list[str]:
     return [name for name in names if name.split(".")[-2] in kinds]
-
-
-def _copy(directory: Path, saved: dict[str, torch.Tensor], into: Shard) -> None:
-    pairs = [(target, _saved_as(directory, key, saved, target)) for key, target in into.tensors()]
-    with torch.no_grad():
-        for target, source in pairs:
-            target.copy_(source)
 
 
 def _take_ages(record: RankManifest, into: Shard) -> None:
@@ -190,31 +205,22 @@ def _take_ages(record: RankManifest, into: Shard) -> None:
             into.operators[name] = replace(operator, iteration=record.operators[name].iteration)
 
 
-def _open(stack: ExitStack, path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors in a file, or those of them that are wanted."""
-    try:
-        file = stack.enter_context(open_tensors(path))
-        keys = file.keys()
-        return {key: file.get_tensor(key) for key in keys if wanted is None or key in wanted}
-    except SafetensorError as error:
-        raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
-
-
-def _experts(
-    stack: ExitStack, directory: Path, record: RankManifest, kinds: Collection[Kind]
-) -> dict[str, torch.Tensor]:
-    """Experts with files of their own, each from the file of its iteration."""
-    found: dict[str, torch.Tensor] = {}
+def _in_expert_files(record: RankManifest, kinds: Collection[Kind]) -> dict[str, Collection[str]]:
+    """Files of experts of one iteration -> names of the tensors that are taken from there."""
+    found: dict[str, Collection[str]] = {}
     for taken_at, operators in record.by_iteration().items():
         keys = {key for name, one in operators.items() for key in _keys(name, one, kinds)}
-        for name in _of_kinds(expert_files(record.rank, taken_at), kinds):
-            if name in record.files:
-                found |= _open(stack, directory / name, keys)
+        files = _of_kinds(expert_files(record.rank, taken_at), kinds)
+        found |= {name: keys for name in files if name in record.files}
     return found
 
 
 def _left_to_others(
-    stack: ExitStack, directory: Path, manifest: Manifest, record: RankManifest, kinds: Collection[Kind]
+    directory: Path,
+    manifest: Manifest,
+    record: RankManifest,
+    kinds: Collection[Kind],
+    targets: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The operators in other ranks' files, verified like this rank's own."""
     found: dict[str, torch.Tensor] = {}
@@ -222,18 +228,11 @@ def _left_to_others(
         keys = {key for name, one in operators.items() for key in _keys(name, one, kinds)}
         files = files_left_to(directory, manifest, writer, operators.values())
         for name in _of_kinds(files, kinds):
-            check_file(directory / name, files[name])
-            found |= _open(stack, directory / name, keys)
+            found |= read_tensors(directory / name, files[name], partial(_place, targets, keys))
         if lacking := keys - found.keys():
             path = directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"leaves {min(lacking)} to rank {writer}, whose files do not hold it")
     return found
-
-
-def _scalars(path: Path, record: RankManifest, saved: dict[str, torch.Tensor]) -> Any:
-    # Clones, because the file's mapping must not live as long as the scalars.
-    tensors = {key: tensor.clone() for key, tensor in saved.items() if key.startswith(SCALARS)}
-    return _decoded(path, record.scalars, tensors)
 
 
 def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -242,11 +241,3 @@ def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = No
         return decode_without_tensors(data) if tensors is None else decode(data, tensors)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
-
-
-def _saved_as(directory: Path, key: str, saved: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    source = saved.get(key)
-    if source is None or (source.shape, source.dtype) != (target.shape, target.dtype):
-        found = "nothing" if source is None else f"{source.dtype} of shape {tuple(source.shape)}"
-        raise DamagedFileError(directory, f"its manifest describes {key}, its files hold {found}")
-    return source

@@ -270,11 +270,11 @@ class CheckpointStore:
             The scalars that were saved with it.
 
         Raises:
-            CheckpointCorruptError: a file is damaged (the message names it).
-            UnreadableFileError: the file system cannot read a file now; the checkpoint may be whole.
+            CheckpointCorruptError: a file is damaged (the message names it); `into` holds anything.
+            UnreadableFileError: the file system cannot read a file now; the checkpoint may be whole, `into` holds
+                anything.
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
-            CheckpointError: there is none at that iteration, or it holds the weights only. In every case `into` is as
-                it was.
+            CheckpointError: there is none at that iteration, or it holds the weights only.
         """
         directory, manifest = self._of_this_run(iteration)
         if manifest.partial or is_thinned(directory, manifest):

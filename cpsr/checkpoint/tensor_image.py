@@ -8,16 +8,17 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.errors import SaveError
 
-__all__ = ["HEADER_BYTES_MAX", "image_of", "in_file_order", "in_memory_order"]
+__all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "bytes_of", "dtype_of", "image_of", "in_file_order"]
+__all__ += ["in_memory_order"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 
 
 def image_of(
@@ -58,10 +59,32 @@ def in_memory_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     return {key: tensors[key] for key in sorted(places, key=places.__getitem__)}
 
 
+def bytes_of(tensor: torch.Tensor) -> NDArray[numpy.uint8]:
+    """The memory of a tensor that is contiguous on the CPU, `(nbytes,)`."""
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() - storage.data_ptr()
+    return _bytes(storage, start, start + tensor.nbytes)
+
+
+@cache
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that the library calls so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        dtype: torch.dtype = load(len(text).to_bytes(LENGTH_BYTES, "little") + text)[""].dtype
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"safetensors has no dtype {name!r}") from error
+    return dtype
+
+
 def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    if _METADATA in ordered:
-        raise SaveError(f"a safetensors file cannot hold a tensor of the name {_METADATA}")
-    described: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
+    if METADATA in ordered:
+        raise SaveError(f"a safetensors file cannot hold a tensor of the name {METADATA}")
+    described: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
     end = 0
     for key, tensor in ordered.items():
         start, end = end, end + tensor.nbytes

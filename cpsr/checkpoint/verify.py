@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from cpsr.checkpoint.files import Digest, hash_file, hash_in_pieces, open_plain, read_bytes
@@ -29,11 +30,12 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.checkpoint.mapped import MappedTensors
 from cpsr.checkpoint.replicated import files_with, missing_among
+from cpsr.checkpoint.tensor_content import TensorContent
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
 __all__ += ["files_left_to", "is_there", "is_thinned", "map_tensors", "open_tensors", "read_manifest"]
-__all__ += ["read_rank_manifest", "verify_checkpoint", "verify_run"]
+__all__ += ["read_rank_manifest", "read_tensors", "verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -193,6 +195,36 @@ def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
     _compare(path, _persistently(partial(hash_file, direct=direct), path), record)
+
+
+def read_tensors(
+    path: Path, record: FileRecord, place: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Copy a file's tensors to their places, and compare the file with its record; the disk is read once.
+
+    Args:
+        path: of the file.
+        record: what it should be.
+        place: see `TensorContent`; called for each tensor at every attempt.
+
+    Returns:
+        The tensors that had a place. After an error the places hold anything.
+
+    Raises:
+        CheckpointCorruptError: as `check_file`; or it is no safetensors file, or `place` refused a tensor.
+        UnreadableFileError: as `check_file`.
+    """
+
+    def read(path: Path) -> tuple[Digest, TensorContent]:
+        content = TensorContent(record.bytes, place)
+        return hash_file(path, direct=True, take=content.take), content
+
+    found, content = _persistently(read, path)
+    _compare(path, found, record)
+    try:
+        return content.tensors()
+    except ValueError as error:
+        raise DamagedFileError(path, f"is not the safetensors file that its manifest describes: {error}") from error
 
 
 def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:

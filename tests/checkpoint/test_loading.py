@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from cpsr.checkpoint.loading import load_branch, load_weights
-from cpsr.checkpoint.manifest import file_name, rank_manifest_name
+from cpsr.checkpoint.files import hash_file, open_plain
+from cpsr.checkpoint.loading import load_branch, load_shard, load_weights
+from cpsr.checkpoint.manifest import FileRecord, file_name, rank_manifest_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
+from cpsr.checkpoint.verify import read_manifest, read_tensors
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 from cpsr.state.codec import LOST
 from tests.checkpoint.conftest import make_shard, make_snapshot
@@ -76,13 +78,55 @@ def test_weights_alone_are_read_without_the_files_of_the_rest(directory: Path) -
     assert (scalars["plain"], scalars["rng"], scalars["learned"]["of"]["ours"]) == (3, LOST, [1, (2.5, None)])
 
 
-def test_damaged_weights_leave_everything_as_it_was(directory: Path) -> None:
+def test_damaged_weights_are_refused(directory: Path) -> None:
     path = directory / file_name(0, "params")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    with pytest.raises(CheckpointCorruptError, match=r"params\.safetensors: its xxh3-128 is"):
+        load_weights(directory, read_manifest(directory), 0, make_shard(seed=1))
+
+
+def test_each_file_is_read_once_and_from_the_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, bool]] = []
+
+    def noted(path: Path, *, direct: bool = False) -> int:
+        opened.append((path.name, direct))
+        return open_plain(path, direct=direct)
+
+    monkeypatch.setattr("cpsr.checkpoint.files.open_plain", noted)
+    into, saved = make_shard(seed=1), make_snapshot(10).shard
+    load_shard(directory, read_manifest(directory), 0, into)
+    assert all(torch.equal(values, dict(saved.tensors())[key]) for key, values in into.tensors())
+    files = sorted(name for name in opened if name[0].endswith(".safetensors"))
+    assert files == sorted((file_name(0, kind), True) for kind in ("params", "moments", "extra"))
+
+
+def test_it_takes_the_memory_of_a_piece(directory: Path) -> None:
     into = make_shard(seed=1)
-    with pytest.raises(CheckpointCorruptError, match=r"params\.safetensors"):
-        load_weights(directory, read_manifest(directory), 0, into)
-    unchanged = dict(make_shard(seed=1).tensors())
-    assert all(torch.equal(values, unchanged[key]) for key, values in into.tensors())
+    pointers = {key: values.data_ptr() for key, values in into.tensors()}
+    load_shard(directory, read_manifest(directory), 0, into)
+    assert {key: values.data_ptr() for key, values in into.tensors()} == pointers
+
+
+def test_targets_of_any_layout_get_the_values(directory: Path) -> None:
+    into, saved = make_shard(seed=1), make_snapshot(10).shard
+    for name, values in list(into.others.items()):
+        into.others[name] = torch.stack([values, values], dim=-1)[..., 0]
+    assert not all(values.is_contiguous() for values in into.others.values())
+    load_shard(directory, read_manifest(directory), 0, into)
+    assert all(torch.equal(values, saved.others[name]) for name, values in into.others.items())
+
+
+def test_files_from_before_headers_were_filled_up_are_read(directory: Path) -> None:
+    """The safetensors library's own layout: tensors begin wherever the header ends."""
+    into, saved = make_shard(seed=1), make_snapshot(10).shard
+    targets = dict(into.tensors())
+    for kind in ("params", "moments", "extra"):
+        path = directory / file_name(0, kind)
+        size = path.stat().st_size
+        save_file(load_file(path), path)
+        assert path.stat().st_size < size
+        record = FileRecord(**vars(hash_file(path)))
+        read_tensors(path, record, lambda key, shape, dtype: targets.get(key))
+    assert all(torch.equal(values, dict(saved.tensors())[key]) for key, values in into.tensors())

@@ -126,10 +126,8 @@ def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(ranks: Ranks, ki
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    into = make_shard(999, SIZES)
     with pytest.raises(CheckpointCorruptError, match=path.name):
-        ranks[reader].load(10, into)
-    assert_same_bits(into, make_shard(999, SIZES))
+        ranks[reader].load(10, make_shard(999, SIZES))
     excluded = DiskHistory(ranks[reader].directory, reader).excluded
     assert (10 in excluded) == (kind == "params")
 

@@ -199,10 +199,8 @@ def test_malicious_manifests_are_refused(store: CheckpointStore, tmp_path: Path,
     directory = store.directory / "step-0000000010"
     (tmp_path / "outside").write_bytes((directory / "rank-00000.params.safetensors").read_bytes())
     tamper(directory, edit)
-    shard = make_shard(5)
     with pytest.raises(CheckpointCorruptError, match=says):
-        store.load(10, shard)
-    assert_same_bits(shard, make_shard(5))
+        store.load(10, make_shard(5))
 
 
 def test_a_link_out_of_the_directory_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
@@ -272,10 +270,8 @@ def test_what_cannot_be_read_now_stops_a_restart_and_is_never_set_aside(
         store.prepare()
     with pytest.raises(UnreadableFileError, match="manifest"):
         store.abandon_after(10, "a test")
-    shard = make_shard(5)
     with pytest.raises(UnreadableFileError, match="may be whole"):
-        store.load(20, shard)
-    assert_same_bits(shard, make_shard(5))
+        store.load(20, make_shard(5))
     assert sorted(store.directory.rglob("*")) == before
     # A job that is running goes on with the others, and says so.
     assert [info.iteration for info in store.catalogue()] == [10, 30]

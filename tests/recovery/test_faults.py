@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,10 +172,10 @@ def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
     life(tmp_path / "run", 11, crash=True)
     before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
 
-    def refusing(path: Path, *, direct: bool) -> Digest:
+    def refusing(path: Path, *, direct: bool, take: Callable[[memoryview], None] | None = None) -> Digest:
         if path.parent.name == "step-0000000009" and "moments" in path.name:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return hash_file(path, direct=direct)
+        return hash_file(path, direct=direct, take=take)
 
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_PAUSES_SECONDS", (0.0,))
