@@ -58,21 +58,28 @@ class Unsaved:
         self._exact = exact
         self._report = report
         self._candidates: list[tuple[weakref.ref[Any], _Uses]] | None = None
+        self._done = False
         self._hook = adapter.optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
         """Stop searching."""
         self._hook.remove()
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True  # inside the hook it stays: torch is iterating over the hooks, and others may follow
         for _, uses in self._candidates or ():
             uses.close()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._done:
+            return
         if self._candidates is None:
             self._first_search()
             if not self._candidates:
-                self.close()
+                self._finish()
         else:
-            self.close()
+            self._finish()
             self._second_search(self._candidates)
 
     def _first_search(self) -> None:

@@ -216,6 +216,21 @@ class Names(list[str]):
             yield name
 
 
+def test_a_hook_that_the_user_adds_later_is_still_called() -> None:
+    loop = Loop()
+    made(loop)
+    adapter = TorchAdapter(loop.module, loop.optimizer)
+    unsaved = Unsaved(adapter, lambda: loop.others, True, lambda *_: None)
+    called: list[int] = []
+    loop.optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    for _ in range(3):
+        loop.module(torch.ones(4, 3)).sum().backward()
+        loop.optimizer.step()
+    unsaved.close()
+    loop.optimizer.step()
+    assert called == [1] * 4
+
+
 def test_of_a_long_list_only_the_beginning_is_looked_at() -> None:
     loop = Loop()
     schedule(loop)
