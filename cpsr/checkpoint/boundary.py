@@ -58,6 +58,8 @@ class BoundaryBuffers:
         self._others = dict(others)
         small = [name for name, tensor in others.items() if tensor.numel() * tensor.element_size() <= SMALL_BYTES]
         self._small = {name: (others[name].detach(), others[name].detach().clone()) for name in small}
+        self._small_sources = [source for source, _ in self._small.values()]
+        self._small_copies = [copy for _, copy in self._small.values()]
         self._large = {name: tensor for name, tensor in others.items() if name not in self._small}
         self._versions = {name: _version(tensor) for name, tensor in self._large.items()}
         self._copies: dict[str, torch.Tensor] = {}
@@ -67,10 +69,11 @@ class BoundaryBuffers:
     def keep(self) -> None:
         """Copy at a step boundary: one call for all small buffers, and one version check for each large one."""
         self._boundary += 1
+        if not self._others:
+            return
         with torch.no_grad():
             if self._small:
-                sources, copies = zip(*self._small.values(), strict=True)
-                torch._foreach_copy_(list(copies), list(sources))
+                torch._foreach_copy_(self._small_copies, self._small_sources)
             for name, tensor in self._large.items():
                 version = _version(tensor)
                 if version == self._versions[name]:

@@ -275,4 +275,6 @@ def second_moment_decay(optimizer: torch.optim.Optimizer) -> float:
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float:
     """Mean learning rate over the parameter groups."""
+    if len(optimizer.param_groups) == 1:
+        return float(optimizer.param_groups[0]["lr"])
     return math.fsum(float(group["lr"]) for group in optimizer.param_groups) / len(optimizer.param_groups)

@@ -99,7 +99,7 @@ class Boundary(Part):
 
     def reset(self, iteration: int) -> None:
         """The state is that of another iteration, possibly an earlier one."""
-        self._publication.reset(iteration, self._state.position.batches)
+        self._publication.reset(iteration, self._state.batches)
 
     def rewound(self, to: Rewind) -> None:
         """The state is that of another iteration; unless it was not changed, and stays that of the last step."""
@@ -108,7 +108,7 @@ class Boundary(Part):
             self._mark(to.iteration)
 
     def _mark(self, iteration: int) -> None:
-        self._publication.step(iteration, self._state.position.batches, self._pool.mark_boundary())
+        self._publication.step(iteration, self._state.batches, self._pool.mark_boundary())
         self.emergency_dump.end_update(iteration)
 
     def busy(self) -> AbstractContextManager[None]:

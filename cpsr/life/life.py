@@ -301,10 +301,12 @@ class Life:
         self.planner.consider(self._clock.situation(iteration, peak, self.saver.plan))
 
     def _rehearse_if_due(self, iteration: int, applied: bool, seconds: float) -> None:
+        if not self.rehearsals.end_iteration(iteration, applied, seconds):
+            return
         self.boundary.begin_change()  # a rehearsal trains another state
         with self.boundary.busy():
-            if self.rehearsals.after_step(iteration, applied, seconds, self._capture):
-                self._clock.restart()
+            self.rehearsals.rehearse(iteration, self._capture)
+        self._clock.restart()
         self.boundary.end_change(iteration)
 
     def _may_rehearse(self) -> bool:

@@ -157,20 +157,16 @@ class Rehearsals(Part):
 
     # At a step boundary
 
-    def after_step(self, iteration: int, applied: bool, seconds: float, capture: Callable[[], Scalars]) -> bool:
-        """Count a step, and rehearse if a rehearsal is prepared and due; a collective then.
+    def end_iteration(self, iteration: int, applied: bool, seconds: float) -> bool:
+        """Count a step.
 
         Args:
             iteration: the step that was completed.
             applied: False when its update was skipped.
             seconds: its wall time.
-            capture: captures this rank's small exact state.
 
         Returns:
-            Whether a rehearsal was run.
-
-        Raises:
-            RecoveryError: the exact state could not be put back.
+            Whether a rehearsal is due; the same on every rank.
         """
         self._budget.train(seconds)
         self._dealt_last, self._dealt = self._dealt, 0
@@ -178,10 +174,7 @@ class Rehearsals(Part):
         if prepared is None:
             return False
         prepared.batches.end_iteration(applied)
-        if iteration - prepared.failure_iteration < self._config.iterations:
-            return False
-        self._rehearse(iteration, prepared, capture)
-        return True
+        return iteration - prepared.failure_iteration >= self._config.iterations
 
     def propose(self, iteration: int) -> int:
         """The checkpoint that a rehearsal should start from; 0 if none is due, and on ranks other than 0."""
@@ -229,22 +222,18 @@ class Rehearsals(Part):
         self._compared = False
         self.prepared = Prepared(checkpoint_iteration, iteration, batches, capture_random_states(self._adapter))
 
-    def rewound(self, to: Rewind) -> None:
-        """Drop the prepared rehearsal: its batches no longer lead to the current state."""
-        self.prepared = self._loss_expected = self.looked_at = None
-        self._store.pinned_iteration = None
-        self.not_before = 0  # iterations and their checkpoints may be repeated
-        self._losses.clear()
+    def rehearse(self, iteration: int, capture: Callable[[], Scalars]) -> None:
+        """Run the prepared rehearsal; a collective.
 
-    def _release(self, checkpoint_iteration: int) -> None:
-        if self._store.pinned_iteration == checkpoint_iteration:  # another may have been proposed since
-            self._store.pinned_iteration = None
+        Args:
+            iteration: the step that was completed.
+            capture: captures this rank's small exact state.
 
-    def _expected_seconds(self) -> float:
-        return self._config.iterations * self._budget.iteration_seconds + self._overhead_seconds
-
-    def _rehearse(self, iteration: int, prepared: Prepared, capture: Callable[[], Scalars]) -> None:
-        self.prepared = None
+        Raises:
+            RecoveryError: the exact state could not be put back.
+        """
+        prepared, self.prepared = self.prepared, None
+        assert prepared is not None
         started = perf_counter()
         expected = self._expected_seconds()
         row = RehearsalRow(
@@ -269,6 +258,20 @@ class Rehearsals(Part):
         self._report(_finished(row, result, cost, self._budget.iteration_seconds), result)
         if result.lasting is not None:
             self._turn_off(result.lasting)
+
+    def rewound(self, to: Rewind) -> None:
+        """Drop the prepared rehearsal: its batches no longer lead to the current state."""
+        self.prepared = self._loss_expected = self.looked_at = None
+        self._store.pinned_iteration = None
+        self.not_before = 0  # iterations and their checkpoints may be repeated
+        self._losses.clear()
+
+    def _release(self, checkpoint_iteration: int) -> None:
+        if self._store.pinned_iteration == checkpoint_iteration:  # another may have been proposed since
+            self._store.pinned_iteration = None
+
+    def _expected_seconds(self) -> float:
+        return self._config.iterations * self._budget.iteration_seconds + self._overhead_seconds
 
     def _settle(self, timeout_seconds: float) -> bool:
         """Wait for checkpoints that are being written; False after the timeout, or if the job was asked to leave."""

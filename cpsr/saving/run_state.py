@@ -71,6 +71,11 @@ class RunState(Part):
         return (self._data if self._stream is None else self._stream.position).advanced(0)
 
     @property
+    def batches(self) -> int:
+        """Batches used since the start of the run."""
+        return (self._data if self._stream is None else self._stream.position).batches
+
+    @property
     def peak_learning_rate(self) -> float:
         """Largest learning rate of the updates so far."""
         return self._peak_learning_rate

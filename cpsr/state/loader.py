@@ -128,7 +128,7 @@ class ResumableLoader(Iterator[Any]):
                 self._end_pass()
                 continue
             position = self.position
-            self.position = replace(position, batches=position.batches + 1, batch=position.batch + 1)
+            self.position = position.after_a_batch()
             self._hooks.on_batch(batch)
             return batch
 

@@ -81,6 +81,12 @@ class DataPosition:
         """Whether the random states that decide the order of the pass are lost."""
         return self.states is not None and "host" not in self.states
 
+    def after_a_batch(self) -> "DataPosition":
+        """The position one batch later; at the end of a pass still in that pass."""
+        return DataPosition(
+            self.batches + 1, self.epoch, self.batch + 1, self.batches_per_epoch, self.states_epoch, self.states
+        )
+
     def advanced(self, batches: int) -> "DataPosition":
         """The position so many batches later; crosses the end of a pass if the length is known."""
         epoch, batch = self.epoch, self.batch + batches
