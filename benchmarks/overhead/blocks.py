@@ -12,7 +12,7 @@ from cpsr.recovery import CPSRRecovery
 __all__ = ["BLOCK_STEPS", "NEVER_ITERATIONS", "SETTLE_STEPS", "WARM_UP_STEPS", "Pair", "configuration", "measure_pairs"]
 
 NEVER_ITERATIONS = 2**30  # no checkpoint falls into a measurement
-BLOCK_STEPS = 10
+BLOCK_STEPS = 5  # other programs come and go on the machine: short blocks meet the same ones on both sides
 SETTLE_STEPS = 1  # the first step after a switch is not timed
 WARM_UP_STEPS = 10
 

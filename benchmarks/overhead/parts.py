@@ -50,8 +50,8 @@ class Size:
     timeline_model: GPTConfig = MODEL
 
 
-DEFAULT = Size(runs=2, pairs=20, warm_up=10, intervals=10, interval_pairs=14, timeline_iterations=120)
-FULL = Size(runs=4, pairs=30, warm_up=10, intervals=30, interval_pairs=30, timeline_iterations=320)
+DEFAULT = Size(runs=2, pairs=40, warm_up=10, intervals=10, interval_pairs=14, timeline_iterations=120)
+FULL = Size(runs=4, pairs=120, warm_up=10, intervals=30, interval_pairs=30, timeline_iterations=320)
 
 
 @dataclass

@@ -36,12 +36,17 @@ class VariantResult:
 
     @property
     def met(self) -> bool:
-        """Whether the median is below the aim."""
-        return self.overhead.value < self.aim
+        """Whether the whole interval is below the aim."""
+        return self.overhead.high < self.aim
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"aims": {f"{self.variant}: below {self.aim:.0%} of a step": self.met}}
+        overheads = [[round(overhead, 5) for overhead in run] for run in self.overheads]
+        return (
+            asdict(self)
+            | {"overheads": overheads}
+            | {"aims": {f"{self.variant}: below {self.aim:.0%} of a step": self.met}}
+        )
 
 
 def summarise(

@@ -38,9 +38,10 @@ def test_the_overhead_is_relative_and_its_spread_is_by_run() -> None:
     result = summarise("job", [one_percent, three_percent])
     assert result.run_medians == pytest.approx([0.01, 0.03])
     assert result.overhead.value == pytest.approx(0.02)
-    assert result.step_seconds == pytest.approx(0.15)  # blocks of ten steps
+    assert result.step_seconds == pytest.approx(0.3)  # blocks of five steps
     assert not result.met
     assert summarise("job", [[Pair(1.004, 1.0)] * 2]).met
+    assert not summarise("job", [[Pair(1.004, 1.0)] * 4 + [Pair(1.03, 1.0)] * 2]).met  # its interval reaches the aim
 
 
 def test_each_variant_has_its_own_blocks_and_aim() -> None:
