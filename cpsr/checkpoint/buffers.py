@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
-from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.contents import weights_of
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile
+from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.tensor_image import in_file_order, in_memory_order
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -58,12 +58,20 @@ class HostBuffer:
         template: names, shapes and dtypes.
         pinned: for copies from a GPU; `memory` is pinned by its owner.
         memory: shared memory of `layout_bytes` for the buffer; by default the process's own memory.
+        units: operator -> its part, see `Parts`.
 
     Attributes:
-        hashed: hash of all its bytes, taken when they were copied; None where they were not, or may have changed.
+        held: what it holds of each part.
     """
 
-    def __init__(self, template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> None:
+    def __init__(
+        self,
+        template: Shard,
+        *,
+        pinned: bool,
+        memory: MemoryFile | None = None,
+        units: Mapping[str, str] | None = None,
+    ) -> None:
         self._template = _template_of(template)
         self._others = list(template.others)
         self.memory = memory
@@ -72,7 +80,9 @@ class HostBuffer:
             self._bytes = _own_memory(layout_bytes(template), pinned=pinned)
         else:
             self._bytes = memory.bytes
-        self.hashed: xxhash.xxh3_128 | None = None
+        sizes = {key: tensor.nbytes for key, tensor in template.tensors()}
+        placed = [(key, offset, sizes[key]) for key, offset in self.offsets.items()]
+        self.held = Held(Parts(placed, len(self._bytes), units), self._bytes)
         self._views = {
             key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
             for key, tensor in template.tensors()
@@ -91,6 +101,10 @@ class HostBuffer:
     def shard_at(self, iteration: int) -> Shard:
         """`shard` with all operators at one iteration."""
         return self.shard(dict.fromkeys(self._template, iteration))
+
+    def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
+        """`shard` with all operators, each at the iteration of its part."""
+        return self.shard({name: taken_at[self.held.parts.of(name)] for name in self._template})
 
     def copy_others(self, shard: Shard) -> None:
         """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
@@ -145,28 +159,30 @@ def layout_bytes(template: Shard) -> int:
     return sum(_in_blocks(sum(tensor.nbytes for _, tensor in ones)) for ones in _by_kind(template))
 
 
-def plan_spans(buffer: HostBuffer, shard: Shard, contents: Contents = WHOLE) -> list[Span]:
-    """The fewest copies that bring the weights and moments of a snapshot into the buffer.
+def plan_spans(buffer: HostBuffer, shard: Shard, *, moments: bool = True) -> list[Span]:
+    """The fewest copies that bring weights and moments into the buffer, each within one segment of it.
 
     ZeRO's flat partitions become one copy each, and not one a parameter.
 
     Args:
         buffer: the target.
         shard: the sources.
-        contents: of the snapshot.
+        moments: whether they are copied, too.
 
     Raises:
         SaveError: a tensor differs from the template; the message names it.
     """
-    buffer.require_all(shard.operators, moments=contents.moments)
-    tensors = dict(Shard(contents.copied(shard).operators).tensors())
+    buffer.require_all(shard.operators, moments=moments)
+    copied = Shard(shard.operators) if moments else weights_of(Shard(shard.operators))
+    tensors = dict(copied.tensors())
+    begins = {segment.begin for segment in buffer.held.parts.segments}
     spans: list[Span] = []
     for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
         buffer.check(key, tensors[key])
         tensor, offset = tensors[key].detach(), buffer.offsets[key]
         if not tensor.numel():
             continue
-        if spans and spans[-1].joins(offset, tensor):
+        if spans and offset not in begins and spans[-1].joins(offset, tensor):
             spans[-1] = spans[-1].with_more(tensor.numel())
         else:
             spans.append(Span(offset, tensor))

@@ -18,7 +18,8 @@ class Contents:
     Attributes:
         experts: operators in files of their own, which a later checkpoint can carry.
         carried: operators from an earlier checkpoint of this attempt; all others are taken now.
-        uncopied: of `carried`, operators that are not copied to host memory.
+        uncopied: of `carried`, operators that are not copied to host memory; a snapshot for host memory alone holds
+            those of the snapshot before.
         writers: operators in the files of another rank -> that rank.
         replicated: descriptions of operators that other ranks hold, too; the commit compares their hashes.
         moments: whether moments and buffers are saved. Without them all operators are carried or none is; such a
@@ -61,7 +62,7 @@ class Contents:
 
     @property
     def whole_in_memory(self) -> bool:
-        """Whether a snapshot in host memory is a state to restart from."""
+        """Whether a snapshot in host memory holds everything as it is now."""
         return self.moments and not self.uncopied
 
     @property

@@ -3,6 +3,7 @@
 import logging
 import operator
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.host_copy import HostCopyPlan
-from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Waits
+from cpsr.checkpoint.paced import CopyAccount, CopyPace, PacedCopy, Piece, Waits
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Arrival, Deadline
@@ -74,8 +75,16 @@ class StateCopier:
                 self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def copy_in(self, waits: Waits) -> None:
-        """Copy what fits during waits from now on; see `SnapshotPool.copy_in`."""
+        """From now on copy as much as fits into the training thread's waits, and the rest beside its work, as before.
+
+        Only for state on the host: a GPU runs the copies on their own stream beside its kernels.
+        """
         self.pace = CopyPace(waits)
+
+    @property
+    def account(self) -> CopyAccount | None:
+        """Totals over the copies of all snapshots so far; None where copies do not use waits."""
+        return None if self.pace is None else self.pace.account
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Called when the host has launched a step; its event, None on the host."""
@@ -185,11 +194,11 @@ class StateCopier:
     def _copy_on_host(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> float:
         """Returns the seconds it took."""
         started = time.perf_counter()
-        plan = self._host_plan(buffer, shard, contents)
-        if contents.whole_in_memory and buffer.memory is not None and self.device is None:
-            buffer.hashed = plan.run_hashed()  # all its bytes are here: nothing arrives from a device
+        plan, parts = self._host_plan(buffer, shard, contents), _copied(buffer, contents)
+        if contents.moments and buffer.memory is not None and self.device is None:
+            buffer.held.digests |= plan.run_hashed(parts)  # all their bytes are here: nothing arrives from a device
         else:
-            plan.run()
+            plan.run(parts)
         put()
         return time.perf_counter() - started
 
@@ -197,12 +206,13 @@ class StateCopier:
         spans = self._spans(buffer, shard, contents)
         kept = self._host_plans.get(id(buffer))
         if kept is None or kept[0] is not spans:
-            kept = self._host_plans[id(buffer)] = (spans, HostCopyPlan(spans, buffer.content))
+            plan = HostCopyPlan(spans, buffer.content, buffer.held.parts.segments)
+            kept = self._host_plans[id(buffer)] = (spans, plan)
         return kept[1]
 
     def _pieces(self, buffer: HostBuffer, shard: Shard, contents: Contents, put: _Put) -> list[Piece]:
         """What `_copy_on_host` copies, in pieces."""
-        spans = self._spans(buffer, shard, contents)
+        spans = _of_parts(self._spans(buffer, shard, contents), buffer, contents)
         put()
         return list(buffer.pairs(cut(spans, PIECE_BYTES)))
 
@@ -214,15 +224,27 @@ class StateCopier:
         put: _Put,
         copy: Callable[[Iterator[Piece]], None],
     ) -> None:
-        copy(buffer.pairs(self._spans(buffer, shard, contents)))
+        copy(buffer.pairs(_of_parts(self._spans(buffer, shard, contents), buffer, contents)))
         put()
 
     def _spans(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> list[Span]:
-        if contents.uncopied:  # other operators each time
-            return plan_spans(buffer, shard, contents)
         # An engine makes new views where a tensor was replaced, or lies elsewhere.
         sources = [tensor for _, tensor in Shard(shard.operators).tensors()]
         planned = self._planned.get(contents.moments)
         if planned is None or len(sources) != len(planned[0]) or any(map(operator.is_not, sources, planned[0])):
-            planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, contents))
+            planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, moments=contents.moments))
         return planned[1]
+
+
+def _copied(buffer: HostBuffer, contents: Contents) -> frozenset[str]:
+    """The parts of the buffer that a snapshot copies."""
+    return buffer.held.parts.besides(contents.uncopied)
+
+
+def _of_parts(spans: list[Span], buffer: HostBuffer, contents: Contents) -> list[Span]:
+    """The copies of those parts."""
+    if not contents.uncopied:
+        return spans
+    copied, segments = _copied(buffer, contents), buffer.held.parts.segments
+    begins = [segment.begin for segment in segments]
+    return [span for span in spans if segments[bisect_right(begins, span.offset) - 1].part in copied]

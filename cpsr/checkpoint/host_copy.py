@@ -1,6 +1,6 @@
 """Copies of a snapshot on the host: planned once, in the order of the buffer, and hashed while in the cache."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy
@@ -9,6 +9,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from cpsr.checkpoint.buffers import Span
+from cpsr.checkpoint.parts import Segment
 
 __all__ = ["HostCopyPlan"]
 
@@ -49,16 +50,28 @@ _NO_BYTES: _Bytes = numpy.empty(0, dtype=numpy.uint8)
 
 
 class HostCopyPlan:
-    """The copies that bring tensors of the host into one buffer.
+    """The copies that bring tensors of the host into one buffer, by its segments.
 
     Args:
-        spans: in the order of the buffer.
+        spans: in the order of the buffer, each within one segment.
         content: all bytes of the buffer.
+        segments: of the buffer.
     """
 
-    def __init__(self, spans: Iterable[Span], content: torch.Tensor) -> None:
+    def __init__(self, spans: Iterable[Span], content: torch.Tensor, segments: Iterable[Segment]) -> None:
         self._content = content.numpy().data
-        self._pieces: list[_Piece] = []
+        self._segments = tuple(segments)
+        self._by_segment: list[list[_Piece]] = []
+        left = list(reversed(list(spans)))
+        for segment in self._segments:
+            self._pieces: list[_Piece] = []
+            self._by_segment.append(self._pieces)
+            own = []
+            while left and left[-1].offset < segment.end:
+                own.append(left.pop())
+            self._add_spans(own, content)
+
+    def _add_spans(self, spans: Iterable[Span], content: torch.Tensor) -> None:
         small: list[tuple[torch.Tensor, torch.Tensor]] = []
         begin = end = 0
         for span in spans:
@@ -90,24 +103,33 @@ class HostCopyPlan:
     @property
     def calls(self) -> int:
         """Number of copies that it makes."""
-        return len(self._pieces)
+        return sum(map(len, self._by_segment))
 
-    def run(self) -> None:
-        """Copy everything."""
+    def run(self, parts: Collection[str]) -> None:
+        """Copy these parts."""
         with torch.no_grad():
-            for piece in self._pieces:
-                piece.copy()
+            for _, _, pieces in self._chosen(parts):
+                for piece in pieces:
+                    piece.copy()
 
-    def run_hashed(self) -> xxhash.xxh3_128:
-        """Copy everything; returns the hash of all bytes of the buffer, also of those that were there before."""
-        state, hashed = xxhash.xxh3_128(), 0
+    def run_hashed(self, parts: Collection[str]) -> dict[int, bytes]:
+        """Copy these parts; returns the hash of all bytes of each of their segments, by its place."""
+        digests = {}
         with torch.no_grad():
-            for piece in self._pieces:
-                piece.copy()
-                state.update(self._content[hashed : piece.end])
-                hashed = piece.end
-        state.update(self._content[hashed:])
-        return state
+            for place, segment, pieces in self._chosen(parts):
+                state, hashed = xxhash.xxh3_128(), segment.begin
+                for piece in pieces:
+                    piece.copy()
+                    state.update(self._content[hashed : piece.end])
+                    hashed = piece.end
+                state.update(self._content[hashed : segment.end])
+                digests[place] = state.digest()
+        return digests
+
+    def _chosen(self, parts: Collection[str]) -> Iterator[tuple[int, Segment, list[_Piece]]]:
+        for place, (segment, pieces) in enumerate(zip(self._segments, self._by_segment, strict=True)):
+            if segment.part in parts:
+                yield place, segment, pieces
 
 
 def _bytes_of(tensor: torch.Tensor) -> _Bytes:

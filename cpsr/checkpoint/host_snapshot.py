@@ -1,5 +1,6 @@
 """One snapshot, once it is taken."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,8 @@ class Snapshot:
         contents: what it holds of each operator, and where on the disk that is written.
         split: when its bytes were copied, where the pool copies in waits.
         disk: whether it is to be written; else it is for host memory alone.
+        taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
+        source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         sealed: done once it survives the process; None where that has not been asked for.
     """
 
@@ -36,4 +39,6 @@ class Snapshot:
     contents: Contents = field(default=WHOLE)
     split: Split | None = None
     disk: bool = True
+    taken_at: Mapping[str, int] = field(default_factory=dict)
+    source: int | None = None
     sealed: "Future[None] | None" = None

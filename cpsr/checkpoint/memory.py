@@ -5,13 +5,14 @@ A file of `/dev/shm` for each buffer, readable by its user alone::
     cpsr-<run_id>-rank-00000-0
         one page: magic, sequence, sizes and xxh3-128 of what follows
         the tensors, in the layout of the buffer
-        what they are: owner, iteration, life, layout, and the scalars
+        what they are: owner, iteration, life, layout, hash and iteration of each part, and the scalars
 
 Beside the numbered buffers, a rank may have small states (`small-0`: its scalars and buffers, without weights and
 moments), replicas on other machines (`replica-<holder>-0`), and states that a restart fetched (`fetched-...`).
 
-The sequence is odd while the buffer is being filled. A state is valid if the sequence is even and the hash matches. So
-nobody uses a state that is half written, or whose writer died.
+The sequence is odd while the buffer is being filled. A state is valid if the sequence is even and all hashes match. So
+nobody uses a state that is half written, or whose writer died. Each expert is a part with hashes of its own, so that
+one that did not change is neither copied nor hashed nor sent again.
 """
 
 import errno
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors.torch import save
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory_states import HEADER, MAGIC, PAGE_BYTES, SHARED_MEMORY, Kind, describe, digest_of, size_of
+from cpsr.checkpoint.parts import Held, Parts
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
@@ -42,7 +43,6 @@ RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
 _SEQUENCE_AT = 8
-_ITERATION = "\x00iteration"  # in the place of a number; no operator has such a name
 
 
 class MemoryFile:
@@ -78,8 +78,8 @@ class MemoryFile:
                 raise _no_room(size, shared_memory_left(path.parent), path.parent) from error
             raise
         self._tensor_bytes = tensor_bytes
-        self._layout_of: tuple[str, ...] | None = None
-        self._layout_text = self._operators_text = ""
+        self._described_of: tuple[str, ...] | None = None
+        self._described_text = ""
         # Of the whole mapping: a buffer of no bytes is none to torch.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes = whole[PAGE_BYTES:]
@@ -105,7 +105,7 @@ class MemoryFile:
         scalars: Any,
         owned: str = "",
         branch: int = 0,
-        hashed: xxhash.xxh3_128 | None = None,
+        held: Held | None = None,
         encoded: tuple[Any, dict[str, torch.Tensor]] | None = None,
     ) -> None:
         """Declare the written state complete.
@@ -119,7 +119,7 @@ class MemoryFile:
             scalars: plain data (see `cpsr.state.codec.encode`).
             owned: see `MemoryState`.
             branch: see `MemoryState`.
-            hashed: hash of all bytes of the buffer; None: they are hashed now.
+            held: iterations and hashes of the buffer's parts; None: all of it is of that iteration, and hashed now.
             encoded: the scalars, where they are encoded already.
 
         Raises:
@@ -127,32 +127,43 @@ class MemoryFile:
         """
         self.unseal()
         tree, tensors = encode(scalars, "scalars") if encoded is None else encoded
-        stamp = {"rank": rank, "iteration": iteration, "life": life, "branch": branch, "kind": kind, "owned": owned}
-        parts = [json.dumps(stamp)[1:-1], *self._described(shard, iteration), f'"scalars": {json.dumps(tree)}']
-        description = f"{{{', '.join(parts)}}}".encode()
+        held = self._all_of(iteration) if held is None else held
+        held.hash_rest()
+        stamp: dict[str, Any] = {"rank": rank, "iteration": iteration, "life": life, "branch": branch, "kind": kind}
+        stamp |= {"owned": owned, "taken_at": held.taken_at}
+        stamp["hashes"] = [held.digests[place].hex() for place in sorted(held.digests)]
+        texts = json.dumps(stamp)[1:-1], self._described(shard, held.parts), f'"scalars": {json.dumps(tree)}'
+        description = f"{{{', '.join(texts)}}}".encode()
         saved = save(tensors)
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
         os.pwrite(self._descriptor, description + saved, end)
         sequence = (int(self._sequence[0]) | 1) + 1
-        digest = digest_of(self._map, self._tensor_bytes, description, saved, hashed)
+        digest = digest_of(description, saved)
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
         self._map[: len(header)] = header
         self._sequence[0] = sequence
 
-    def _described(self, shard: Shard, iteration: int) -> tuple[str, str]:
-        """Layout and operators as JSON, which are the same for all snapshots but for the iteration."""
+    def _all_of(self, iteration: int) -> Held:
+        """The whole buffer as one part."""
+        held = Held(Parts([("other/all", 0, self._tensor_bytes)], self._tensor_bytes), self.bytes)
+        held.fill(held.parts.names, iteration)
+        return held
+
+    def _described(self, shard: Shard, parts: Parts) -> str:
+        """Layout, operators and segments as JSON, which are the same for all snapshots."""
         tensors = (*shard.operators, *shard.others)
-        same = all(operator.iteration == iteration for operator in shard.operators.values())
-        if not same or self._layout_of != tensors:
-            layout, operators = json.dumps(_layout(shard, self.bytes.data_ptr())), _operators(shard)
-            texts = f'"layout": {layout}', f'"operators": {json.dumps(operators)}'
-            if not same:
-                return texts
-            self._layout_of, self._layout_text = tensors, texts[0]
-            marked = {name: [*described[:2], _ITERATION] for name, described in operators.items()}
-            self._operators_text = f'"operators": {json.dumps(marked)}'
-        return self._layout_text, self._operators_text.replace(json.dumps(_ITERATION), str(iteration))
+        if self._described_of != tensors:
+            described = {
+                "layout": _layout(shard, self.bytes.data_ptr()),
+                "operators": {
+                    name: [list(operator.parameter.global_shape), operator.parameter.offset, parts.of(name)]
+                    for name, operator in shard.operators.items()
+                },
+                "segments": [[segment.begin, segment.end] for segment in parts.segments],
+            }
+            self._described_of, self._described_text = tensors, json.dumps(described)[1:-1]
+        return self._described_text
 
     def close(self, *, remove: bool) -> None:
         """Close the file; its memory stays mapped while tensors use it.
@@ -264,12 +275,4 @@ def _layout(shard: Shard, start: int) -> dict[str, Any]:
     return {
         key: [values.data_ptr() - start, dtype_name(values.dtype), list(values.shape)]
         for key, values in shard.tensors()
-    }
-
-
-def _operators(shard: Shard) -> dict[str, Any]:
-    """Global shape, offset and iteration of each operator."""
-    return {
-        name: [list(operator.parameter.global_shape), operator.parameter.offset, operator.iteration]
-        for name, operator in shard.operators.items()
     }

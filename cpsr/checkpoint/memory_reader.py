@@ -87,7 +87,7 @@ class _Reading:
         end = PAGE_BYTES + tensor_bytes
         description = data[end : end + description_bytes]
         self._saved = data[end + description_bytes : end + description_bytes + scalar_bytes]
-        if digest_of(data, tensor_bytes, description, self._saved) != digest:
+        if digest_of(description, self._saved) != digest or not self._is_whole(tensor_bytes):
             raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
 
     def __enter__(self) -> "_Reading":
@@ -95,6 +95,15 @@ class _Reading:
 
     def __exit__(self, *_: object) -> None:
         del self._bytes
+
+    def _is_whole(self, tensor_bytes: int) -> bool:
+        """Whether the segments cover all bytes of the tensors, and the hash of each holds."""
+        end, content = 0, self._bytes.numpy()[PAGE_BYTES : PAGE_BYTES + tensor_bytes]
+        for (begin, after), digest in zip(self._description["segments"], self._description["hashes"], strict=True):
+            if begin != end or xxhash.xxh3_128_hexdigest(content[begin:after].data) != digest:
+                return False
+            end = after
+        return bool(end == tensor_bytes)
 
     def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
         """The tensor of that key, of the shape and type of `like`."""
@@ -119,11 +128,12 @@ class _Reading:
 
     def taken_at(self, into: Shard) -> dict[str, int]:
         """Iteration of each of these operators, whose slices must match."""
-        found = {}
+        found, taken_at = {}, self._description["taken_at"]
         for name, operator in into.operators.items():
-            shape, offset, found[name] = self._description["operators"].get(name, ([], 0, 0))
+            shape, offset, part = self._description["operators"].get(name, ([], 0, ""))
             if (tuple(shape), offset) != (operator.parameter.global_shape, operator.parameter.offset):
                 raise CheckpointError(f"{self._state.path} holds another slice of {name}")
+            found[name] = int(taken_at[part])
         return found
 
     def scalars(self) -> Any:

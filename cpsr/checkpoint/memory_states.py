@@ -2,7 +2,6 @@
 
 import json
 import logging
-import mmap
 import os
 import re
 import struct
@@ -36,8 +35,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
-MAGIC = b"CPSRMEM1"
-HEADER = struct.Struct("<8s4Q16s")  # magic, sequence, tensor bytes, description bytes, scalar bytes, hash
+MAGIC = b"CPSRMEM2"
+# Magic, sequence, tensor bytes, description bytes, scalar bytes, hash of both; the description has those of tensors.
+HEADER = struct.Struct("<8s4Q16s")
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
 Kind = Literal["snapshot", "departure", "small"]
@@ -56,6 +56,7 @@ class MemoryState:
         kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
             `small`, all but weights and moments.
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
+        oldest_iteration: of its parts; older than `iteration` where experts are.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class MemoryState:
     kind: Kind
     owned: str = ""
     branch: int = 0
+    oldest_iteration: int = -1
 
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
@@ -122,30 +124,17 @@ def describe(path: Path) -> Described | None:
             kind = description["kind"]
             if kind not in get_args(Kind):  # an older version wrote `mixed` states
                 raise ValueError(f"{kind!r} is no kind of state that this version knows")
-            state = MemoryState(path, rank, iteration, life, kind, str(description["owned"]), branch)
+            oldest = min(map(int, description["taken_at"].values()))
+            state = MemoryState(path, rank, iteration, life, kind, str(description["owned"]), branch, oldest)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("the description of the state in %s cannot be read; it is ignored: %r", path, error)
             return None
     return state, description, digest, (tensor_bytes, description_bytes, scalar_bytes)
 
 
-def digest_of(
-    data: mmap.mmap, tensor_bytes: int, description: bytes, saved: bytes, hashed: xxhash.xxh3_128 | None = None
-) -> bytes:
-    """xxh3-128 of a state's tensors, its description and its scalars.
-
-    Args:
-        data: its file.
-        tensor_bytes: size of the tensors.
-        description: of the state.
-        saved: its scalars.
-        hashed: hash of the tensors; None: they are hashed now.
-    """
-    state = xxhash.xxh3_128() if hashed is None else hashed.copy()
-    if hashed is None:
-        with memoryview(data) as view, view[PAGE_BYTES : PAGE_BYTES + tensor_bytes] as tensors:
-            state.update(tensors)
-    state.update(description)
+def digest_of(description: bytes, saved: bytes) -> bytes:
+    """xxh3-128 of a state's description, which has the hashes of its tensors, and of its scalars."""
+    state = xxhash.xxh3_128(description)
     state.update(saved)
     return state.digest()
 

@@ -29,8 +29,9 @@ class Occupancy:
         self._names = names
         self._lock = threading.Lock()
         self._in_use: dict[int, Snapshot] = {}
-        self._sealing: set[int] = set()  # being hashed; their snapshots may be released meanwhile
+        self._sealing: Counter[int] = Counter()  # being hashed or read; their snapshots may be released meanwhile
         self._sealed = dict(sealed)
+        self._whole: set[int] = set()  # of those that this process has sealed: every part is of the iteration itself
         self._sent: Counter[int] = Counter()  # being sent to other machines, so many
         self._recovery: tuple[int, Snapshot] | None = None
         self._pins = 0
@@ -46,6 +47,12 @@ class Occupancy:
         """Iterations of the states that survive the process."""
         with self._lock:
             return sorted(self._sealed.values())
+
+    @property
+    def whole_iterations(self) -> set[int]:
+        """Iterations of the states that this process has sealed, and that hold no older expert."""
+        with self._lock:
+            return {self._sealed[index] for index in self._whole}
 
     def take(
         self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False
@@ -75,7 +82,7 @@ class Occupancy:
             index = min(free, key=worth)
             if index == kept:
                 self._recovery = None
-            self._sealed.pop(index, None)
+            self._forget(index)
             snapshot = self._in_use[index] = Snapshot(iteration, _NO_VIEWS)
         return index, snapshot
 
@@ -133,26 +140,32 @@ class Occupancy:
                 self._in_use.pop(self._recovery[0], None)
 
     def begin_seal(self, snapshot: Snapshot) -> int:
-        """Its buffer, which nobody overwrites before `end_seal`."""
+        """Its buffer, which nobody overwrites before `end_seal`, and neither the one that it reads."""
         with self._lock:
             index = self.index(snapshot)
-            self._sealing.add(index)
+            self._sealing += _read(index, snapshot)
         return index
 
-    def end_seal(self, index: int, iteration: int | None) -> None:
-        """The state of that iteration is sealed; None: sealing failed."""
+    def end_seal(self, index: int, snapshot: Snapshot, *, sealed: bool) -> None:
+        """The snapshot is sealed, or sealing failed."""
         with self._lock:
-            self._sealing.discard(index)
-            if iteration is not None:
-                self._sealed[index] = iteration
+            self._sealing -= _read(index, snapshot)
+            if sealed:
+                self._sealed[index] = snapshot.iteration
+                if all(at == snapshot.iteration for at in snapshot.taken_at.values()):
+                    self._whole.add(index)
 
     def unseal_after(self, iteration: int) -> list[int]:
         """Buffers with sealed states of later iterations, which no longer count."""
         with self._lock:
             later = [index for index, sealed in self._sealed.items() if sealed > iteration]
             for index in later:
-                del self._sealed[index]
+                self._forget(index)
         return later
+
+    def _forget(self, index: int) -> None:
+        self._sealed.pop(index, None)
+        self._whole.discard(index)
 
     def begin_sending(self, name: str) -> bool:
         """Overwrite this file's state last while it is sent; False where another one is sent already."""
@@ -167,3 +180,8 @@ class Occupancy:
         """Undo `begin_sending`."""
         with self._lock:
             self._sent -= Counter(index for index in self._sent if self._names(index) == name)
+
+
+def _read(index: int, snapshot: Snapshot) -> Counter[int]:
+    """The buffers that must stay as they are while a snapshot is sealed."""
+    return Counter([index] if snapshot.source is None else [index, snapshot.source])

@@ -1,7 +1,7 @@
 """The host buffers of a pool: in shared memory where there is enough, pinned for a GPU, and let go in order."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -33,21 +33,30 @@ class PoolBuffers:
         count: of buffers.
         memory: shared memory for them; None: the process's own.
         device: that copies into them; None: the host.
+        units: operator -> its part, see `Parts`.
 
     Attributes:
         all: the buffers.
         problem: why they are not in shared memory; None where they are, or were not meant to be.
     """
 
-    def __init__(self, template: Shard, count: int, memory: SharedMemory | None, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        template: Shard,
+        count: int,
+        memory: SharedMemory | None,
+        device: torch.device | None,
+        units: Mapping[str, str],
+    ) -> None:
         self._device = device
+        self._units = units
         self._pinnings: list[Pinning] = []
         self.problem: str | None = None
         self.all: list[HostBuffer] = []
         if memory is not None:
             self._make_shared(template, count, memory)
         while len(self.all) < count:
-            self.all.append(HostBuffer(template, pinned=device is not None))
+            self.all.append(HostBuffer(template, pinned=device is not None, units=units))
 
     def _make_shared(self, template: Shard, count: int, memory: SharedMemory) -> None:
         files: list[MemoryFile] = []
@@ -56,7 +65,7 @@ class PoolBuffers:
             if self._device is not None:
                 for file in files:
                     self._pinnings.append(Pinning(file.bytes, self._device))
-            self.all = [HostBuffer(template, pinned=False, memory=file) for file in files]
+            self.all = [HostBuffer(template, pinned=False, memory=file, units=self._units) for file in files]
         except (OSError, SaveError) as error:
             self.problem = str(error)
             self._unpin()

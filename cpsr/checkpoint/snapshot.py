@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,13 @@ import torch
 
 from cpsr.checkpoint.boundary import BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
+from cpsr.checkpoint.carrying import Carrying
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.paced import CopyAccount, Waits
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
 from cpsr.errors import SaveError
@@ -40,11 +40,10 @@ CLOSE_SECONDS = 5.0
 
 def _put_views(snapshot: Snapshot, buffer: HostBuffer) -> None:
     """What the snapshot holds of the buffer."""
-    snapshot.shard = snapshot.contents.copied(buffer.shard_at(snapshot.iteration))
-
-
-def _newest() -> None:
-    """No earlier step than the newest."""
+    if snapshot.contents.moments:
+        snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
+    else:
+        snapshot.shard = snapshot.contents.copied(buffer.shard_at(snapshot.iteration))
 
 
 class SnapshotPool:
@@ -57,6 +56,7 @@ class SnapshotPool:
         buffers: number of host buffers; with three, one slow write skips no checkpoint.
         memory: shared memory for them: whole snapshots then survive the process, until newer ones reuse their
             buffers.
+        units: operator -> its part, for operators that a snapshot for host memory alone may leave out; see `Parts`.
 
     Attributes:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
@@ -68,12 +68,19 @@ class SnapshotPool:
         UnsupportedEngineError: the template has tensors on several CUDA devices.
     """
 
-    def __init__(self, template: Shard, buffers: int = 3, memory: SharedMemory | None = None) -> None:
+    def __init__(
+        self,
+        template: Shard,
+        buffers: int = 3,
+        memory: SharedMemory | None = None,
+        units: Mapping[str, str] | None = None,
+    ) -> None:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-snapshot")  # copies and seals, in order
         self.copier = StateCopier(template, self._worker)
         self._memory = memory
-        self._host = PoolBuffers(template, buffers, memory, self.copier.device)
+        self._host = PoolBuffers(template, buffers, memory, self.copier.device, units or {})
         self._buffers = self._host.all
+        self._carrying = Carrying([buffer.held for buffer in self._buffers])
         self.shared_memory_problem = self._host.problem
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
@@ -104,18 +111,6 @@ class SnapshotPool:
         """The snapshot that is being copied."""
         return None if self._running is None else self._running[0]
 
-    @property
-    def copy_account(self) -> CopyAccount | None:
-        """Totals over the copies of all snapshots so far; None where copies do not use waits."""
-        return None if self.copier.pace is None else self.copier.pace.account
-
-    def copy_in(self, waits: Waits) -> None:
-        """From now on copy as much as fits into the training thread's waits, and the rest beside its work, as before.
-
-        Only for state on the host: a GPU runs the copies on their own stream beside its kernels.
-        """
-        self.copier.copy_in(waits)
-
     def begin(
         self, shard: Shard, iteration: int, scalars: Any, contents: Contents = WHOLE, *, disk: bool = True
     ) -> Snapshot | None:
@@ -134,19 +129,22 @@ class SnapshotPool:
 
         Raises:
             SaveError: the shard differs from the template, or the snapshot before was not finished.
+            ValueError: one for the disk leaves out operators.
             UnsupportedEngineError: the scalars hold an object that is not plain data.
         """
         started = time.perf_counter()
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
+        if disk and contents.moments and contents.uncopied:
+            raise ValueError("a snapshot for the disk copies every expert, and writes those that are due")
         with self.copier.after_step():
             small = SmallState(scalars)
-            taken = self._take(iteration, keep_newest=not disk)
+            taken = self._take(iteration, contents, keep_newest=not disk)
             if taken is None:
                 return None
             buffer, snapshot = taken
+            contents, snapshot.disk = snapshot.contents, disk
             try:
-                snapshot.contents, snapshot.disk = contents, disk
                 if contents.moments:
                     buffer.copy_others(shard)
                 copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
@@ -154,8 +152,9 @@ class SnapshotPool:
                 if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
                     self.seal(snapshot, copied=self._running[1])
             except BaseException:
-                self._free(snapshot)
+                self._give_up(snapshot)
                 raise
+        self._carrying.begun(self.occupancy.index(snapshot), snapshot)
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 
@@ -178,7 +177,7 @@ class SnapshotPool:
             snapshot.scalars = copy.result()
             snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
         except Exception as error:
-            self._free(snapshot)
+            self._give_up(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
         self.seal(snapshot)
         snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
@@ -196,7 +195,7 @@ class SnapshotPool:
             kind: of the state.
             copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
-        if self._memory_of(self.occupancy.index(snapshot)) is None or not snapshot.contents.whole_in_memory:
+        if self._memory_of(self.occupancy.index(snapshot)) is None or not snapshot.contents.moments:
             return None
         if snapshot.sealed is None:
             index = self.occupancy.begin_seal(snapshot)
@@ -217,7 +216,7 @@ class SnapshotPool:
         shard: Callable[[], Shard],
         iteration: int,
         scalars: Callable[[], Any],
-        earlier: Callable[[], EarlierStep | None] = _newest,
+        earlier: Callable[[], EarlierStep | None] = lambda: None,
     ) -> int:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
@@ -241,18 +240,18 @@ class SnapshotPool:
         deadline = Deadline(BOUNDARY_SECONDS)
         self._seal_running(iteration, deadline)
         self.settle()
-        if iteration in self.occupancy.sealed_iterations:
+        if iteration in self.occupancy.whole_iterations:
             return iteration
         snapshot, choice = None, earlier
         try:
             while snapshot is None:
                 with self.copier.at_boundary(deadline, choice) as step:
-                    if step is not None and step.iteration in self.occupancy.sealed_iterations:
+                    if step is not None and step.iteration in self.occupancy.whole_iterations:
                         return step.iteration
                     views = shard()
                     small = SmallState(scalars() if step is None else step.scalars)
                     snapshot = self._copied(views, iteration, small, deadline, step)
-                choice = _newest  # the device was only slow
+                choice = lambda: None  # noqa: E731 - the device was only slow
         except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
             raise SaveError(f"{error}; {self._kept()}") from error
         try:
@@ -313,6 +312,7 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
+        self._carrying.forget()
         for index in self.occupancy.unseal_after(iteration):
             self._unseal(index)
 
@@ -324,19 +324,15 @@ class SnapshotPool:
             spare: names of files in shared memory whose buffers are used last: the states that may be loaded. Another
                 file of an earlier life may hold the same iteration.
         """
-        taken = self._take(iteration, spare)
+        taken = self._take(iteration, spare=spare)
         if taken is None:
             return None
-        taken[1].shard = taken[0].shard_at(iteration)
+        taken[1].shard, taken[1].taken_at = taken[0].shard_at(iteration), {}  # told by what is loaded
         return taken[1]
 
     def keep(self, snapshot: Snapshot) -> None:
         """Make this the recovery state and free its buffer; while another is pinned, only free its buffer."""
         self.occupancy.keep(snapshot)
-
-    def holds(self, snapshot: Snapshot) -> bool:
-        """Whether the snapshot has a buffer of this pool."""
-        return self.occupancy.holds(snapshot)
 
     def release(self, snapshot: Snapshot) -> None:
         """Free the snapshot's buffer.
@@ -383,9 +379,9 @@ class SnapshotPool:
             running[1].hurry()
 
     def _take(
-        self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False
+        self, iteration: int, contents: Contents = WHOLE, spare: Collection[str] = (), *, keep_newest: bool = False
     ) -> tuple[HostBuffer, Snapshot] | None:
-        """A free buffer with an empty snapshot; see `Occupancy.take`."""
+        """A free buffer with an empty snapshot; see `Occupancy.take` and `Carrying.begin`."""
         now = Deadline(0.0)
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
@@ -393,9 +389,19 @@ class SnapshotPool:
         taken = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
         if taken is None:
             return None
-        self._unseal(taken[0])
-        self._buffers[taken[0]].hashed = None
-        return self._buffers[taken[0]], taken[1]
+        index, snapshot = taken
+        self._unseal(index)
+        try:
+            self._carrying.begin(index, snapshot, contents)
+        except SaveError:
+            self._free(snapshot)
+            raise
+        return self._buffers[index], snapshot
+
+    def _give_up(self, snapshot: Snapshot) -> None:
+        """Its copy failed."""
+        self._carrying.forget()
+        self._free(snapshot)
 
     def _file_name(self, index: int) -> str:
         memory = self._memory_of(index)
@@ -405,7 +411,7 @@ class SnapshotPool:
         return self._buffers[index].memory
 
     def _seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> None:
-        memory, shared, iteration = self._memory_of(index), self._memory, None
+        memory, shared, sealed = self._memory_of(index), self._memory, False
         assert memory is not None
         assert shared is not None
         try:
@@ -413,6 +419,7 @@ class SnapshotPool:
             if copied is not None:
                 snapshot.scalars = copied.result()
                 encoded = copied.encoded
+            held = self._carrying.complete(index, snapshot)
             memory.seal(
                 shared.rank,
                 shared.life,
@@ -421,16 +428,18 @@ class SnapshotPool:
                 snapshot.iteration,
                 snapshot.scalars,
                 branch=shared.branch,
-                hashed=self._buffers[index].hashed,
+                held=held,
                 encoded=encoded,
             )
-            iteration = snapshot.iteration
+            sealed = True
             if kind != "departure" and self.on_sealed is not None:
                 self.on_sealed(memory.path, snapshot)  # nothing overwrites the buffer meanwhile
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
         finally:
-            self.occupancy.end_seal(index, iteration)
+            if not sealed:
+                self._carrying.forget()
+            self.occupancy.end_seal(index, snapshot, sealed=sealed)
 
     def _unseal(self, index: int) -> None:
         memory = self._memory_of(index)

@@ -162,7 +162,7 @@ class CheckpointWriter:
         self._outcomes.append(outcome)
 
     def _release(self, snapshot: Snapshot) -> None:
-        if self._pool.holds(snapshot):  # else nothing was copied
+        if self._pool.occupancy.holds(snapshot):  # else nothing was copied
             self._pool.release(snapshot)
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:

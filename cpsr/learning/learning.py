@@ -76,7 +76,7 @@ class Learning(Part):
 
     def start(self, job: Job, store: CheckpointStore, pool: SnapshotPool) -> None:
         """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
-        self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copy_account, job.journal)
+        self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copier.account, job.journal)
         self.learner.start(store, job.group.rank, learns=self._learns)
 
     def duplicated_operator(self, shard: Shard) -> str | None:

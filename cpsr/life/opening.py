@@ -127,7 +127,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     memory = HostMemory(job)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if adapter.pipeline_stage is not None:
-        memory.pool.copy_in(loop.learning.bubbles)
+        memory.pool.copier.copy_in(loop.learning.bubbles)
     return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), free_bytes)
 
 

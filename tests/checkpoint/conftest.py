@@ -3,7 +3,8 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ import torch
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
 from cpsr.checkpoint.files import read_bytes
+from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.device import DEVICE
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    """A run whose shared memory is freed at the end."""
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    remove_memory_states(name)
+
 
 MakeShard = Callable[..., Shard]
 # A checkpoint's directory, and how often reading there is refused.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cpsr.checkpoint.commit import Attempt, abandon
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
 from cpsr.engines.moe.naming import MODULE_LIST, PatternNaming
@@ -174,25 +174,6 @@ def test_thinned_checkpoints_are_no_place_to_restart_at(store: CheckpointStore) 
     with pytest.raises(CheckpointError, match="weights only"):
         loaded(store, 10)
     loaded(store, 30)
-
-
-def test_a_pool_that_copies_what_is_saved_alone_leaves_the_rest_where_it_is(store: CheckpointStore) -> None:
-    live = {10: make_shard(10, SIZES, 10), 20: make_shard(20, SIZES, 20)}
-    scalars = make_snapshot(10).scalars
-    pool = SnapshotPool(live[10])
-    for iteration, saved in ((10, tuple(EXPERTS)), (20, (NAMES[2],))):
-        contents = sparse(*saved)
-        contents = replace(contents, uncopied=contents.carried)
-        assert pool.begin(live[iteration], iteration, scalars, contents) is not None
-        snapshot = pool.finish()
-        assert snapshot is not None
-        store.write(snapshot)
-        assert store.commit(iteration, 5.0, NEVER).committed
-        pool.release(snapshot)
-    pool.close()
-    assert snapshot is not None
-    assert set(snapshot.shard.operators) == {*NAMES[:2], NAMES[2]}
-    assert_same_bits(loaded(store, 20), mixed(live, 20, dict.fromkeys(EXPERTS - {NAMES[2]}, 10)))
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_the_writer_keeps_whole_ones_alone_for_a_recovery(store: CheckpointStore
     assert pool.recovery is not None
     assert pool.recovery.iteration == 1
     history = DiskHistory(store.directory, 0)
-    assert [history.entries[-1].iteration, history.taken_at(NAME, -1)] == [5, 0]
+    assert [history.entries[-1].iteration, history.taken_at(NAME, -1)] == [5, 4]
     writer.close(5.0)
     pool.close()
 

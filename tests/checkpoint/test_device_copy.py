@@ -2,7 +2,6 @@
 
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from cpsr.checkpoint import snapshot as snapshots
 from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
-from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
@@ -30,13 +28,6 @@ WAITS = ("synchronize",)  # calls in which the host waits for the device
 def device() -> Iterator[StandInDevice]:
     with stand_in_device(2) as made:
         yield made
-
-
-@pytest.fixture
-def run_id() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    remove_memory_states(name)
 
 
 def shard_on(

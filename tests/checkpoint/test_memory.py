@@ -8,8 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,6 @@ from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
 from tests.device import DEVICE
 
 SCALARS = {"iteration": 7, "rng": torch.arange(5), "nested": [(1, 2.5), None]}
-
-
-@pytest.fixture
-def run_id() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    remove_memory_states(name)
 
 
 def pool_of(run_id: str, life: int = 0) -> SnapshotPool:
@@ -319,9 +310,9 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
         copy = HostCopyPlan.run_hashed
-        def stopping(plan):
+        def stopping(plan, parts):
             os.kill(os.getpid(), signal.SIGSTOP)
-            return copy(plan)
+            return copy(plan, parts)
         HostCopyPlan.run_hashed = stopping
         pool.begin(make_shard(3, iteration=7), 7, None)
         pool.finish()
@@ -419,10 +410,12 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
 def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = hold(run_id)
 
-    def refusing(template: Shard, *, pinned: bool, memory: MemoryFile | None = None) -> HostBuffer:
+    def refusing(
+        template: Shard, *, pinned: bool, units: dict[str, str], memory: MemoryFile | None = None
+    ) -> HostBuffer:
         if memory is not None and memory.path == state.path.with_name(f"cpsr-{run_id}-rank-00000-1"):
             raise SaveError("the second of three could not be pinned")
-        return HostBuffer(template, pinned=pinned, memory=memory)
+        return HostBuffer(template, pinned=pinned, memory=memory, units=units)
 
     with monkeypatch.context() as patched:
         patched.setattr("cpsr.checkpoint.pool_buffers.HostBuffer", refusing)

@@ -16,7 +16,7 @@ def name(index: int) -> str:
 def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) -> Snapshot:
     taken = occupancy.take(iteration, keep_newest=keep_newest)
     assert taken is not None
-    occupancy.end_seal(occupancy.begin_seal(taken[1]), iteration)
+    occupancy.end_seal(occupancy.begin_seal(taken[1]), taken[1], sealed=True)
     return taken[1]
 
 
@@ -64,7 +64,7 @@ def test_a_buffer_is_not_overwritten_while_its_state_is_sealed() -> None:
     occupancy.release(first[1])
     assert occupancy.take(2) is not None
     assert occupancy.take(3) is None
-    occupancy.end_seal(index, None)
+    occupancy.end_seal(index, first[1], sealed=False)
     assert occupancy.take(3) is not None
 
 
@@ -97,7 +97,7 @@ class Life(RuleBasedStateMachine):
         if taken is None:
             return
         assert self.occupancy.sealed_iterations[-1:] == before[-1:], "a kill during the copy finds the newest"
-        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), self.iteration)
+        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), taken[1], sealed=True)
         self.occupancy.release(taken[1])
         self.newest = self.iteration
 
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
         self.iteration += 1
         taken = self.occupancy.take(self.iteration)
         assert taken is not None
-        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), self.iteration)
+        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), taken[1], sealed=True)
         self.writing.append(taken[1])
         self.newest = self.iteration
 

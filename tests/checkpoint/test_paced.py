@@ -82,7 +82,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
 
 def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
     """The snapshot that measures how fast copies are; it seemed to have that much time."""
-    pool.copy_in(waits)
+    pool.copier.copy_in(waits)
     assert split_of(take(pool, 1)) == Split(beside=TOTAL)
     assert pool.copier.pace is not None
     seconds = pool.copier.pace.seconds(TOTAL)
@@ -246,7 +246,7 @@ def test_a_wait_that_does_not_come_in_time_is_not_waited_for(pool: SnapshotPool)
 
 def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
     waits = Opened()
-    pool.copy_in(waits)
+    pool.copier.copy_in(waits)
     ended = threading.Event()
     chance = random.Random(3)
 
@@ -269,7 +269,7 @@ def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
 def test_bubbles_of_a_training_thread(pool: SnapshotPool) -> None:
     """The real ones, of this thread, which waits 20 ms in every iteration."""
     bubbles = Bubbles()
-    pool.copy_in(bubbles)
+    pool.copier.copy_in(bubbles)
 
     def iteration() -> None:
         bubbles.begin("receive")
@@ -356,7 +356,7 @@ def test_mixed_types_strides_and_empty_tensors(pool: SnapshotPool) -> None:
     }
     shard = Shard(operators, {"transposed": torch.randn(4, 5).t(), "flag": torch.tensor(True)})
     mixed = SnapshotPool(shard)
-    mixed.copy_in(Opened(opened=True))
+    mixed.copier.copy_in(Opened(opened=True))
     for iteration in range(3):
         mixed.begin(shard, iteration, None)
         snapshot = mixed.finish()

@@ -1,13 +1,11 @@
 """Shared memory is registered with CUDA once, and never longer than it is mapped."""
 
-import uuid
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.pinning import Pinning
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -24,13 +22,6 @@ CUDA = torch.device("cuda", 1)
 def device() -> Iterator[StandInDevice]:
     with stand_in_device(2) as made:
         yield made
-
-
-@pytest.fixture
-def run_id() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    remove_memory_states(name)
 
 
 def test_it_is_registered_once_and_unregistered_once(device: StandInDevice) -> None:

@@ -61,7 +61,7 @@ class States:
         assert taken is not None
         index, snapshot = taken
         filled = self._fill(self.occupancy.begin_seal(snapshot), iteration)
-        self.occupancy.end_seal(index, iteration)
+        self.occupancy.end_seal(index, snapshot, sealed=True)
         self.occupancy.release(snapshot)
         return filled
 

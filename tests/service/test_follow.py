@@ -172,4 +172,4 @@ def test_an_older_journal_is_followed(tmp_path: Path, version: int) -> None:
 
     older_file(tmp_path / "journal.db", version)
     news = everything(tmp_path)
-    assert ([row.name for row in news.rows], news.step, news.reset) == (["plan", "recovery"], None, "")
+    assert ([row.name for row in news.rows], news.step, news.reset) == (["plan", "failure", "recovery"], None, "")

@@ -1,0 +1,142 @@
+"""Parts of a host buffer that are copied, hashed and sent one by one: each expert, and the rest of the state."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy
+import torch
+import xxhash
+
+from cpsr.errors import SaveError
+
+__all__ = ["REST", "Held", "Parts", "Segment"]
+
+REST = ""  # everything that is of no expert
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes of a buffer that belong to one part.
+
+    Attributes:
+        part: which one.
+        begin: first byte.
+        end: byte after the last one.
+    """
+
+    part: str
+    begin: int
+    end: int
+
+
+class Parts:
+    """Which bytes of a buffer belong to which part; the same for all buffers of a pool.
+
+    Args:
+        tensors: key of `Shard.tensors`, offset and size in bytes of each tensor in the buffer, in its order.
+        size: of the buffer.
+        units: operator -> part, of operators in a part of their own; all others are `REST`.
+
+    Attributes:
+        segments: cover the buffer without gaps, in its order.
+        names: of the parts.
+    """
+
+    def __init__(
+        self, tensors: Iterable[tuple[str, int, int]], size: int, units: Mapping[str, str] | None = None
+    ) -> None:
+        self._units = {} if units is None else dict(units)
+        begins: list[tuple[str, int]] = []
+        for key, offset, length in tensors:
+            part = self.of(_operator(key))
+            if length and (not begins or begins[-1][0] != part):
+                begins.append((part, offset if begins else 0))
+        ends = [begin for _, begin in begins[1:]] + [size]
+        self.segments = tuple(
+            Segment(part, begin, end) for (part, begin), end in zip(begins, ends if begins else [], strict=True)
+        )
+        self.names = frozenset({REST, *(segment.part for segment in self.segments)})
+
+    def of(self, operator: str) -> str:
+        """The part of an operator."""
+        return self._units.get(operator, REST)
+
+    def besides(self, operators: Collection[str]) -> frozenset[str]:
+        """All parts but those of these operators.
+
+        Raises:
+            SaveError: an operator has no part of its own.
+        """
+        left_out = {self.of(name) for name in operators}
+        if REST in left_out:
+            name = min(name for name in operators if self.of(name) == REST)
+            raise SaveError(f"{name} belongs to no expert, and is in every snapshot")
+        return self.names - left_out
+
+
+class Held:
+    """What one buffer holds of each part.
+
+    Args:
+        parts: of the buffer.
+        content: all its bytes.
+
+    Attributes:
+        parts: of the buffer.
+        taken_at: iteration of each part that is complete.
+        digests: xxh3-128 of each segment, by its place; only of complete parts.
+    """
+
+    def __init__(self, parts: Parts, content: torch.Tensor) -> None:
+        self.parts = parts
+        self._content = content.numpy()
+        self.taken_at: dict[str, int] = {}
+        self.digests: dict[int, bytes] = {}
+
+    def overwrite(self, names: Collection[str]) -> None:
+        """These parts are about to be overwritten."""
+        for name in names:
+            self.taken_at.pop(name, None)
+        self.digests = {
+            place: digest for place, digest in self.digests.items() if self.parts.segments[place].part not in names
+        }
+
+    def fill(self, names: Collection[str], iteration: int) -> None:
+        """These parts are complete, as of this iteration."""
+        self.taken_at.update(dict.fromkeys(names, iteration))
+
+    def carry(self, taken_at: Mapping[str, int], source: "Held") -> None:
+        """Copy each part that is not of the wanted iteration from another buffer, with its hashes.
+
+        Args:
+            taken_at: the wanted iteration of every part.
+            source: a buffer that nobody changes meanwhile.
+
+        Raises:
+            SaveError: the source has a part of another iteration.
+        """
+        for part in [part for part, at in taken_at.items() if self.taken_at.get(part) != at]:
+            if source.taken_at.get(part) != taken_at[part]:
+                raise SaveError(
+                    f"no buffer holds expert {part} of iteration {taken_at[part]}, which the snapshot before had"
+                )
+            self.overwrite([part])
+            for place, segment in enumerate(self.parts.segments):
+                if segment.part == part:
+                    span = slice(segment.begin, segment.end)
+                    numpy.copyto(self._content[span], source._content[span])
+                    if place in source.digests:
+                        self.digests[place] = source.digests[place]
+            self.taken_at[part] = taken_at[part]
+
+    def hash_rest(self) -> None:
+        """Hash the segments whose hash is not known."""
+        for place, segment in enumerate(self.parts.segments):
+            if place not in self.digests:
+                self.digests[place] = xxhash.xxh3_128_digest(self._content[segment.begin : segment.end].data)
+
+
+def _operator(key: str) -> str:
+    """The operator of a tensor; a buffer outside the optimizer is no operator's."""
+    kind, name = key.split("/", 1)
+    return name if kind == "param" else name.split("/", 1)[1] if kind == "moment" else ""

@@ -1,0 +1,180 @@
+"""Snapshots in host memory that leave out experts: what they hold of these is of the snapshot before, and says so."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.parts import REST, Held
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import SaveError
+from cpsr.state.shard import Shard
+from tests.checkpoint.conftest import make_shard
+
+NAMES = tuple(make_shard(0, SIZES := (700, 30, 5_000, 40_000)).operators)
+EXPERTS = frozenset(NAMES[1:])
+UNITS = {name: f"unit-{name}" for name in EXPERTS}
+
+
+def only(*copied: str) -> Contents:
+    """Everything that is no expert, and these experts."""
+    left = EXPERTS - set(copied)
+    return Contents(experts=EXPERTS, carried=left, uncopied=left)
+
+
+class Training:
+    """A state that changes at every iteration, and its snapshots for host memory alone."""
+
+    def __init__(self, run_id: str, buffers: int = 3) -> None:
+        self.live = make_shard(0, SIZES)
+        self.pool = SnapshotPool(self.live, buffers, SharedMemory(run_id, 0, 1), UNITS)
+        self.history: dict[int, Shard] = {}
+        self.run_id = run_id
+
+    def snapshot(self, iteration: int, contents: Contents | None = None) -> None:
+        for (_, values), (_, wanted) in zip(
+            self.live.tensors(), make_shard(iteration, SIZES, iteration).tensors(), strict=True
+        ):
+            values.copy_(wanted)
+        self.history[iteration] = make_shard(iteration, SIZES, iteration)
+        begun = self.pool.begin(self.live, iteration, {"at": iteration}, contents or Contents(), disk=contents is None)
+        assert begun is not None
+        assert self.pool.finish() is begun
+        self.pool.settle()
+        self.pool.release(begun)
+
+    @property
+    def newest(self) -> MemoryState:
+        return max(memory_states(self.run_id), key=lambda state: state.iteration)
+
+    def loaded(self) -> Shard:
+        """What the newest state holds, once each operator is that of its own iteration, bit for bit."""
+        state = self.newest
+        assert verify_memory_state(state) is None
+        found = make_shard(99, SIZES)
+        assert load_memory_state(state, found) == {"at": state.iteration}
+        for name, operator in found.operators.items():
+            wanted = self.history[operator.iteration].operators[name]
+            assert torch.equal(operator.parameter.values, wanted.parameter.values), name
+            for moment, values in operator.moments.items():
+                assert torch.equal(values, wanted.moments[moment]), name
+        for name, values in found.others.items():
+            assert torch.equal(values, self.history[state.iteration].others[name])
+        return found
+
+
+def ages(shard: Shard) -> dict[str, int]:
+    return {name: operator.iteration for name, operator in shard.operators.items()}
+
+
+def test_each_snapshot_holds_the_newest_of_every_expert_whatever_buffer_it_takes(run_id: str) -> None:
+    training, at = Training(run_id), dict.fromkeys(NAMES, 1)
+    training.snapshot(1)
+    for iteration in range(2, 12):
+        copied = sorted(EXPERTS)[iteration % len(EXPERTS)]
+        training.snapshot(iteration, only(copied))
+        at |= {NAMES[0]: iteration, copied: iteration}
+        assert ages(training.loaded()) == at
+        assert training.newest.oldest_iteration == min(at.values())
+    training.snapshot(12)
+    assert set(ages(training.loaded()).values()) == {12}
+    training.pool.close()
+
+
+def test_without_a_snapshot_before_it_everything_is_copied(run_id: str) -> None:
+    training = Training(run_id)
+    training.snapshot(1, only())
+    assert set(ages(training.loaded()).values()) == {1}
+    training.snapshot(2, only())
+    training.pool.forget_after(1)
+    training.snapshot(2, only())
+    assert set(ages(training.loaded()).values()) == {2}, "the run has gone back behind what was there"
+    training.pool.close()
+
+
+def test_an_expert_is_copied_from_the_buffer_before_only_where_this_one_has_an_older_one(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(run_id)
+    overwritten: list[set[str]] = []
+    overwrite = Held.overwrite
+
+    def noting(held: Held, names: Collection[str]) -> None:
+        overwritten.append(set(names))
+        overwrite(held, names)
+
+    first, second, third = sorted(EXPERTS)
+    for iteration in (1, 2, 3):
+        training.snapshot(iteration)
+    training.snapshot(4, only(first))  # into the buffer of 1: it gets all others of 3
+    training.snapshot(5, only(first))
+    training.snapshot(6, only(second))
+    monkeypatch.setattr(Held, "overwrite", noting)
+    training.snapshot(7, only(second))  # into the buffer of 4
+    assert overwritten == [{REST, UNITS[second]}, {UNITS[first]}], "the last one is carried over"
+    assert ages(training.loaded()) == {NAMES[0]: 7, first: 5, second: 7, third: 3}
+    training.pool.close()
+
+
+def test_a_failed_copy_is_carried_over_to_no_snapshot(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(run_id)
+    training.snapshot(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.pool.copier, "_copy_on_host", lambda *_: 1 / 0)
+        assert training.pool.begin(training.live, 2, {"at": 2}, only(), disk=False) is not None
+        with pytest.raises(SaveError, match="iteration 2 failed"):
+            training.pool.finish()
+    training.pool.settle()
+    training.snapshot(3, only())
+    assert set(ages(training.loaded()).values()) == {3}
+    training.pool.close()
+
+
+def test_a_dump_takes_all_where_the_newest_state_has_older_experts(run_id: str) -> None:
+    training = Training(run_id)
+    training.snapshot(1)
+    training.snapshot(2, only())
+    assert training.pool.dump(lambda: training.live, 2, lambda: {"at": 2}) == 2
+    whole = [state for state in memory_states(run_id) if state.kind == "departure"]
+    assert [(state.iteration, state.oldest_iteration) for state in whole] == [(2, 2)]
+    training.pool.close(remove=False)
+
+
+def test_damage_in_one_expert_is_seen(run_id: str) -> None:
+    training = Training(run_id)
+    training.snapshot(1)
+    training.snapshot(2, only(sorted(EXPERTS)[0]))
+    state = training.newest
+    size = state.path.stat().st_size
+    for at in range(4096, size, max(1, size // 50)):
+        flip(state.path, at)
+        assert verify_memory_state(state) is not None or at >= size - 8, at
+        flip(state.path, at)
+    assert verify_memory_state(state) is None
+    training.pool.close()
+
+
+def flip(path: Path, at: int) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 255]), at)
+    finally:
+        os.close(descriptor)
+
+
+def test_what_belongs_to_no_expert_is_never_left_out(run_id: str) -> None:
+    training = Training(run_id)
+    training.snapshot(1)
+    none = Contents(experts=frozenset(NAMES), carried=frozenset(NAMES), uncopied=frozenset(NAMES))
+    with pytest.raises(SaveError, match="belongs to no expert, and is in every snapshot"):
+        training.pool.begin(training.live, 2, {"at": 2}, none, disk=False)
+    training.snapshot(2, only())
+    with pytest.raises(ValueError, match="copies every expert"):
+        training.pool.begin(training.live, 3, {"at": 3}, only())
+    training.pool.close()
