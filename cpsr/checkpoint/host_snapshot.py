@@ -23,12 +23,14 @@ class Snapshot:
         stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
             that a GPU had still to compute.
         copy_seconds: how long the asynchronous copy itself took.
+        overlap_seconds: from the begin of the snapshot until it had to be complete.
         contents: what it holds of each operator, and where on the disk that is written.
         split: when its bytes were copied, where the pool copies in waits.
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
-        sealed: done once it survives the process; None where that has not been asked for.
+        replicate: whether it goes to other machines.
+        sealed: whether it survives the process, once that is known; None where that has not been asked for.
     """
 
     iteration: int
@@ -36,9 +38,11 @@ class Snapshot:
     scalars: Any = None
     stall_seconds: float = 0.0
     copy_seconds: float = 0.0
+    overlap_seconds: float = 0.0
     contents: Contents = field(default=WHOLE)
     split: Split | None = None
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None
-    sealed: "Future[None] | None" = None
+    replicate: bool = True
+    sealed: "Future[bool] | None" = None

@@ -137,7 +137,8 @@ class MemoryFile:
         saved = save(tensors)
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
-        os.pwrite(self._descriptor, description + saved, end)
+        _write(self._descriptor, description, end)
+        _write(self._descriptor, saved, end + len(description))
         sequence = (int(self._sequence[0]) | 1) + 1
         digest = digest_of(description, saved)
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
@@ -263,6 +264,14 @@ def _no_room(missing: int, left: int, directory: Path) -> OSError:
         f"{missing} bytes are missing in {directory}, {left} can be taken beside what is left to others: enlarge it "
         "(docker: --shm-size), or set checkpoint.shared_memory to false"
     )
+
+
+def _write(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of it: one call takes 2 GiB at most."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written
 
 
 def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:

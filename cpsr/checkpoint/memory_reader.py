@@ -18,7 +18,7 @@ from cpsr.errors import CheckpointError
 from cpsr.state.codec import decode
 from cpsr.state.shard import Shard
 
-__all__ = ["load_memory_state", "owned_word", "owned_word_in_memory", "verify_memory_state"]
+__all__ = ["ages_in_memory", "load_memory_state", "owned_word", "owned_word_in_memory", "verify_memory_state"]
 
 
 def load_memory_state(state: MemoryState, into: Shard) -> Any:
@@ -48,6 +48,15 @@ def verify_memory_state(state: MemoryState) -> str | None:
             return None
     except CheckpointError as error:
         return str(error)
+
+
+def ages_in_memory(state: MemoryState) -> dict[str, int]:
+    """Iteration of each operator in a state; nothing is verified. Empty where it is not there any more."""
+    found = describe(state.path)
+    if found is None or found[0] != state:
+        return {}
+    taken_at = found[1]["taken_at"]
+    return {name: int(taken_at[part]) for name, (_, _, part) in found[1]["operators"].items()}
 
 
 def owned_word(shard: Shard) -> str:

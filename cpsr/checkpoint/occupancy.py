@@ -68,10 +68,7 @@ class Occupancy:
             Index of the buffer, and the snapshot; None where no buffer is free.
         """
         with self._lock:
-            used = {*self._in_use, *self._sealing}
-            if keep_newest and self._sealed:
-                used.add(max(self._sealed, key=self._sealed.__getitem__))
-            free = [index for index in range(self._count) if index not in used]
+            free = self._free(keep_newest=keep_newest)
             if not free:
                 return None
             kept = -1 if self._recovery is None else self._recovery[0]
@@ -85,6 +82,23 @@ class Occupancy:
             self._forget(index)
             snapshot = self._in_use[index] = Snapshot(iteration, _NO_VIEWS)
         return index, snapshot
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `take` would find a buffer with `keep_newest`."""
+        with self._lock:
+            return bool(self._free(keep_newest=True))
+
+    @property
+    def is_sealing(self) -> bool:
+        """Whether a state is being sealed."""
+        return bool(self._sealing)
+
+    def _free(self, *, keep_newest: bool) -> list[int]:
+        used = {*self._in_use, *self._sealing}
+        if keep_newest and self._sealed:
+            used.add(max(self._sealed, key=self._sealed.__getitem__))
+        return [index for index in range(self._count) if index not in used]
 
     def index(self, snapshot: Snapshot) -> int:
         """Its buffer; ValueError where it has none."""

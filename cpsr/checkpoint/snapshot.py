@@ -5,22 +5,20 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.boundary import BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
-from cpsr.checkpoint.carrying import Carrying
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
+from cpsr.checkpoint.sealing import Sealing
 from cpsr.errors import SaveError
 from cpsr.state.arrival import Deadline
 from cpsr.state.shard import Shard
@@ -60,7 +58,7 @@ class SnapshotPool:
 
     Attributes:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
-        on_sealed: called with the file of each snapshot in shared memory that is complete.
+        sealing: makes complete snapshots survive the process.
         copier: makes the copies.
         occupancy: which snapshot has which buffer.
 
@@ -80,14 +78,10 @@ class SnapshotPool:
         self._memory = memory
         self._host = PoolBuffers(template, buffers, memory, self.copier.device, units or {})
         self._buffers = self._host.all
-        self._carrying = Carrying([buffer.held for buffer in self._buffers])
+        self.sealing = Sealing(self._buffers, memory)
+        self.occupancy = self.sealing.occupancy
         self.shared_memory_problem = self._host.problem
-        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
-        found = {index: self._memory_of(index) for index in range(len(self._buffers))}
-        left = {index: file.iteration for index, file in found.items() if file is not None}
-        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
-        self.occupancy = Occupancy(len(self._buffers), sealed, self._file_name)
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
 
@@ -111,8 +105,24 @@ class SnapshotPool:
         """The snapshot that is being copied."""
         return None if self._running is None else self._running[0]
 
+    @property
+    def ready(self) -> bool:
+        """Whether a snapshot for host memory could begin now: the one before is sealed, and a buffer is free.
+
+        Where the host itself copies, a snapshot is sealed before the next update, and need not be waited for.
+        """
+        at_once = self.copier.device is None and self.copier.pace is None
+        return self.occupancy.is_free and (at_once or not self.occupancy.is_sealing)
+
     def begin(
-        self, shard: Shard, iteration: int, scalars: Any, contents: Contents = WHOLE, *, disk: bool = True
+        self,
+        shard: Shard,
+        iteration: int,
+        scalars: Any,
+        contents: Contents = WHOLE,
+        *,
+        disk: bool = True,
+        replicate: bool = True,
     ) -> Snapshot | None:
         """Start to copy the state; weights and moments must not change before `finish`.
 
@@ -123,6 +133,7 @@ class SnapshotPool:
                 GPU copies both in the order of the stream on which the last step lies.
             contents: what is copied of each operator, and where on the disk it is written.
             disk: whether it will be written; a snapshot for host memory alone overwrites no newest state.
+            replicate: whether it is offered to the peers.
 
         Returns:
             The incomplete snapshot; None when no buffer is free: skip it.
@@ -143,7 +154,7 @@ class SnapshotPool:
             if taken is None:
                 return None
             buffer, snapshot = taken
-            contents, snapshot.disk = snapshot.contents, disk
+            contents, snapshot.disk, snapshot.replicate = snapshot.contents, disk, replicate
             try:
                 if contents.moments:
                     buffer.copy_others(shard)
@@ -154,7 +165,8 @@ class SnapshotPool:
             except BaseException:
                 self._give_up(snapshot)
                 raise
-        self._carrying.begun(self.occupancy.index(snapshot), snapshot)
+        self.sealing.carrying.begun(self.occupancy.index(snapshot), snapshot)
+        snapshot.overlap_seconds = -time.perf_counter()
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 
@@ -171,6 +183,7 @@ class SnapshotPool:
             return None
         started = time.perf_counter()
         snapshot, copy = self._running
+        snapshot.overlap_seconds += started
         self._running = None
         try:
             copy.mark_needed()
@@ -185,8 +198,8 @@ class SnapshotPool:
 
     def seal(
         self, snapshot: Snapshot, kind: Kind = "snapshot", copied: RunningCopy | None = None
-    ) -> "Future[None] | None":
-        """Make a whole snapshot survive the process once the returned future is done; None without shared memory.
+    ) -> "Future[bool] | None":
+        """Make a whole snapshot survive the process; the future says whether it does. None without shared memory.
 
         A snapshot is sealed once. Its tensors and scalars must not change any more.
 
@@ -195,11 +208,11 @@ class SnapshotPool:
             kind: of the state.
             copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
-        if self._memory_of(self.occupancy.index(snapshot)) is None or not snapshot.contents.moments:
+        if not self.sealing.is_possible(snapshot):
             return None
         if snapshot.sealed is None:
             index = self.occupancy.begin_seal(snapshot)
-            snapshot.sealed = self._worker.submit(self._seal, index, snapshot, kind, copied)
+            snapshot.sealed = self._worker.submit(self.sealing.seal, index, snapshot, kind, copied)
         return snapshot.sealed
 
     def mark_boundary(self) -> torch.cuda.Event | None:
@@ -282,9 +295,9 @@ class SnapshotPool:
         if step is not None:
             shard, iteration = step.views(shard), step.iteration
         others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
-        taken = self._take(iteration)
+        taken = self._take(iteration, keep_newest=True)  # a dump may fail
         if taken is None:
-            raise SaveError("every host buffer is in use")
+            raise SaveError("every host buffer is in use or has the newest snapshot")
         buffer, snapshot = taken
         try:
             copy = self.copier.copy_now(buffer, Shard(shard.operators, others), partial(_put_views, snapshot, buffer))
@@ -312,9 +325,9 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
-        self._carrying.forget()
+        self.sealing.carrying.forget()
         for index in self.occupancy.unseal_after(iteration):
-            self._unseal(index)
+            self.sealing.unseal(index)
 
     def acquire(self, iteration: int, spare: Collection[str] = ()) -> Snapshot | None:
         """An empty snapshot to load a state into, None when every buffer is in use.
@@ -343,14 +356,6 @@ class SnapshotPool:
         if self._running is not None and self._running[0] is snapshot:
             raise ValueError(f"finish() the snapshot of iteration {snapshot.iteration} before releasing it")
         self.occupancy.release(snapshot)
-
-    def pin(self) -> None:
-        """Keep the recovery state unchanged until `unpin`; calls nest."""
-        self.occupancy.pin()
-
-    def unpin(self) -> None:
-        """Undo one `pin`; ValueError without one."""
-        self.occupancy.unpin()
 
     def close(self, *, remove: bool = True) -> None:
         """Wait for a running copy and end the worker thread.
@@ -390,9 +395,9 @@ class SnapshotPool:
         if taken is None:
             return None
         index, snapshot = taken
-        self._unseal(index)
+        self.sealing.unseal(index)
         try:
-            self._carrying.begin(index, snapshot, contents)
+            self.sealing.carrying.begin(index, snapshot, contents)
         except SaveError:
             self._free(snapshot)
             raise
@@ -400,51 +405,8 @@ class SnapshotPool:
 
     def _give_up(self, snapshot: Snapshot) -> None:
         """Its copy failed."""
-        self._carrying.forget()
+        self.sealing.carrying.forget()
         self._free(snapshot)
-
-    def _file_name(self, index: int) -> str:
-        memory = self._memory_of(index)
-        return "" if memory is None else memory.path.name
-
-    def _memory_of(self, index: int) -> MemoryFile | None:
-        return self._buffers[index].memory
-
-    def _seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> None:
-        memory, shared, sealed = self._memory_of(index), self._memory, False
-        assert memory is not None
-        assert shared is not None
-        try:
-            encoded = None
-            if copied is not None:
-                snapshot.scalars = copied.result()
-                encoded = copied.encoded
-            held = self._carrying.complete(index, snapshot)
-            memory.seal(
-                shared.rank,
-                shared.life,
-                kind,
-                snapshot.shard,
-                snapshot.iteration,
-                snapshot.scalars,
-                branch=shared.branch,
-                held=held,
-                encoded=encoded,
-            )
-            sealed = True
-            if kind != "departure" and self.on_sealed is not None:
-                self.on_sealed(memory.path, snapshot)  # nothing overwrites the buffer meanwhile
-        except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
-            logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
-        finally:
-            if not sealed:
-                self._carrying.forget()
-            self.occupancy.end_seal(index, snapshot, sealed=sealed)
-
-    def _unseal(self, index: int) -> None:
-        memory = self._memory_of(index)
-        if memory is not None:
-            memory.unseal()
 
     def _free(self, snapshot: Snapshot) -> None:
         self.occupancy.release(snapshot)

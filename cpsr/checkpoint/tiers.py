@@ -23,6 +23,7 @@ class Entry:
         name: of its file there.
         owned: hash of the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where nobody
             compares them.
+        older: whether it holds experts of an earlier iteration.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Entry:
     node: str
     name: str
     owned: str = ""
+    older: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Source:
     def entries(self) -> tuple[Entry, ...]:
         """All states to read."""
         return tuple(entry for entry in (self.entry, self.small) if entry is not None)
+
+    @property
+    def older(self) -> bool:
+        """Whether some of them has experts of an earlier iteration."""
+        return any(entry.older for entry in self.entries)
 
 
 @dataclass(frozen=True)

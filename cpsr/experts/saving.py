@@ -20,6 +20,7 @@ from cpsr.errors import ConfigError
 from cpsr.experts.account import ExpertAccount, Loss
 from cpsr.experts.budget import Budget
 from cpsr.experts.dynamic_k import DynamicK
+from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.experts.named import measure_named, policy_named
 from cpsr.experts.saved import SavedExperts
 from cpsr.experts.units import sized_layers, trained_experts, unit_name, units_of
@@ -53,6 +54,7 @@ class ExpertSaving:
     Attributes:
         units: operator name in this rank's shard -> unit, for experts' parameters alone.
         trained: see `trained_experts`.
+        in_memory: which experts snapshots in host memory copy.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class ExpertSaving:
         self._layers = sized_layers(operators, shard, group)
         self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
+        sizes = {name: shard.operators[name].state_bytes for name in self.units}
+        self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
         self._measure: Measure | None = None
         self._saved = SavedExperts(self._layers, adapter.iteration)
@@ -135,7 +139,9 @@ class ExpertSaving:
         Returns:
             None for all of them.
         """
-        gathered = self._group.gather([committed_iteration, self._bytes_in_an_interval(), whole])
+        own = [committed_iteration, self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()]
+        gathered = self._group.gather(own)
+        self.in_memory.rounds = max(part[3] for part in gathered)
         self._take()
         given_back = self._saved.settle(gathered[0][0])
         if self._config.policy in IN_TURN:

@@ -7,6 +7,7 @@ import torch
 from cpsr.job import Job
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
+from cpsr.ranks.group import Ballot
 from cpsr.rehearsal.rehearsals import Rehearsals
 from cpsr.saving.saver import Saver
 
@@ -45,18 +46,26 @@ class Agreement:
         proposal = self._planner.proposal() if self._proposed is None else None
         if proposal is not None:
             self._proposed = proposal
-        leave, interval, rehearsed, memory_interval = self._votes.exchange(
-            stop,
-            0 if proposal is None else proposal.interval_iterations,
-            self._rehearsals.propose(iteration) if may_rehearse else 0,
-            0 if proposal is None else proposal.memory_interval_iterations or 0,
+        turns = self._saver.memory.turns
+        blocked, busy = turns.ballot()
+        agreed = self._votes.exchange(
+            Ballot(
+                stop,
+                0 if proposal is None else proposal.interval_iterations,
+                self._rehearsals.propose(iteration) if may_rehearse else 0,
+                0 if proposal is None else proposal.memory_interval_iterations or 0,
+                blocked,
+                busy,
+            )
         )
-        if interval:
-            self._saver.adopt(self._agreed_plan(interval, memory_interval or None), iteration)
+        turns.read(iteration, agreed.blocked, agreed.busy)
+        if agreed.interval_iterations:
+            plan = self._agreed_plan(agreed.interval_iterations, agreed.memory_interval_iterations or None)
+            self._saver.adopt(plan, iteration)
             self._proposed = None
-        if rehearsed:
-            self._rehearsals.prepare(rehearsed, iteration)
-        return leave
+        if agreed.rehearsed_checkpoint:
+            self._rehearsals.prepare(agreed.rehearsed_checkpoint, iteration)
+        return agreed.stop
 
     def finish(self) -> None:
         """Wait for the last vote."""

@@ -124,6 +124,7 @@ class Life:
         iteration = self.restored.restored_iteration
         # Set aside partial checkpoints of iterations that will be repeated; those that a prediction used stay.
         run.store.abandon_after(iteration, f"the run continues from iteration {iteration}")
+        run.memory.pool.settle()  # what was restored from memory is there for this life before the last one's is void
         job.group.barrier()  # no rank resets its counter before all have read where the run failed
         self.boundary.reset(iteration)
         if job.group.rank == 0:
@@ -145,7 +146,7 @@ class Life:
         job, run, loop = self.job, self.run, self.loop
         if self.restored.scalars is not None:
             self.planner.load_state_dict(self.restored.scalars.planning)
-        self.saver = Saver(job, run.store, run.memory.pool, self.planner, self.restored, run.experts, run.writes)
+        self.saver = Saver(job, run.store, run.memory, self.planner, self.restored, run.experts, run.writes)
         self._copies = self._open(opened, Copies(job, run.target, self.saver))
         self._open(opened, self.saver)
         loop.learning.start(job, run.store, run.memory.pool)

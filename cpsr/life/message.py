@@ -12,6 +12,7 @@ __all__ = ["recovery_message"]
 
 WHY_RECOMPUTED = {
     Recomputes.FAILED_BEFORE: ", because an earlier attempt to continue near the failure had failed",
+    Recomputes.IN_MEMORY: ", which no state nearer to the failure is",
     Recomputes.PLANNED: ", which is cheaper than predicting",
     Recomputes.CHEAPER: ", which is cheaper than predicting",
     Recomputes.DUMP_REFUSED: ", because the check refused what the ranks had left in memory",

@@ -124,7 +124,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     store = _open_store(job)
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
-    memory = HostMemory(job)
+    memory = HostMemory(job, None if experts is None else experts.units)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)

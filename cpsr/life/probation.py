@@ -35,7 +35,7 @@ class Probation:
         self._pool = pool
         self._watch = _watch(restored, job.config, job.group)
         if self._watch is not None:
-            pool.pin()
+            pool.occupancy.pin()
 
     @property
     def active(self) -> bool:
@@ -61,7 +61,7 @@ class Probation:
         """The state is kept or discarded: release the checkpoint in memory."""
         if self._watch is not None:
             self._watch = None
-            self._pool.unpin()
+            self._pool.occupancy.unpin()
 
 
 def _watch(restored: Restored, config: CPSRConfig, group: Group) -> Watch | None:

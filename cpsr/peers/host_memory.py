@@ -1,7 +1,7 @@
 """This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_unused
@@ -48,18 +48,19 @@ class HostMemory:
 
     Args:
         job: this rank's; its shard is the template of the buffers.
+        units: operator -> the expert that it is of; see `SnapshotPool`.
 
     Attributes:
         pool: the buffers.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
         self._memory = memory
-        self.pool = SnapshotPool(shard, memory=memory)
+        self.pool = SnapshotPool(shard, memory=memory, units=units)
         self._replicator: Replicator | None = None
         problem = self.pool.shared_memory_problem
         if problem is not None:
@@ -83,12 +84,17 @@ class HostMemory:
                 report,
                 checkpoints=checkpoints,
             )
-            self.pool.on_sealed = self._replicator.offer
+            self.pool.sealing.on_sealed = self._replicator.offer
 
     def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""
         if self._replicator is not None:
             self._replicator.follow(on_replica)
+
+    @property
+    def sending(self) -> bool:
+        """Whether a replica of this rank's snapshots is under way."""
+        return self._replicator is not None and self._replicator.sending
 
     @property
     def branch(self) -> int:

@@ -47,10 +47,15 @@ class Outgoing:
         self._orders: deque[Sealed | Message | None] = deque()
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._overtaken = False
+        self._overtaken = self._sending = False
         name = f"cpsr-replica-to-{channel.peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a state is being sent, or waits; not once the link has failed."""
+        return (self._sending or bool(self._orders)) and self._thread.is_alive()
 
     def offer(self, state: Sealed) -> None:
         """Send this state next, in place of one that waits."""
@@ -110,8 +115,10 @@ class Outgoing:
 
     def _next(self) -> Sealed | Message | None:
         with self._changed:
+            self._sending = False
             while not self._orders:
                 self._changed.wait()
+            self._sending = True
             return self._orders.popleft()
 
     def _follow(self, order: Sealed | Message | None) -> bool:

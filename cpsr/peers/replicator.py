@@ -146,6 +146,11 @@ class Replicator:
         for outgoing in self._outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
+    @property
+    def sending(self) -> bool:
+        """Whether a replica of this rank's is under way, or waits for its link."""
+        return any(outgoing.busy for outgoing in self._outgoing)
+
     def follow(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds from each snapshot's seal until a holder had it; from several threads."""
         for outgoing in self._outgoing:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from cpsr.qualify.cells import Cell
 from cpsr.qualify.scene import Scene
-from cpsr.ranks.group import Group
+from cpsr.ranks.group import Ballot, Group
 from cpsr.ranks.side_group import SideGroup, pair_groups
 
 __all__ = ["check_side_group"]
@@ -30,11 +30,11 @@ def check_side_group(cell: Cell, scene: Scene) -> Mapping[str, Any]:
         values = torch.full((ELEMENTS,), float(scene.rank + number), device=scene.device)
         work = dist.all_reduce(values, async_op=True)
         gathered = group.gather([scene.rank, number])
-        agreed = votes.exchange(False, number)
+        agreed = votes.exchange(Ballot(interval_iterations=number))
         received = _exchange(pairs, scene.rank + number)
         work.wait()
         assert gathered == [[rank, number] for rank in everyone], gathered
-        assert agreed == (False, number - 1, 0, 0), agreed
+        assert agreed == Ballot(interval_iterations=number - 1), agreed
         for peer, sent in received.items():
             assert torch.equal(sent, _message(peer + number)), f"rank {peer} sent something else"
         assert group.sum(scene.rank) == sum(everyone)

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from cpsr.ranks.side_group import SideGroup, group_name
 
-__all__ = ["NODE_VARIABLE", "Group", "Votes", "this_node"]
+__all__ = ["NODE_VARIABLE", "Ballot", "Group", "Votes", "this_node"]
 
 NODE_VARIABLE = "CPSR_NODE"
 TIMEOUT_SECONDS = 1800.0  # torch's own for gloo
@@ -108,41 +109,48 @@ class Group:
         return Votes(self._group)
 
 
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank proposes at a step boundary, or all have agreed on; the largest value of each wins.
+
+    Attributes:
+        stop: a rank was asked to leave.
+        interval_iterations: proposed interval; 0 proposes nothing.
+        rehearsed_checkpoint: checkpoint that a rehearsal is to start from; 0 proposes none.
+        memory_interval_iterations: proposed with the interval; 0: no snapshots in memory. One rank proposes.
+        blocked: a rank cannot take a snapshot in memory now.
+        busy: a rank is sending a replica.
+    """
+
+    stop: bool = False
+    interval_iterations: int = 0
+    rehearsed_checkpoint: int = 0
+    memory_interval_iterations: int = 0
+    blocked: bool = False
+    busy: bool = False
+
+
 class Votes:
     """A vote without waiting: proposals at one step boundary are agreed at the next.
 
-    The reduction of 32 bytes runs beside the following step. Every rank gets the same result at the same step, so
-    that all leave together, change the intervals together, and prepare a rehearsal together.
+    The reduction of 48 bytes runs beside the following step. Every rank gets the same result at the same step, so
+    that all leave together, change the intervals together, and take the same snapshots.
     """
 
     def __init__(self, group: SideGroup | None) -> None:
         self._group = group
-        self._ballot = torch.zeros(4, dtype=torch.int64, device="cpu")
+        self._ballot = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
-    def exchange(
-        self, stop: bool, interval_iterations: int, rehearsed_checkpoint: int = 0, memory_interval_iterations: int = 0
-    ) -> tuple[bool, int, int, int]:
-        """Submit this rank's proposals, and get what was agreed from the previous call.
-
-        Args:
-            stop: this rank was asked to leave.
-            interval_iterations: proposed interval; the largest one wins; 0 proposes nothing.
-            rehearsed_checkpoint: checkpoint that a rehearsal is to start from; 0 proposes none.
-            memory_interval_iterations: proposed with the interval; 0: no snapshots in memory. One rank proposes.
-
-        Returns:
-            Whether any rank asked to stop, the agreed interval (0: no change), the checkpoint of a rehearsal to be
-            prepared (0: none), and the interval in memory that was proposed with the other, as of the previous call.
-        """
-        ballot = int(stop), interval_iterations, rehearsed_checkpoint, memory_interval_iterations
+    def exchange(self, ballot: Ballot) -> Ballot:
+        """Submit this rank's proposals; returns what was agreed from the previous call."""
         if self._group is None:
-            return stop, *ballot[1:]
+            return ballot
         if self._work is not None:
             self._work.wait()
-        left, *others = self._ballot.tolist()
-        agreed = bool(left), others[0], others[1], others[2]
-        self._ballot.copy_(torch.tensor(ballot, dtype=torch.int64, device="cpu"))
+        stop, interval, rehearsed, memory_interval, blocked, busy = self._ballot.tolist()
+        agreed = Ballot(bool(stop), interval, rehearsed, memory_interval, bool(blocked), bool(busy))
+        self._ballot.copy_(torch.tensor(astuple(ballot), dtype=torch.int64, device="cpu"))
         self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
         return agreed
 

@@ -72,6 +72,7 @@ class Circumstances:
         failures: failed attempts to continue near the failure from this checkpoint.
         last_failure: error of the last of them.
         dumps: lives that continued from an emergency dump, and have committed nothing since.
+        memory_interval_iterations: between snapshots in host memory, as planned before the failure; None without.
     """
 
     mode: Mode
@@ -82,6 +83,7 @@ class Circumstances:
     failures: int = 0
     last_failure: str = ""
     dumps: int = 0
+    memory_interval_iterations: int | None = None
 
     @property
     def failures_allowed(self) -> int:
@@ -125,7 +127,10 @@ def candidates(
         weights_iteration: the newest checkpoint of weights alone; looked at where there is no c.
     """
     c, f = checkpoint_iteration, known.failure_iteration
-    there = [Candidate(Beginning.EXACT, found.exact)] if found.exact and found.exact[0].tier == "memory" else []
+    there = []
+    if found.exact and found.exact[0].tier == "memory":
+        older = any(source.older for source in found.exact)
+        there.append(Candidate(Beginning.OLDER_EXPERTS if older else Beginning.EXACT, found.exact))
     if c is None and weights_iteration is not None:
         return [*there, Candidate(Beginning.WEIGHTS, all_from("disk", weights_iteration, known.ranks))]
     if c is None:
@@ -143,9 +148,10 @@ def candidates(
 def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     """The candidates in the order in which they are tried.
 
-    A whole state at the failure or after it comes first: nothing is lost. Else a state near the failure, where it is
-    allowed: the one with most ranks' state, so that only lost state is predicted. Then whole states, the newest first.
-    Weights alone come last: an older whole state has lost less.
+    A whole state at the failure or after it comes first: nothing is lost. In mode `auto` so does an exact snapshot in
+    host memory that loses no more than these are apart: no state near the failure is exact. Else a state near the
+    failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
+    states, the newest first. Weights alone come last: an older whole state has lost less.
 
     Args:
         there: what there is, in any order.
@@ -159,8 +165,23 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
         return Choice(tuple(whole))
     near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
+    if known.mode == "auto" and whole and _loses_few(whole, f, known.memory_interval_iterations):
+        reason = f"a snapshot in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
+        return Choice(tuple(whole), Refusal(Recomputes.IN_MEMORY, reason) if near else None)
     near, refusal = _allowed(near, known)
     return Choice((*near[:1], *whole), refusal)
+
+
+def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:
+    """Whether the newest one is an exact snapshot between two checkpoints, which loses their interval at most."""
+    newest, others = whole[0], [one.iteration for one in whole if not one.in_memory]
+    return (
+        interval_iterations is not None
+        and newest.in_memory
+        and newest.beginning is Beginning.EXACT
+        and newest.iteration > max(others, default=-1)
+        and newest.cost_iterations(failure_iteration) <= interval_iterations
+    )
 
 
 def _preference(whole: Candidate) -> tuple[bool, int, bool]:

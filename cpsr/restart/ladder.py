@@ -34,6 +34,7 @@ class Ladder:
 
     Attributes:
         left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not.
+        own: this rank's verified snapshots on its machine, newer than the checkpoint.
     """
 
     left: FailureScope = "everything"
@@ -46,6 +47,7 @@ class Ladder:
         self._node = this_node()
         self._whole = _whole(shard)
         self._fetched: dict[Entry, MemoryState] = {}
+        self.own: list[MemoryState] = []
 
     def decide(
         self,
@@ -54,6 +56,7 @@ class Ladder:
         checkpoint: Shard | None,
         *,
         stale: bool = False,
+        inexact: bool = True,
     ) -> Decision:
         """The sources of all ranks among the states that they can reach; see `cpsr.checkpoint.tiers.decide`.
 
@@ -62,15 +65,18 @@ class Ladder:
             published_iteration: the newest step that every rank had published; None where none is known.
             checkpoint: this rank's part of it; its hash shows which ranks have the same state.
             stale: whether some rank's part of the checkpoint has experts that are older than it is.
+            inexact: whether states with experts of an earlier iteration are looked at.
         """
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         states = self._catalogue(nodes, newest)
+        self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
         held = sorted({state.rank for state in memory_states(self._run_id)})
         found = self._group.gather([_small_iterations(states), held])
         self.left = what_is_left([ranks for _, ranks in found])
         small = {iteration for part, _ in found for iteration in part}
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
+        entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
         wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
         return decide(
@@ -139,7 +145,8 @@ class Ladder:
         except CheckpointError as error:
             logger.warning("a state in shared memory is not used: %s", error)
             return None
-        return Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned)
+        older = state.oldest_iteration < state.iteration
+        return Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned, older)
 
     def _state_at(self, entry: Entry) -> MemoryState:
         if entry in self._fetched:

@@ -115,7 +115,7 @@ class NewestCheckpoint:
         """Whether experts are older than their checkpoint, and no state of its iteration or newer is in memory."""
         if older_experts(snapshot, self._group) is None:
             return False
-        found = self._ladder.decide(snapshot.iteration, None, snapshot.shard, stale=True)
+        found = self._ladder.decide(snapshot.iteration, None, snapshot.shard, stale=True, inexact=False)
         return found.exact[0].tier == "disk"
 
     def _set_damaged_aside(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.ranks.group import Group
 
-__all__ = ["OlderExperts", "older_experts", "older_operators"]
+__all__ = ["OlderExperts", "differing_operator", "older_experts", "older_operators"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,14 @@ def older_experts(snapshot: Snapshot, group: Group) -> OlderExperts | None:
     gathered = group.gather([len(ages), min(ages, default=snapshot.iteration)])
     count = sum(part[0] for part in gathered)
     return OlderExperts(count, min(part[1] for part in gathered)) if count else None
+
+
+def differing_operator(snapshot: Snapshot, group: Group) -> str | None:
+    """An operator of which ranks hold slices, or copies, of different iterations; a collective. None: there is none."""
+    found: dict[str, set[int]] = {}
+    for part in group.gather(older_operators(snapshot)):
+        for name, at in part.items():
+            found.setdefault(name, set()).add(at)
+    own = snapshot.shard.operators
+    differing = [name for name, ages in found.items() if name in own and ages != {own[name].iteration}]
+    return next((name for part in group.gather(sorted(differing)[:1]) for name in part), None)

@@ -92,12 +92,12 @@ class Restorer:
         found = self._newest.load(inexact=self._inexact)
         weights = found if isinstance(found, WeightsAlone) else None
         checkpoint = None if isinstance(found, WeightsAlone) else found
-        self._pool.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
+        self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
         try:
             sources, refusal = self._choose(mode, checkpoint, weights, started)
             restored = bring(sources, refusal)
         finally:
-            self._pool.unpin()
+            self._pool.occupancy.unpin()
         if weights is not None:
             self._pool.release(weights.snapshot)
         if restored is None:
@@ -118,7 +118,7 @@ class Restorer:
         progress = read_progress(self._job.config.run_dir, group.size)
         published = self._published(progress)
         shard = None if checkpoint is None else checkpoint.shard
-        found = self._ladder.decide(c, published, shard, stale=older is not None)
+        found = self._ladder.decide(c, published, shard, stale=older is not None, inexact=self._inexact)
         failed_at = 0 if published is None else found.failure_after(published)
         at = None if weights is None else weights.snapshot.iteration
         f = failed_at if failed_at > (c or at or 0) else None  # else nothing is lost
@@ -126,11 +126,12 @@ class Restorer:
         there = candidates(found, c, known, older_experts=older is not None, weights_iteration=at)
         choice = choose(there, known)
         restart = Restart(mode, c, f, progress, time.perf_counter() - started)
+        catch_up = self._job.config.experts.stale == "catch_up"
 
         def source(candidate: Candidate) -> StateSource:
             if candidate.in_memory:
                 small = None if checkpoint is None else checkpoint.scalars
-                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool, small)
+                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool, small, catch_up)
             if weights is not None:
                 return FromWeights(candidate, restart, self._engine, weights)
             if checkpoint is None:
@@ -140,8 +141,8 @@ class Restorer:
                 share = candidate.lost_ranks / group.size
                 settings = PredictionSettings(lost, share, older_experts=older is not None)
                 return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
-            catch_up = self._job.config.experts.stale == "catch_up"
-            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up)
+            beside = catch_up, group, self._ladder
+            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, *beside)
 
         return [source(candidate) for candidate in choice.order], choice.refusal
 
@@ -152,9 +153,17 @@ class Restorer:
             return known
         failures, last_failure = self._near.failures.of(checkpoint.iteration)
         # From rank 0: the other ranks do not know the plan.
-        planned = group.broadcast(Scalars.from_tree(checkpoint.scalars).planning.get("mode"))
+        planning = Scalars.from_tree(checkpoint.scalars).planning
+        planned, every = group.broadcast([planning.get("mode"), planning.get("memory_interval_iterations")])
         dumps, _ = self._near.dumps.of(checkpoint.iteration)
-        return replace(known, planned=planned, failures=failures, last_failure=last_failure, dumps=dumps)
+        return replace(
+            known,
+            planned=planned,
+            failures=failures,
+            last_failure=last_failure,
+            dumps=dumps,
+            memory_interval_iterations=every,
+        )
 
     def _published(self, progress: Progress | None) -> int | None:
         """The newest iteration that every rank has published; None where no rank has."""

@@ -16,6 +16,7 @@ class Recomputes(enum.Enum):
     """Why iterations are recomputed although the mode allows to continue near the failure."""
 
     FAILED_BEFORE = enum.auto()  #: earlier attempts to continue near the failure have failed
+    IN_MEMORY = enum.auto()  #: an exact snapshot in host memory loses no more than these are apart
     PLANNED = enum.auto()  #: the plan expects recomputing to cost less than a prediction
     CHEAPER = enum.auto()  #: the forecast expects no smaller end cost than what is recomputed
     INFEASIBLE = enum.auto()  #: the predictor has no forecast

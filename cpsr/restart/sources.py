@@ -13,7 +13,8 @@ from cpsr.ranks.group import Group
 from cpsr.restart.choice import Candidate
 from cpsr.restart.engine_state import EngineState
 from cpsr.restart.ladder import Ladder
-from cpsr.restart.older_experts import OlderExperts, older_operators
+from cpsr.restart.mixed_levels import take_nearer_experts
+from cpsr.restart.older_experts import OlderExperts, differing_operator, older_experts, older_operators
 from cpsr.restart.restored import Refusal, Restored
 from cpsr.restart.weights_alone import WeightsAlone
 from cpsr.state.scalars import Scalars
@@ -112,6 +113,8 @@ class FromCheckpoint:
         snapshot: this rank's part.
         older: the experts that were saved before it, if any were.
         catch_up: whether these take longer steps until they have caught up.
+        group: the ranks.
+        ladder: its snapshots in memory may have these experts of nearer iterations.
     """
 
     candidate: Candidate
@@ -120,21 +123,20 @@ class FromCheckpoint:
     snapshot: Snapshot
     older: OlderExperts | None
     catch_up: bool
+    group: Group
+    ladder: Ladder
 
     def bring(self, refusal: Refusal | None) -> Restored:
-        """Put the checkpoint into the engine, exactly."""
+        """Put the checkpoint into the engine, with older experts from memory where that has nearer ones."""
+        nearer = 0 if self.older is None else take_nearer_experts(self.snapshot, self.ladder.own, self.group)
         restored = _whole(self, self.snapshot, self.restart.load_seconds, refusal)
         if self.older is None:
             return restored
-        how = ", with longer steps until they have caught up" if self.catch_up else ""
-        before = self.snapshot.iteration - self.older.oldest_iteration
-        return replace(
-            restored,
-            beginning=Beginning.OLDER_EXPERTS,
-            reason=f"{restored.reason}; {self.older.parameters} parameters of experts were saved up to {before} "
-            f"iterations before the checkpoint and go on as they were{how}",
-            taken_at=older_operators(self.snapshot),
-        )
+        labelled = _with_older(restored, self.snapshot, self.older, catch_up=self.catch_up)
+        if not nearer:
+            return labelled
+        text = f"{nearer} of them come from snapshots in the memory of machines that are left, nearer to the checkpoint"
+        return replace(labelled, reason=f"{labelled.reason}; {text}")
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ class FromMemory:
         ladder: reads what is in memory.
         pool: the host buffers.
         checkpoint: small state of the newest checkpoint, for what the snapshot leaves out; None without one.
+        catch_up: whether older experts take longer steps until they have caught up.
     """
 
     candidate: Candidate
@@ -191,12 +194,15 @@ class FromMemory:
     ladder: Ladder
     pool: SnapshotPool
     checkpoint: dict[str, Any] | None
+    catch_up: bool = False
 
     def bring(self, refusal: Refusal | None) -> Restored:
-        """Load the snapshot into the recovery buffer, and put it into the engine, exactly."""
+        """Load the snapshot into the recovery buffer, and put it into the engine, as it is."""
         started = time.perf_counter()
         snapshot = self._load()
-        return _whole(self, snapshot, self.restart.load_seconds + time.perf_counter() - started, refusal)
+        older = older_experts(snapshot, self.group)
+        restored = _whole(self, snapshot, self.restart.load_seconds + time.perf_counter() - started, refusal)
+        return restored if older is None else _with_older(restored, snapshot, older, catch_up=self.catch_up)
 
     def _load(self) -> Snapshot:
         own = self.candidate.parts[self.group.rank]
@@ -206,6 +212,9 @@ class FromMemory:
         try:
             self.ladder.bring(self.candidate.parts)
             snapshot.scalars = Scalars.with_learned(self.ladder.load(own, snapshot.shard), self.checkpoint)
+            differing = differing_operator(snapshot, self.group)
+            if differing is not None:
+                raise CheckpointError(f"ranks hold '{differing}' of different iterations: one had skipped a snapshot")
         except CheckpointError:
             self.pool.release(snapshot)
             raise
@@ -248,6 +257,19 @@ def _whole(
     if refusal is None:
         return replace(restored, reason=f"mode {restart.mode}: {recomputed}")
     return restored.instead(refusal, recomputed)
+
+
+def _with_older(restored: Restored, snapshot: Snapshot, older: OlderExperts, *, catch_up: bool) -> Restored:
+    """The same life, labelled: some experts are of earlier iterations."""
+    how = ", with longer steps until they have caught up" if catch_up else ""
+    before = snapshot.iteration - older.oldest_iteration
+    return replace(
+        restored,
+        beginning=Beginning.OLDER_EXPERTS,
+        reason=f"{restored.reason}; {older.parameters} parameters of experts are up to {before} iterations older and "
+        f"go on as they were{how}",
+        taken_at=older_operators(snapshot),
+    )
 
 
 def _place(candidate: Candidate) -> str:

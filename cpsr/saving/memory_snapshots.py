@@ -4,13 +4,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.journal import RankJournal
 from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.saving.turns import Turns
 from cpsr.state.shard import Shard
 
 __all__ = ["MemorySnapshots"]
@@ -26,24 +29,35 @@ class MemorySnapshots:
         pool: the host buffers.
         journal: takes an event where a snapshot fails.
         planner: receives their costs.
+        turns: which of them all ranks take and send.
         iteration: start of the count.
 
     Attributes:
+        turns: which of them all ranks take and send.
         possible: whether snapshots survive the process; without shared memory none is taken.
         taken: number of snapshots that are complete.
-        skipped: number of due ones for which no buffer was free.
+        skipped: number of due ones that came late or not at all, because a rank had no buffer free.
         stalls_seconds: how long the newest ones have kept the training thread from its work, each.
     """
 
     def __init__(
-        self, adapter: EngineAdapter, pool: SnapshotPool, journal: RankJournal, planner: JobPlanner, iteration: int
+        self,
+        adapter: EngineAdapter,
+        pool: SnapshotPool,
+        journal: RankJournal,
+        planner: JobPlanner,
+        turns: Turns,
+        iteration: int,
     ) -> None:
         self._adapter, self._pool, self._journal, self._planner = adapter, pool, journal, planner
+        self.turns = turns
         self._last = iteration
+        self._late = False
         self.possible = pool.survives
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
+        self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
         self._kept: Shard | None = None
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
@@ -54,39 +68,48 @@ class MemorySnapshots:
         """Count from here: a snapshot of it is there, or the run has gone back to it."""
         self._last = iteration
 
-    def begin(self, iteration: int, scalars: Callable[[], dict[str, Any]]) -> None:
+    def begin(self, iteration: int, scalars: Callable[[], dict[str, Any]], contents: Contents = WHOLE) -> None:
         """Start the snapshot of a finished iteration; returns while it is being copied.
 
         Args:
             iteration: the finished one.
             scalars: captures the small state.
+            contents: what it copies.
         """
         started = time.perf_counter()
-        self._last = iteration
+        if not self.turns.may_take:
+            if not self._late:  # counted once; it stays due
+                self._skip(iteration)
+            self._late = True
+            return
+        self._late = False
+        self._last, replicate = iteration, self.turns.may_send(iteration)
+        self._check_sealed()
         try:
-            snapshot = self._pool.begin(self._shard(), iteration, scalars(), disk=False)
+            snapshot = self._pool.begin(self._shard(), iteration, scalars(), contents, disk=False, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
             self.failed(iteration, error)
             return
         if snapshot is None:
             self._skip(iteration)
-        else:
-            snapshot.stall_seconds = time.perf_counter() - started
+            return
+        snapshot.stall_seconds = time.perf_counter() - started
 
     def _skip(self, iteration: int) -> None:
         self.skipped += 1
         if self.skipped == 1:
             self._journal.event(
                 "memory snapshot skipped",
-                f"the state of iteration {iteration} was not copied to host memory: the disk still writes from the "
-                "other buffers. A kill of the processes now goes back to the snapshot before. Counted from now on, and "
-                "reported at the end of this life",
+                f"the state of iteration {iteration} was not copied to host memory: a rank has no buffer free, since "
+                "its disk still writes or its newest snapshot is still hashed. A kill of the processes now goes back "
+                "to the snapshot before. Counted from now on, and reported at the end of this life",
                 iteration,
                 logging.WARNING,
             )
 
     def close(self) -> None:
         """Report how many were skipped."""
+        self._check_sealed()
         if self.skipped > 1:
             due = self.taken + self.skipped
             message = f"{self.skipped} of {due} snapshots to host memory were skipped in this life: no buffer was free"
@@ -102,8 +125,16 @@ class MemorySnapshots:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""
         self.taken += 1
         self.stalls_seconds.append(snapshot.stall_seconds)
+        if snapshot.sealed is not None:
+            self._sealed = snapshot.iteration, snapshot.sealed
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
+
+    def _check_sealed(self) -> None:
+        """Report the first one that could not be sealed."""
+        sealed, self._sealed = self._sealed, None
+        if sealed is not None and sealed[1].done() and not sealed[1].result():
+            self.failed(sealed[0], SaveError("it could not be sealed; this rank's log has the reason"))
 
     def failed(self, iteration: int, error: Exception) -> None:
         """Report the first failure; checkpoints, which copy the same state, report theirs."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from cpsr.checkpoint.contents import WEIGHTS, Contents
-from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
@@ -16,6 +16,7 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.journal import Beginning
+from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.cadence import Cadence, Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
@@ -23,6 +24,7 @@ from cpsr.predictor.prior import MIN_CHECKPOINTS
 from cpsr.restart.restore import Restored
 from cpsr.saving.memory_snapshots import MemorySnapshots
 from cpsr.saving.report import Origin, report_save
+from cpsr.saving.turns import Turns
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
@@ -38,7 +40,7 @@ class Saver(Part):
     Args:
         job: this rank's.
         store: its attempt rises when an iteration is saved again.
-        pool: the host buffers.
+        memory: the host buffers, and their replicas.
         planner: gives the first plan of a life, and receives the result of every save.
         restored: the state that this life begins with.
         experts: chooses the experts that a checkpoint saves; None: all of them.
@@ -56,7 +58,7 @@ class Saver(Part):
         self,
         job: Job,
         store: CheckpointStore,
-        pool: SnapshotPool,
+        memory: HostMemory,
         planner: JobPlanner,
         restored: Restored,
         experts: ExpertSaving | None = None,
@@ -64,8 +66,8 @@ class Saver(Part):
     ) -> None:
         self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
         self.store = store
-        self.pool = pool
-        self._writer = CheckpointWriter(store, pool, job.config.checkpoint)
+        self.pool = memory.pool
+        self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
         self._planner = planner
         self._cadence = Cadence(job.group.rank, restored.restored_iteration)
         self._last_due = restored.restored_iteration
@@ -83,7 +85,8 @@ class Saver(Part):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
         iteration = restored.restored_iteration
-        self.memory = MemorySnapshots(job.adapter, pool, job.journal, planner, iteration)
+        turns = Turns(self.pool, lambda: memory.sending)
+        self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
         self.saved_iteration = None if weights_alone else restored.checkpoint_iteration
@@ -117,7 +120,14 @@ class Saver(Part):
             experts = {} if self._experts is None else self._experts.state_dict()
             return replace(scalars(), experts=experts).without_learned()
 
-        self.memory.begin(iteration, small)
+        self.memory.begin(iteration, small, self._contents_in_memory())
+
+    def _contents_in_memory(self) -> Contents:
+        """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
+        if self._experts is None or self._config.memory.interval_iterations is None:
+            return WHOLE
+        left_out = self._experts.in_memory.left_out()
+        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
 
     def begin(
         self, iteration: int, savers: Savers, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
@@ -202,14 +212,14 @@ class Saver(Part):
     ) -> None:
         started = time.perf_counter()
         self._last_due = iteration
+        replicate = contents.moments and self.memory.turns.may_send(iteration)
         if contents.moments:
-            self.memory.restart(iteration)
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
             captured = scalars()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
-            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents)
+            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
             self._all_experts = True  # now: the outcome may be queued behind a slow save
             self._writer.skip(iteration, str(error))
@@ -218,6 +228,8 @@ class Saver(Part):
             self._all_experts = True
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
+        if contents.moments:
+            self.memory.restart(iteration)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:
@@ -239,12 +251,16 @@ class Saver(Part):
             self._all_experts = True
             self._writer.skip(self._last_due, str(error))
             return None
-        if snapshot is not None and not snapshot.disk:
-            self.memory.complete(snapshot)
+        if snapshot is None:
             return None
-        if snapshot is not None:
+        if self._experts is not None and snapshot.contents.moments:
+            copied = snapshot.contents.copied(snapshot.shard).state_bytes
+            self._experts.in_memory.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
+        if snapshot.disk:
             self._writer.submit(snapshot)
-        return snapshot
+            return snapshot
+        self.memory.complete(snapshot)
+        return None
 
     def settle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is being copied or written; False after the timeout."""
@@ -308,6 +324,7 @@ class Saver(Part):
         self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
         self._cadence.restart(to.iteration)
         self.memory.restart(to.iteration)
+        self.memory.turns.restart()
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
         self._partial_iteration = None

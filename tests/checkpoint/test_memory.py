@@ -344,7 +344,7 @@ def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
     kept = pool.acquire(1)
     assert kept is not None
     pool.keep(kept)
-    pool.pin()
+    pool.occupancy.pin()
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     with pytest.raises(SaveError, match="in use"):
@@ -457,3 +457,10 @@ def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_fi
             assert owned_word(source) != word
             values.view(torch.uint8)[-1] ^= 1
     assert owned_word(source) == word
+
+
+def test_a_short_write_of_the_scalars_is_continued(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:100], offset))
+    state = hold(run_id)
+    assert verify_memory_state(state) is None

@@ -118,21 +118,21 @@ def test_keep_moves_the_recovery_state_and_pin_holds_it() -> None:
     assert pool.recovery is second
     assert pool.begin(shard, 4, None) is not None  # the first one's buffer is free again
     fourth = pool.finish()
-    pool.pin()
+    pool.occupancy.pin()
     pool.keep(third)
     assert pool.recovery is second
     with pytest.raises(ValueError, match="pinned"):
         pool.release(second)
     with pytest.raises(ValueError, match="holds no buffer"):
         pool.release(third)  # keep() freed it
-    pool.unpin()
+    pool.occupancy.unpin()
     assert fourth is not None
     pool.keep(fourth)
     assert pool.recovery is fourth
     pool.release(fourth)
     assert pool.recovery is None
     with pytest.raises(ValueError, match=r"without pin\(\)"):
-        pool.unpin()
+        pool.occupancy.unpin()
 
 
 def test_misuse_is_reported() -> None:

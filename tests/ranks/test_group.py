@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.ranks.group import Group
+from cpsr.ranks.group import Ballot, Group
 from tests.two_ranks import run
 
 # As DeepSpeed leaves a job on GPUs: the default group is bound to a device, and the user's default device is another
@@ -27,8 +27,9 @@ BOUND = """
 SCRIPT = textwrap.dedent(
     """
     import json, os, sys, types
+    from dataclasses import astuple
     import torch, torch.distributed as dist
-    from cpsr.ranks.group import Group
+    from cpsr.ranks.group import Ballot, Group
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     found = {}
@@ -42,8 +43,8 @@ SCRIPT = textwrap.dedent(
         "max": group.reduce(torch.tensor([rank, -rank], device="cpu"), "max").tolist(),
     }
     votes = group.votes()
-    ballots = {(0, 1): (False, 7, 0, 3), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40)}
-    found["votes"] = [votes.exchange(*ballots.get((rank, at), (False, 0))) for at in range(5)]
+    ballots = {(0, 1): (False, 7, 0, 3), (1, 2): (True, 0, 0), (0, 3): (False, 0, 40, 0, True)}
+    found["votes"] = [astuple(votes.exchange(Ballot(*ballots.get((rank, at), ())))) for at in range(5)]
     votes.finish()
     late = Group()  # of its own: a group in which a rank did not come cannot be used any more
     if rank == 0:
@@ -76,11 +77,11 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
     assert first["alone"] == "did not come"
     # What is sent in one call is agreed in the next, on both ranks.
     assert first["votes"] == [
-        [False, 0, 0, 0],
-        [False, 0, 0, 0],
-        [False, 7, 0, 3],
-        [True, 0, 0, 0],
-        [False, 0, 40, 0],
+        [False, 0, 0, 0, False, False],
+        [False, 0, 0, 0, False, False],
+        [False, 7, 0, 3, False, False],
+        [True, 0, 0, 0, False, False],
+        [False, 0, 40, 0, True, False],
     ]
 
 
@@ -91,4 +92,5 @@ def test_alone() -> None:
     assert group.broadcast("x") == "x"
     assert group.mean(2.5) == 2.5
     assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    assert group.votes().exchange(True, 5, memory_interval_iterations=2) == (True, 5, 0, 2)
+    ballot = Ballot(True, 5, memory_interval_iterations=2, busy=True)
+    assert group.votes().exchange(ballot) == ballot

@@ -45,7 +45,9 @@ def killed_when_written(run_dir: Path, at: int, workers: Path) -> None:
             end = time.monotonic() + WAIT_SECONDS
             while at not in [state.iteration for state in memory_states(run_id(run_dir))] and time.monotonic() < end:
                 time.sleep(0.005)
-            pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+            pids: list[int] = []
+            while not pids and time.monotonic() < end:  # between two passes there are none
+                pids = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
             workers.write_text(json.dumps(pids))
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)

@@ -557,9 +557,9 @@ def test_a_skipped_last_checkpoint_is_taken_again_at_the_end(tmp_path: Path, mon
     begin = SnapshotPool.begin
     calls: list[int] = []
 
-    def busy_once(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, *part: Any) -> Any:
+    def busy_once(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, *part: Any, **how: Any) -> Any:
         calls.append(iteration)
-        return None if calls == [3, 6, 9, 12] else begin(pool, shard, iteration, scalars, *part)
+        return None if calls == [3, 6, 9, 12] else begin(pool, shard, iteration, scalars, *part, **how)
 
     monkeypatch.setattr(SnapshotPool, "begin", busy_once)
     life(tmp_path, 12)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ def assert_taken_over(records: list[dict[str, Any]]) -> None:
     assert [life["orphans"] for life in records] == [0] + [2] * (len(records) - 1)
     assert [life["messages"] for life in records] == [[]] * len(records)
     assert [life["sources"] for life in records] == [[]] + [["memory"]] * (len(records) - 1)
-    assert [life["started"] for life in records] == [2 * INTERVAL * life for life in range(len(records))]
+    started = [life["started"] for life in records]
+    assert started[0] == 0
+    # Training goes on while the disk takes the checkpoint that the life is killed at.
+    assert all(later >= earlier + 2 * INTERVAL for earlier, later in pairwise(started))
 
 
 def test_every_restart_takes_the_memory_over(tmp_path: Path) -> None:

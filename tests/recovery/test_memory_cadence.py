@@ -31,15 +31,23 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize(
-    ("interval_iterations", "fault"),
-    [(1, "step:all:27"), (3, "step:all:28"), (1, "snapshot:all:27"), (3, "snapshot:all:26")],
+    ("mode", "interval_iterations", "fault"),
+    [
+        ("exact", 1, "step:all:27"),
+        ("exact", 3, "step:all:28"),
+        ("exact", 1, "snapshot:all:27"),
+        ("exact", 3, "snapshot:all:26"),
+        ("auto", 3, "snapshot:all:26"),
+        ("auto", 3, "snapshot:1:26"),  # the other rank has sealed it, and dumps its state
+    ],
 )
 def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
-    job: Job, uninterrupted: Uninterrupted, interval_iterations: int, fault: str
+    job: Job, uninterrupted: Uninterrupted, mode: str, interval_iterations: int, fault: str
 ) -> None:
-    killed = job.launch(fault=fault, committed=20, settings=settings(interval_iterations))
-    assert set(killed.statuses) == {-signal.SIGKILL}
-    back = job.launch(settings=settings(interval_iterations))
+    killed = job.launch(mode, fault=fault, committed=20, settings=settings(interval_iterations))
+    assert killed.statuses[1] == -signal.SIGKILL
+    assert (killed.statuses[0] == -signal.SIGKILL) == (":all:" in fault)
+    back = job.launch(mode, settings=settings(interval_iterations))
     assert back.statuses == [0, 0], back.output[0][-3000:]
     found = sources(job)
     assert {tier for tier, _ in found} == {"memory"}

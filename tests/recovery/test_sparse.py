@@ -1,5 +1,7 @@
 """Sparse checkpoints of DeepSpeed MoE models in a job that is killed: what comes back of experts left out."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ from safetensors.torch import load_file
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.engines.moe.torch import MixtureOfExperts
 from cpsr.engines.torch import TorchAdapter
+from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.journal import JournalReader
 from cpsr.restart.restore import Restored
 from tests.recovery.engines import EXPERTS
@@ -280,3 +285,59 @@ def test_the_last_checkpoint_holds_all_experts_where_one_is_due_there_too(tmp_pa
     history.close()
     restored, _ = plain_life(config, 20)
     assert (restored.method, restored.restored_iteration) == ("exact", 20)
+
+
+def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
+    """A life in a process of its own that copies one of three experts in each snapshot, and is killed."""
+    pid = os.fork()
+    if pid == 0:
+        setattr(MemoryTurns, "wanted_rounds", lambda turns: 3)  # noqa: B010 - mypy refuses to assign to a method
+        torch.manual_seed(0)
+        model = PlainMixture()
+        experts = MixtureOfExperts(lambda layer: layer.counts)  # type: ignore[arg-type, return-value] # PlainMixture's
+        adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters(), lr=1e-2), experts=experts)
+        trained = {}
+        with CPSRRecovery(adapter, config) as recovery:
+            for batch in recovery.resume(torch.randn(100, 8, 4)):
+                trained[recovery.iteration] = {
+                    name: values.detach().clone() for name, values in model.named_parameters()
+                }
+                if recovery.iteration == kill_at:
+                    recovery.life.saver.finish()
+                    recovery.life.saver.pool.settle()
+                    torch.save(trained, weights)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = model(batch)
+                adapter.optimizer.zero_grad()
+                loss.backward()
+                adapter.optimizer.step()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == SIGKILLED
+
+
+@pytest.mark.parametrize("stale", ["stale", "catch_up"])
+def test_a_snapshot_that_copies_some_experts_comes_back_with_the_age_of_each(tmp_path: Path, stale: str) -> None:
+    kept = {"interval_iterations": 20, "fsync": False, "shared_memory": True}
+    config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
+    config |= {"experts": {"policy": "sequential", "stale": stale}, "memory": {"interval_iterations": 1}}
+    killed_life(config, 48, tmp_path / "weights")
+    restored, start = plain_life(config, 48)
+    remove_memory_states(run_id(tmp_path / "run"))
+    assert (restored.method, restored.restored_iteration) == ("stale", 48)
+    assert sorted(set(restored.taken_at.values())) == [46, 47]
+    assert all(name.startswith("experts.") for name in restored.taken_at)
+    trained = torch.load(tmp_path / "weights")
+    for name, values in start.items():
+        assert torch.equal(values, trained[restored.taken_at.get(name, 48)][name]), name
+    assert "parameters of experts are up to 2 iterations older" in restored.reason
+    assert restored.guard["lost_tokens"]["layers"][0]["stale_experts"] == 2
+
+
+def test_mode_exact_takes_no_snapshot_with_older_experts(tmp_path: Path) -> None:
+    kept = {"interval_iterations": 20, "fsync": False, "shared_memory": True}
+    config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
+    config |= {"experts": {"policy": "sequential"}, "memory": {"interval_iterations": 1}}
+    killed_life(config, 48, tmp_path / "weights")
+    restored, _ = plain_life({**config, "mode": "exact"}, 20)
+    remove_memory_states(run_id(tmp_path / "run"))
+    assert (restored.method, restored.restored_iteration) == ("exact", 20), "at 40 the disk has older experts, too"

@@ -58,6 +58,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
         failures=draw(st.integers(0, 3)),
         last_failure="ValueError",
         dumps=draw(st.integers(0, 3)),
+        memory_interval_iterations=draw(st.none() | st.integers(1, 9)),
     )
     return candidates(Decision(exact, left), c, known, older_experts=older), known
 
@@ -101,6 +102,19 @@ def test_a_state_near_the_failure_is_taken_only_where_iterations_would_be_lost(
         assert f is not None
         assert one.cost_iterations(f) == 0
         assert all(whole.iteration < f for whole in order[1:])
+
+
+@given(situations())
+@settings(max_examples=600)
+def test_in_mode_auto_an_exact_snapshot_that_loses_few_iterations_goes_before_what_is_not_exact(
+    situation: tuple[list[Candidate], Circumstances],
+) -> None:
+    there, known = situation
+    f, every = known.failure_iteration, known.memory_interval_iterations
+    found = [one for one in there if one.in_memory and one.beginning is Beginning.EXACT and one.iteration > C]
+    if known.mode != "auto" or f is None or every is None or not found or f - found[0].iteration > every:
+        return
+    assert choose(there, known).order[0] == found[0]
 
 
 @given(situations())

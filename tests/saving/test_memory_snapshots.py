@@ -20,6 +20,7 @@ from cpsr.journal.reader import JournalReader
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.group import Group
 from cpsr.saving.memory_snapshots import MemorySnapshots
+from cpsr.saving.turns import Turns
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 
@@ -51,7 +52,8 @@ class Rank:
         self.journal: RankJournal = open_journal(run_dir, Group(), "exact")
         config = CPSRConfig.load({"run_dir": str(run_dir)})
         planner = JobPlanner(config, 0, 20, 0.999, list, lambda: None)
-        self.snapshots = MemorySnapshots(self.adapter, self.pool, self.journal, planner, 0)
+        self.turns = Turns(self.pool, lambda: False)
+        self.snapshots = MemorySnapshots(self.adapter, self.pool, self.journal, planner, self.turns, 0)
 
     def take(self, iteration: int, scalars: Any = None) -> None:
         self.snapshots.begin(iteration, lambda: scalars or {"iteration": iteration})
@@ -139,3 +141,33 @@ def test_a_state_that_cannot_be_saved_is_reported_once_and_training_goes_on(tmp_
     rank.take(3)
     assert rank.snapshots.taken == 1
     assert rank.events() == ["memory snapshot failed"]
+
+
+def test_where_any_rank_has_no_buffer_free_all_wait_and_the_snapshot_stays_due(tmp_path: Path, run_id: str) -> None:
+    rank = Rank(tmp_path, run_id)
+    rank.take(2)
+    rank.turns.read(3, blocked=True, busy=False)
+    for iteration in (4, 5):
+        rank.take(iteration)
+        assert rank.snapshots.is_due(iteration, 2)
+    assert (rank.snapshots.taken, rank.snapshots.skipped) == (1, 1)
+    rank.turns.read(5, blocked=False, busy=False)
+    rank.take(6)
+    assert (rank.snapshots.taken, rank.snapshots.skipped) == (2, 1)
+    assert rank.events() == ["memory snapshot skipped"]
+
+
+def test_a_snapshot_that_is_not_sealed_is_reported_once_in_the_journal(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(tmp_path, run_id)
+    with monkeypatch.context() as patch:
+        patch.setattr("cpsr.checkpoint.memory.MemoryFile.seal", lambda *_, **__: 1 / 0)
+        for iteration in (1, 2):
+            rank.take(iteration)
+            rank.pool.settle()
+    rank.take(3)
+    rank.pool.settle()
+    rank.snapshots.close()
+    assert rank.events() == ["memory snapshot failed"]
+    assert rank.pool.occupancy.sealed_iterations == [3]
