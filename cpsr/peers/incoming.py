@@ -53,9 +53,9 @@ class Incoming:
             while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
                 if message.kind is Kind.FORGET:
                     self._forget_after(message.iteration)
-                elif message.kind is Kind.PIECE:
+                elif message.kind in (Kind.PIECE, Kind.OFFER):
                     self._take(message)
-        except (RuntimeError, OSError, CheckpointError) as error:
+        except (RuntimeError, OSError, ValueError, CheckpointError) as error:
             self._report(
                 "replication ended",
                 f"this rank takes no more replicas of rank {self.peer}'s state in this life ({brief(error)}); "
@@ -66,7 +66,7 @@ class Incoming:
 
     def _take(self, first: Message) -> None:
         path, newest = self._paths
-        if not receive_state(self._channel, first, path):
+        if not receive_state(self._channel, first, path, newest):
             return
         problem = problem_of(path, self.peer, first.iteration)
         if problem is None:

@@ -105,7 +105,7 @@ class Outgoing:
         offered_at, name = self._offered_at, state.path.name
         reserved = self._occupancy.begin_sending(name)
         try:
-            sent = send_state(self._channel, state, self._stop, self._bytes_per_second)
+            sent = send_state(self._channel, state, self._stop, self._bytes_per_second, offers=True)
         finally:
             if reserved:
                 self._occupancy.end_sending(name)

@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
+from cpsr.peers.unchanged import decoded, encoded, parts_of, take_over
 from cpsr.ranks.side_group import SideGroup
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _WORDS = 5
+_ANSWERS = 1  # tag: the other direction of the same pair is another state's
 # How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
 # at most, and next to nothing of a core.
 IDLE_SECONDS = 0.05
@@ -44,6 +47,7 @@ class Kind(enum.IntEnum):
     COMPLETE = 3  # the last bytes: its first page, without which it counts for nothing
     FORGET = 4  # states of later iterations count no more
     END = 5  # nothing comes after this
+    OFFER = 6  # the parts of a state, which begins with it; what is needed of them is the answer
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Message:
         iteration: of the state; of `FORGET`, the last that counts.
         total_bytes: of the state's file.
         offset: of the bytes that follow, in the file.
-        length: of the bytes that follow; 0 where none do.
+        length: of the bytes that follow; 0 where none do. After `OFFER` they describe the parts.
     """
 
     kind: Kind
@@ -126,9 +130,29 @@ class Channel:
         self._asked[1].wait(self._timeout)
         return self._message(words)
 
+    def answer(self, wanted: Sequence[bool]) -> None:
+        """Say which parts of an offered state must be sent.
+
+        Raises:
+            RuntimeError: as `send`.
+        """
+        words = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
+        self._group.send(words, self.peer, _ANSWERS).wait(self._timeout)
+
+    def asked_for(self, parts: int) -> list[bool]:
+        """The answer to an offer of so many parts.
+
+        Raises:
+            RuntimeError: as `receive`.
+        """
+        words = torch.zeros(parts, dtype=torch.uint8, device="cpu")
+        self._group.receive(words, self.peer, _ANSWERS).wait(self._timeout)
+        return [bool(word) for word in words.tolist()]
+
     def _message(self, words: torch.Tensor) -> Message:
         kind, iteration, total_bytes, offset, length = words.tolist()
-        if kind not in list(Kind) or not (0 <= length <= len(self._view) and 0 <= offset <= total_bytes - length):
+        fits = offset <= total_bytes - length or kind == Kind.OFFER
+        if kind not in list(Kind) or not (0 <= length <= len(self._view) and offset >= 0 and fits):
             raise CheckpointError(f"rank {self.peer} sent no message of this version: {words.tolist()}")
         if length:
             self._ask(self.buffer[:length]).wait(self._timeout)
@@ -167,7 +191,14 @@ def sealed(path: Path, iteration: int, *, small: bool = False) -> Sealed:
         os.close(descriptor)
 
 
-def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per_second: float | None = None) -> bool:
+def send_state(
+    channel: Channel,
+    state: Sealed,
+    stop: threading.Event,
+    bytes_per_second: float | None = None,
+    *,
+    offers: bool = False,
+) -> bool:
     """Send a state's file; False where it was overwritten before or meanwhile, or this rank was asked to stop.
 
     Args:
@@ -175,6 +206,7 @@ def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per
         state: in shared memory of this machine.
         stop: asks to break off.
         bytes_per_second: the rate not to be exceeded.
+        offers: whether a state of several parts is offered first, and only what the other rank lacks is sent.
 
     Raises:
         RuntimeError: the other rank is gone, or took nothing in time.
@@ -182,17 +214,19 @@ def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per
     """
     descriptor = os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        total, offset, whole = os.fstat(descriptor).st_size, PAGE_BYTES, True
+        total, sent, whole = os.fstat(descriptor).st_size, 0, True
         started = time.monotonic()
-        while whole and offset < total:
-            length = os.preadv(descriptor, [channel.view(min(len(channel.buffer), total - offset))], offset)
-            # Looked at after the bytes, so that they are of this state.
-            whole = length > 0 and os.pread(descriptor, PAGE_BYTES, 0) == state.page and not stop.is_set()
-            if whole:
-                channel.send(Message(Kind.PIECE, state.iteration, total, offset, length))
-                offset += length
-                if bytes_per_second is not None:
-                    stop.wait(max(0.0, started + offset / bytes_per_second - time.monotonic()))
+        for begin, end in _ranges(channel, descriptor, state, total) if offers else [(PAGE_BYTES, total)]:
+            offset = begin
+            while whole and offset < end:
+                length = os.preadv(descriptor, [channel.view(min(len(channel.buffer), end - offset))], offset)
+                # Looked at after the bytes, so that they are of this state.
+                whole = length > 0 and _holds(descriptor, state) and not stop.is_set()
+                if whole:
+                    channel.send(Message(Kind.PIECE, state.iteration, total, offset, length))
+                    offset, sent = offset + length, sent + length
+                    if bytes_per_second is not None:
+                        stop.wait(max(0.0, started + sent / bytes_per_second - time.monotonic()))
         if not whole:
             channel.send(Message(Kind.DROPPED, state.iteration))
             return False
@@ -203,7 +237,24 @@ def send_state(channel: Channel, state: Sealed, stop: threading.Event, bytes_per
         os.close(descriptor)
 
 
-def receive_state(channel: Channel, first: Message, path: Path) -> bool:
+def _ranges(channel: Channel, descriptor: int, state: Sealed, total: int) -> list[tuple[int, int]]:
+    """What must be sent of the file, after its first page."""
+    parts = parts_of(state.path)
+    data = encoded(parts)
+    if len(parts) < 2 or len(data) > len(channel.buffer) or not _holds(descriptor, state):
+        return [(PAGE_BYTES, total)]
+    channel.view(len(data))[:] = data
+    channel.send(Message(Kind.OFFER, state.iteration, total, 0, len(data)))
+    wanted = channel.asked_for(len(parts))
+    ranges = [(part.begin, part.end) for part, asked in zip(parts, wanted, strict=True) if asked]
+    return [*ranges, (parts[-1].end, total)]  # what follows the tensors is new in every state
+
+
+def _holds(descriptor: int, state: Sealed) -> bool:
+    return os.pread(descriptor, PAGE_BYTES, 0) == state.page
+
+
+def receive_state(channel: Channel, first: Message, path: Path, newest: Path | None = None) -> bool:
     """Write what `send_state` sends into a file of shared memory; False where its owner has dropped it.
 
     The file counts for nothing until all of it is there; what it held before counts no more.
@@ -212,6 +263,7 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
         channel: to the rank that sends.
         first: its message that began the state, just received.
         path: the file.
+        newest: the file of the newest state before, which parts may be taken from; None where nothing is offered.
 
     Raises:
         RuntimeError: the other rank is gone, or sent nothing in time.
@@ -221,11 +273,15 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)
+        held = parts_of(path) if first.kind is Kind.OFFER else []
         _erase(descriptor)
         os.ftruncate(descriptor, first.total_bytes)
         _require_memory(descriptor, first.total_bytes, path)
         os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
         message = first
+        if first.kind is Kind.OFFER and newest is not None:
+            channel.answer(take_over(decoded(bytes(channel.view(first.length))), descriptor, held, newest))
+            message = channel.receive()
         while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
             first.iteration,
             first.total_bytes,
