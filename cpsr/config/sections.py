@@ -109,7 +109,13 @@ class MemoryConfig(Section):
         default=None,
         ge=1,
         description="Iterations between snapshots to host memory; null: planned. A restart of the processes loses as "
-        "many at most.",
+        "many at most. With experts.policy, a set interval lets each copy as many experts as fit behind a step.",
+    )
+    buffers: int = Field(
+        default=3,
+        ge=3,
+        description="Host buffers of each rank, of the size of its state. With 4 an interval of 1 keeps its promise "
+        "also while the disk writes from one of them.",
     )
 
 

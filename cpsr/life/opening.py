@@ -143,7 +143,8 @@ def _open_directory(
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
     reusable_bytes = bytes_in_memory(run.run_id, run.local_ranks)
-    free_bytes = check_host_memory(SnapshotPool.required_bytes(shard), len(run.local_ranks), reusable_bytes)
+    required_bytes = SnapshotPool.required_bytes(shard, config.memory.buffers)
+    free_bytes = check_host_memory(required_bytes, len(run.local_ranks), reusable_bytes)
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
     check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config, share))) - run.checkpoint_bytes(), 0))
     return run, max(0, free_bytes - config.learning.memory_limit_bytes)

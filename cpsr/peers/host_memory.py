@@ -60,14 +60,16 @@ class HostMemory:
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
         self._memory = memory
-        self.pool = SnapshotPool(shard, memory=memory, units=units)
+        buffers = config.memory.buffers
+        self.pool = SnapshotPool(shard, buffers, memory, units)
         self._replicator: Replicator | None = None
         problem = self.pool.shared_memory_problem
         if problem is not None:
             report(
                 "no shared memory",
                 f"snapshots do not outlive the process, so that a restart begins from the disk: this rank's "
-                f"{self.pool.required_bytes(shard)} bytes of host buffers are not in {SHARED_MEMORY}, since {problem}",
+                f"{self.pool.required_bytes(shard, buffers)} bytes of host buffers are not in {SHARED_MEMORY}, since "
+                f"{problem}",
                 None,
                 logging.WARNING,
             )
