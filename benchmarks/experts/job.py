@@ -26,5 +26,5 @@ def main(run_dir: Path, task: dict[str, Any]) -> dict[str, Any] | None:
         found = measure_writes(training, described.rounds, described.experts_per_layer, run_dir / "writes")
     else:
         training = Training(described.mixture, seed=0)
-        found = measure_every_iteration(training, described.pairs, described.experts_per_layer)
+        found = measure_every_iteration(training, described.pairs, described.way, run_dir / "run")
     return found if torch.distributed.get_rank() == 0 else None

@@ -12,7 +12,7 @@ __all__ = [
     "MOETION",
     "STALE",
     "STALL_AIM",
-    "WINDOW",
+    "TURNS",
 ]
 
 # What becomes of experts that are older than the checkpoint: they stay so; with more capacity until what they lost is
@@ -27,9 +27,9 @@ MODES = {
     "catch_up": CATCH_UP,
     "catch_up_whole": CATCH_UP_NOTHING,
 }
-# Ways to choose operators for a snapshot after every iteration, beside the policies.
-EVERYTHING, WINDOW = "everything", "window"
+# What a snapshot after every iteration copies.
+EVERYTHING, TURNS = "all experts", "experts in turn"
 # Who writes what ranks hold alike: each of them; or one, always the same, or by the experts of a checkpoint.
 EACH, EQUAL, ADAPTIVE = "each rank", "equal shares", "shares by experts"
 MOETION = "MOETION"
-STALL_AIM = 0.03  # of a step, that these snapshots may add
+STALL_AIM = 0.02  # of a step, that these snapshots may add

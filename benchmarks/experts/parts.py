@@ -14,7 +14,7 @@ from cpsr.benchmarks.experts.scheduling import scheduling
 from cpsr.benchmarks.experts.size import Size
 from cpsr.benchmarks.experts.sizes import expert_sweep, rank_bytes, sizes
 from cpsr.benchmarks.experts.skew import skew
-from cpsr.benchmarks.experts.tasks import FailingTask, StallTask, Task, WritesTask
+from cpsr.benchmarks.experts.tasks import FailingTask, StallTask, Task, Way, WritesTask
 from cpsr.benchmarks.experts.written import written
 from cpsr.benchmarks.harness.kept import kept
 from cpsr.benchmarks.harness.measurement import Measurement
@@ -22,6 +22,7 @@ from cpsr.benchmarks.harness.ranks import run_ranks
 
 __all__ = ["Samples", "measure_failures", "measure_stalls", "measure_writes"]
 
+WAYS: tuple[Way, ...] = ("all experts", "experts in turn")
 TIMEOUT_SECONDS = 3600.0  # of a job that times stalls: minutes on a quiet machine
 RUN_TIMEOUT_SECONDS = 600.0  # of each run of the others: one or two minutes there
 
@@ -49,12 +50,13 @@ class Samples:
 
 def measure_stalls(samples: Samples, call: Measurement, size: Size) -> None:
     """Snapshots after every iteration."""
-    step = call.bar("snapshots after every iteration", len(size.stalling))
+    step = call.bar("snapshots after every iteration", len(size.stalling) * len(WAYS))
     for mixture in size.stalling:
-        task = StallTask(mixture=mixture, pairs=size.pairs, experts_per_layer=size.failures.experts_per_layer)
-        directory = call.directory / f"stall-{len(samples.stalls)}"
-        samples.stalls[mixture.label] = _launched(directory, task, TIMEOUT_SECONDS)
-        step()
+        for way in WAYS:
+            task = StallTask(mixture=mixture, pairs=size.pairs, way=way)
+            directory = call.directory / f"stall-{len(samples.stalls)}-{WAYS.index(way)}"
+            samples.stalls.setdefault(mixture.label, {})[way] = _launched(directory, task, TIMEOUT_SECONDS)
+            step()
 
 
 def measure_writes(samples: Samples, call: Measurement, size: Size) -> None:

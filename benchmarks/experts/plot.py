@@ -31,7 +31,7 @@ MODE_COLOURS = {
     CATCH_UP_NOTHING: "#c9b3d9",
 }
 MODE_SHIFT = 0.12  # of the markers of different modes
-PERCENT = 100.0
+PERCENT, MEGABYTE = 100.0, 1e6
 
 
 def draw(result: Result, costs: Sequence[Cost], machine: dict[str, Any]) -> dict[str, Figure]:
@@ -95,12 +95,12 @@ def _draw_stalls(stalls: Sequence[Stalled], machine: dict[str, Any]) -> Figure:
         values = [PERCENT * one.added.value for one in mine]
         below = [PERCENT * (one.added.value - one.added.low) for one in mine]
         above = [PERCENT * (one.added.high - one.added.value) for one in mine]
-        shares = [PERCENT * one.link_share for one in mine]
-        axes.errorbar(shares, values, yerr=[below, above], fmt="o", capsize=3, color=colour, label=way)
+        sizes = [one.snapshot_bytes / MEGABYTE for one in mine]
+        axes.errorbar(sizes, values, yerr=[below, above], fmt="o", capsize=3, color=colour, label=way)
     axes.axhline(PERCENT * STALL_AIM, color=AIM_COLOUR, ls="--", lw=1, label=f"aim: below {STALL_AIM:.0%}")
     axes.axhline(0, color="black", lw=0.6)
     axes.set_xlim(left=0)
-    axes.set_xlabel("bytes of a snapshot, % of what the link moves in a step")
+    axes.set_xlabel("copied by a snapshot of one rank, MB")
     axes.set_ylabel("added to a step, %")
     axes.legend(fontsize=8)
     _title(figure, "A snapshot after every iteration", machine)

@@ -110,16 +110,15 @@ def _sweep(points: Sequence[SweepPoint]) -> Table:
 
 
 def _stalls(stalls: Iterable[Stalled]) -> Table:
-    headings = ("model", "snapshot", "MB of a rank", "link used", "blocked, ms", "added to a step, %")
+    headings = ("model", "snapshot", "MB of a rank", "skipped", "blocked, ms", "added to a step, %")
     table = _columns("A snapshot after every iteration (median, 95%)", *headings)
     for one in stalls:
-        window = "" if one.window_iterations is None else f" of {one.window_iterations}"
+        rounds = "" if one.rounds == 1 else f", rounds of {one.rounds}"
         table.add_row(
-            f"{one.label}\n{MILLISECONDS * one.step_seconds:.0f} ms, "
-            f"{one.bandwidth_bytes_per_second / GIGABYTE:.1f} GB/s",
-            f"{one.way}{window}",
+            f"{one.label}\n{MILLISECONDS * one.step_seconds:.0f} ms",
+            f"{one.way}{rounds}",
             f"{one.snapshot_bytes / MEGABYTE:.1f} of {one.state_bytes / MEGABYTE:.1f}",
-            f"{PERCENT * one.link_share:.1f}%",
+            str(one.skipped),
             interval_text(one.stall_seconds, MILLISECONDS),
             interval_text(one.added, PERCENT, digits=1),
         )

@@ -8,7 +8,7 @@ from cpsr.benchmarks.experts.names import MODES, STALE
 from cpsr.benchmarks.experts.policies import CONFIGURED, IN_TURN
 from cpsr.demo.model import GPTConfig
 
-__all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask", "Task", "WritesTask"]
+__all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask", "Task", "Way", "WritesTask"]
 
 
 _SMALL = GPTConfig(layers=4, heads=4, width=64, context=64)
@@ -92,13 +92,16 @@ class FailingTask(_Plain):
     failures: Failures = Field(default_factory=Failures)
 
 
+Way = Literal["all experts", "experts in turn"]
+
+
 class StallTask(_Plain):
     """A snapshot after every iteration, in blocks with it and without."""
 
     kind: Literal["stall"] = "stall"
     mixture: Mixture = Field(default_factory=Mixture)
-    pairs: int = Field(default=10, ge=2, multiple_of=2, description="Of blocks, for each way to choose operators.")
-    experts_per_layer: int = Field(default=1, ge=1, description="K, over all ranks.")
+    pairs: int = Field(default=10, ge=2, multiple_of=2, description="Of blocks.")
+    way: Way = Field(default="all experts", description="What a snapshot copies.")
 
 
 class WritesTask(_Plain):

@@ -77,7 +77,6 @@ class _Writer:
         shard = self._training.adapter.shard()
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
         contents = Contents.sparse(frozenset(units), saved)
-        contents = replace(contents, uncopied=contents.carried)
         if self._writes is not None:
             # Where it is not adaptive, as if no rank had an expert to write.
             writers = self._writes.writers(chosen if self._adaptive else frozenset())
