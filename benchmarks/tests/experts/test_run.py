@@ -97,7 +97,8 @@ def test_ranks_that_share_write_less_each_and_the_same_together(tmp_path: Path) 
     assert set(sizes) == {EACH, EQUAL, ADAPTIVE}
     for each, equal, adaptive in zip(sizes[EACH], sizes[EQUAL], sizes[ADAPTIVE], strict=True):
         assert sum(equal) == pytest.approx(sum(adaptive), rel=0.02)  # headers
-        assert sum(each) - sum(equal) == pytest.approx(found["non_expert_bytes"], rel=0.1)
+        headers = 8 * 4096  # of files that are written once less, in whole blocks
+        assert sum(each) - sum(equal) == pytest.approx(found["non_expert_bytes"], abs=headers)
         assert max(adaptive) < max(equal) < max(each)
         assert max(adaptive) - min(adaptive) < max(equal) - min(equal)
     assert all(seconds > 0 for rounds in found["rounds"].values() for one in rounds for seconds in one["write_seconds"])
