@@ -81,7 +81,7 @@ def test_reads_yaml_json_and_the_block_of_a_deepspeed_file(tmp_path: Path) -> No
             "'guard.watch_iterations' is the old name of 'life.watch_iterations', and both are given",
         ),
         ({"run_dir": "x", "guard": {"watch_iterations": 5}, "life": 3}, "'life' = 3"),
-        ({"run_dir": "x", "experts": {"memory": "saved"}}, "experts.memory 'saved' was removed: snapshots in host"),
+        ({"run_dir": "x", "experts": {"memory": "saved"}}, "experts.memory 'saved' was removed: memory.inter"),
         ({"run_dir": "x", "experts": {"memory": "overlapped"}}, "experts.memory 'overlapped' was removed"),
         ({"run_dir": "x", "experts": {"stale": "predict"}}, "experts.stale 'predict' was removed: predicted experts"),
     ],

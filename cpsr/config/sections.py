@@ -284,7 +284,7 @@ _STALE_PREDICT = (
     "predicted experts were no better than stale ones in any of 14 measured cells; use 'stale' or 'catch_up' "
     "(docs/experts.md)"
 )
-_EXPERTS_MEMORY = "snapshots in host memory always hold every expert of their own iteration (docs/experts.md)"
+_EXPERTS_MEMORY = "memory.interval_iterations decides which experts snapshots in host memory copy (docs/experts.md)"
 
 
 class ExpertsConfig(Section):
@@ -356,7 +356,7 @@ class RanksConfig(Section):
     stop_check_iterations: int = Field(
         default=1,
         ge=1,
-        description="Iterations between votes of the ranks, for example to leave after SIGTERM (32 bytes).",
+        description="Iterations between votes of the ranks, for example to leave after SIGTERM (48 bytes).",
     )
 
     heartbeat_timeout_seconds: float | None = Field(
