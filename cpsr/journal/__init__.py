@@ -22,6 +22,7 @@ from cpsr.journal.rows import (
     RecoverySource,
     RehearsalRow,
     StepRow,
+    TotalsRow,
     json_ready,
 )
 from cpsr.journal.schema import SCHEMA_VERSION
@@ -51,6 +52,7 @@ __all__ = [
     "RehearsalRow",
     "ReportedFailure",
     "StepRow",
+    "TotalsRow",
     "json_ready",
     "latest_override",
     "open_journal",

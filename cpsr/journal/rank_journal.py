@@ -55,6 +55,9 @@ class RankJournal:
     ) -> None:
         """Replace the outcome and the guard's measurements of a recorded recovery (rank 0)."""
 
+    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
+        """Add the stalls of so many snapshots to host memory to the run's totals (rank 0)."""
+
     def read(self, question: Callable[[JournalReader], Answer], default: Answer, consequence: str) -> Answer:
         """Query the journal for records of earlier lives (rank 0).
 
@@ -94,6 +97,10 @@ class RunJournal(RankJournal):
     ) -> None:
         """Replace the outcome and the guard's measurements of a recorded recovery."""
         self._journal.update_recovery(recovery_id, outcome, guard)
+
+    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
+        """Add the stalls of so many snapshots to host memory to the run's totals."""
+        self._journal.add_memory_stalls(snapshots, seconds)
 
     def read(self, question: Callable[[JournalReader], Answer], default: Answer, consequence: str) -> Answer:
         """Query the journal for records of earlier lives."""

@@ -24,6 +24,7 @@ from cpsr.journal.rows import (
     RecoverySource,
     RehearsalRow,
     StepRow,
+    TotalsRow,
     columns,
     from_sql,
 )
@@ -45,6 +46,7 @@ SINCE_VERSION: dict[type[Any], int] = {
     BacktestRow: 4,
     BubbleRow: 5,
     LearningRow: 7,
+    TotalsRow: 9,
 }
 PLAN_MODES_SINCE_VERSION = 3
 PLANS_OF_VERSION_2 = (
@@ -276,6 +278,20 @@ class JournalReader:
         """The steps that were recorded last, newest first."""
         return self._rows(StepRow, "ORDER BY row DESC LIMIT ?", (count,))
 
+    def totals(self) -> tuple[TotalsRow, TotalsRow] | None:
+        """The first and the newest totals of the run's time; None in a file of an older version."""
+        # In one query: a row of steps is written again until a minute has passed.
+        rows = self._rows(
+            TotalsRow, "WHERE row IN ((SELECT MIN(row) FROM totals), (SELECT MAX(row) FROM totals)) ORDER BY row"
+        )
+        return (rows[0], rows[-1]) if rows else None
+
+    def totals_around(self, at_unix_seconds: float) -> list[TotalsRow]:
+        """The last totals up to a time, and the first after it; what there is of them."""
+        before = self._rows(TotalsRow, "WHERE created_unix_seconds <= ? ORDER BY row DESC LIMIT 1", (at_unix_seconds,))
+        after = self._rows(TotalsRow, "WHERE created_unix_seconds > ? ORDER BY row LIMIT 1", (at_unix_seconds,))
+        return before + after
+
     def newest(
         self,
         row_type: type[Row],
@@ -327,13 +343,20 @@ class JournalReader:
         ((last,),) = self._query(f"SELECT COALESCE(MAX(row), 0) FROM {TABLES[row_type]}")  # noqa: S608 - no input in it
         return int(last)
 
-    def tally(self, row_type: type[Any], keys: Sequence[str], sums: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    def tally(
+        self,
+        row_type: type[Any],
+        keys: Sequence[str],
+        sums: Sequence[str] = (),
+        since_unix_seconds: float | None = None,
+    ) -> list[tuple[Any, ...]]:
         """For each combination of values of `keys`: the values, the number of rows, and the sums of other columns.
 
         Args:
             row_type: of the table.
             keys: columns.
             sums: columns, in which NULL counts as 0.
+            since_unix_seconds: only the rows of then and later.
         """
         unknown = {*keys, *sums} - set(columns(row_type))
         if unknown:
@@ -342,7 +365,8 @@ class JournalReader:
             return []
         chosen = ", ".join([*keys, "COUNT(*)", *(f"TOTAL({name})" for name in sums)])
         # The names were checked above: they are this package's own.
-        return self._query(f"SELECT {chosen} FROM {TABLES[row_type]} GROUP BY {', '.join(keys)}")  # noqa: S608
+        statement = f"SELECT {chosen} FROM {TABLES[row_type]} WHERE {_chosen(row_type)} GROUP BY {', '.join(keys)}"  # noqa: S608
+        return self._query(statement, {"since": since_unix_seconds, "until": None, "kind": None})
 
     def _has(self, row_type: type[Any]) -> bool:
         return self._version() >= SINCE_VERSION.get(row_type, 1)

@@ -32,6 +32,7 @@ __all__ = [
     "RehearsalRow",
     "SQLValue",
     "StepRow",
+    "TotalsRow",
     "columns",
     "encode_json",
     "from_sql",
@@ -311,6 +312,32 @@ class EventRow:
     kind: str
     message: str
     iteration: int | None = None
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TotalsRow:
+    """How the run's time had been spent up to `created_unix_seconds`: sums over all lives, kept by the writer.
+
+    `moment` is what the row is recorded for: the `start` or the `end` of a life that follows one in good order, the
+    last step before a `failure`, the begin of the `first` step of a life, or steps that a life has reported (`step`).
+    Steps up to `repeated_until_iteration` were trained before. Stalls lie within steps; `repeated_stall_seconds` is the
+    part of both kinds in repeated ones. `paused_seconds` lie between a life that ended in good order and the next.
+    """
+
+    life: int
+    moment: Literal["start", "end", "failure", "first", "step"]
+    iteration: int = 0
+    reached_iteration: int = 0
+    repeated_until_iteration: int = 0
+    step_seconds: float = 0.0
+    repeated_seconds: float = 0.0
+    checkpoint_stall_seconds: float = 0.0
+    memory_stall_seconds: float = 0.0
+    repeated_stall_seconds: float = 0.0
+    memory_snapshots: int = 0
+    restart_seconds: float = 0.0
+    paused_seconds: float = 0.0
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 

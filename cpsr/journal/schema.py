@@ -27,6 +27,7 @@ from cpsr.journal.rows import (
     RecoverySource,
     RehearsalRow,
     StepRow,
+    TotalsRow,
     columns,
 )
 
@@ -45,7 +46,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
@@ -64,6 +65,7 @@ TABLES: dict[type[Any], str] = {
     BubbleRow: "bubbles",
     PlanRow: "plans",
     EventRow: "events",
+    TotalsRow: "totals",
 }
 
 _WITHOUT_ROWS = (LifeRow, RecoverySource)  # tables whose rows are not numbered in the order of their recording
@@ -167,6 +169,15 @@ CREATE TABLE learning (
     8: """
 ALTER TABLE failures ADD COLUMN scope TEXT CHECK (scope IN ('process', 'machine', 'everything'));
 ALTER TABLE plans ADD COLUMN memory_interval_iterations INTEGER CHECK (memory_interval_iterations >= 1);
+""",
+    9: """
+CREATE TABLE totals (
+    row INTEGER PRIMARY KEY, life INTEGER NOT NULL,
+    moment TEXT NOT NULL CHECK (moment IN ('start', 'end', 'failure', 'first', 'step')), iteration INTEGER NOT NULL,
+    reached_iteration INTEGER NOT NULL, repeated_until_iteration INTEGER NOT NULL, step_seconds REAL NOT NULL,
+    repeated_seconds REAL NOT NULL, checkpoint_stall_seconds REAL NOT NULL, memory_stall_seconds REAL NOT NULL,
+    repeated_stall_seconds REAL NOT NULL, memory_snapshots INTEGER NOT NULL, restart_seconds REAL NOT NULL,
+    paused_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL);
 """,
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows

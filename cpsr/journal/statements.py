@@ -1,6 +1,8 @@
 """The SQL that records a row: an INSERT, and for some tables further changes."""
 
+import itertools
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from cpsr.journal.rows import (
     to_sql,
 )
 from cpsr.journal.schema import insert_sql
+from cpsr.journal.totals import add_checkpoint_stall, add_steps, begin_life, end_failed
 
 __all__ = ["LASTING", "Apply", "Frozen", "Row", "freeze", "statement"]
 
@@ -43,6 +46,7 @@ Row = (
     | EventRow
 )
 Apply = Callable[[sqlite3.Connection], object]
+Count = Callable[[sqlite3.Connection, Sequence[Any], float], None]  # rows, and when they were reported
 
 # Never dropped from the queue: a life has few of these, and the other rows depend on them.
 LASTING = frozenset([LifeRow, RecoveryRow])
@@ -82,7 +86,36 @@ def statement(kind: type[Row], rows: Sequence[Frozen]) -> Apply:
     if kind is BacktestRow:
         sql += " ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
     values = [row.values for row in rows]
-    return lambda connection: connection.executemany(sql, values)
+    count, at = _COUNTED.get(kind), time.time()
+
+    def insert(connection: sqlite3.Connection) -> None:
+        if count is not None:
+            count(connection, [row.row for row in rows], at)
+        connection.executemany(sql, values)
+
+    return insert
+
+
+def _count_steps(connection: sqlite3.Connection, rows: Sequence[StepRow], at: float) -> None:
+    for _, steps in itertools.groupby(rows, key=lambda step: step.life):
+        add_steps(connection, list(steps), at)
+
+
+def _each(count: Callable[[sqlite3.Connection, Any], None]) -> Count:
+    def count_all(connection: sqlite3.Connection, rows: Sequence[Any], _: float) -> None:
+        for row in rows:
+            count(connection, row)
+
+    return count_all
+
+
+# What these rows add to the run's totals, before they are recorded.
+_COUNTED: dict[type[Any], Count] = {
+    LifeRow: _each(begin_life),
+    StepRow: _count_steps,
+    CheckpointRow: _each(add_checkpoint_stall),
+    FailureRow: _each(end_failed),
+}
 
 
 def _recoveries(connection: sqlite3.Connection, rows: Sequence[Frozen]) -> None:

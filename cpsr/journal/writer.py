@@ -19,6 +19,7 @@ from cpsr.journal.rows import EventRow, LifeRow, encode_json, to_sql
 from cpsr.journal.schema import insert_sql, lacks_room, prepare, unreadable
 from cpsr.journal.statements import LASTING, Apply, Row, freeze, statement
 from cpsr.journal.thinning import thin
+from cpsr.journal.totals import add_memory_stalls
 
 __all__ = ["Journal"]
 
@@ -169,6 +170,11 @@ class Journal:
                 raise JournalError(f"there is no recovery {recovery_id!r} to update")
 
         self._enqueue(_Write("update_recovery", 1, apply, lasting=True))
+
+    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
+        """Add the stalls of so many snapshots to host memory to the run's totals."""
+        # Among the steps that they lie in: dropped with them, if the file cannot be written.
+        self._enqueue(_Write("StepRow", 0, lambda connection: add_memory_stalls(connection, snapshots, seconds)))
 
     def import_events(self, directory: Path) -> None:
         """Import new rows of the other ranks' event files in `directory`; every line exactly once."""

@@ -159,7 +159,7 @@ class Life:
         self._tail = LoopTail(job.group, possible=job.adapter.pipeline_stage is None)
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
         self._leaving = Leaving(job, self.boundary, self.saver, loop.state, self._tail, self._capture, self._ending)
-        run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps]
+        run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
         loop.state.on_batch.append(self._first_batches.on_batch)
         self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver]

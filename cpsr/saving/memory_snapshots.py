@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,6 +14,7 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.journal import RankJournal
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.saving.turns import Turns
+from cpsr.state.losses import Step
 from cpsr.state.shard import Shard
 
 __all__ = ["MemorySnapshots"]
@@ -56,6 +57,7 @@ class MemorySnapshots:
         self.possible = pool.survives
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
+        self._unreported, self._unreported_seconds = 0, 0.0  # since the journal was last told
         self._failed = False
         self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
         self._kept: Shard | None = None
@@ -107,6 +109,12 @@ class MemorySnapshots:
                 logging.WARNING,
             )
 
+    def on_steps(self, _: Sequence[Step]) -> None:
+        """Steps have gone to the journal: the stalls in them follow."""
+        if self._unreported:
+            self._journal.add_memory_stalls(self._unreported, self._unreported_seconds)
+            self._unreported, self._unreported_seconds = 0, 0.0
+
     def close(self) -> None:
         """Report how many were skipped."""
         self._check_sealed()
@@ -127,6 +135,8 @@ class MemorySnapshots:
         self.stalls_seconds.append(snapshot.stall_seconds)
         if snapshot.sealed is not None:
             self._sealed = snapshot.iteration, snapshot.sealed
+        self._unreported += 1
+        self._unreported_seconds += snapshot.stall_seconds
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
 

@@ -15,7 +15,7 @@ from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
-from cpsr.journal import RankJournal, open_journal
+from cpsr.journal import RankJournal, StepRow, open_journal
 from cpsr.journal.reader import JournalReader
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.group import Group
@@ -171,3 +171,19 @@ def test_a_snapshot_that_is_not_sealed_is_reported_once_in_the_journal(
     rank.snapshots.close()
     assert rank.events() == ["memory snapshot failed"]
     assert rank.pool.occupancy.sealed_iterations == [3]
+
+
+def test_their_stalls_follow_the_steps_into_the_totals_of_the_journal(tmp_path: Path, run_id: str) -> None:
+    rank = Rank(tmp_path, run_id)
+    for iteration in (1, 2):
+        rank.take(iteration)
+        rank.pool.settle()
+    for first in (1, 3):
+        rank.journal.record(StepRow(life=0, iteration=first, loss=None, learning_rate=None, seconds=1.0))
+        rank.snapshots.on_steps([])
+    rank.journal.flush(10)
+    with JournalReader(rank.path) as reader:
+        found = reader.totals()
+    assert found is not None
+    assert found[1].memory_snapshots == 2
+    assert found[1].memory_stall_seconds == pytest.approx(sum(rank.snapshots.stalls_seconds))
