@@ -18,7 +18,7 @@ from cpsr.errors import JournalError
 from cpsr.journal import CheckpointRow, JournalReader, LifeRow, StepRow
 from cpsr.service.parameters import RunDir
 
-__all__ = ["RECENT_STEPS", "Health", "LifeState", "Readiness", "health_of", "iteration_seconds", "router"]
+__all__ = ["RECENT_STEPS", "Health", "LifeState", "Readiness", "health_of", "iteration_seconds", "life_state", "router"]
 
 RECENT_STEPS = 101  # enough that the median ignores the steps that a checkpoint or a cold start made slow
 # A journal that is written every few dozen iterations is late after this many, or after two minutes for fast steps.
@@ -96,7 +96,7 @@ def health_of(run_dir: Path) -> Health:
             checkpoints = reader.recent_checkpoints(1)
     except (JournalError, OSError) as error:
         return Health(status="degraded", reason=str(error), life=None, journal_age_seconds=None, last_iteration=None)
-    stale_seconds = max(STALE_SECONDS, STALE_ITERATIONS * (iteration_seconds(steps) or 0.0))
+    stale_seconds = _stale_seconds(steps)
     state = _state(lives[-1], age_seconds > stale_seconds) if lives else None
     reason = _trouble(lives, state, checkpoints, f"{age_seconds:.0f} s ago, more than {stale_seconds:.0f} s")
     return Health(
@@ -108,10 +108,28 @@ def health_of(run_dir: Path) -> Health:
     )
 
 
+def life_state(path: Path, lives: Sequence[LifeRow], steps: Sequence[StepRow]) -> LifeState | None:
+    """How the newest life stands; None where there is none.
+
+    Args:
+        path: of the journal.
+        lives: oldest first.
+        steps: the recent ones.
+
+    Raises:
+        OSError: the file cannot be reached.
+    """
+    return _state(lives[-1], _age_seconds(path) > _stale_seconds(steps)) if lives else None
+
+
 def iteration_seconds(steps: Sequence[StepRow]) -> float | None:
     """Median of some steps; None where there are none, or it is not known."""
     median = statistics.median(step.seconds for step in steps) if steps else math.nan
     return median if math.isfinite(median) else None
+
+
+def _stale_seconds(steps: Sequence[StepRow]) -> float:
+    return max(STALE_SECONDS, STALE_ITERATIONS * (iteration_seconds(steps) or 0.0))
 
 
 def _state(life: LifeRow, stale: bool) -> LifeState:

@@ -1,5 +1,6 @@
 """`GET /metrics`: what a Prometheus server scrapes, of every run; base units throughout."""
 
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from cpsr.journal import (
     RehearsalRow,
     reported_failures,
 )
-from cpsr.service.health import RECENT_STEPS, health_of, iteration_seconds
+from cpsr.service.ettr import PARTS, ettr_of
+from cpsr.service.health import RECENT_STEPS, LifeState, health_of, iteration_seconds
 from cpsr.service.rows import open_journal
 from cpsr.service.runs import Runs
 
@@ -67,6 +69,7 @@ class RunMetrics(Collector):
             try:
                 with open_journal(run_dir) as reader:
                     _steps(families, name, reader)
+                    _ettr(families, name, reader, health.life)
                     _plan(families, name, reader)
                     _checkpoints(families, name, reader)
                     _failures(families, name, reader, run_dir)
@@ -119,6 +122,19 @@ def _steps(families: _Families, run: str, reader: JournalReader) -> None:
     families.gauge("training_loss", "Of the newest iteration.", run, steps[0].loss)
     families.gauge("learning_rate", "Of the newest iteration.", run, steps[0].learning_rate)
     families.gauge("iteration_seconds", "Median of the recent iterations.", run, iteration_seconds(steps))
+
+
+def _ettr(families: _Families, run: str, reader: JournalReader, state: LifeState | None) -> None:
+    found = ettr_of(reader, reader.lives(), state, time.time())
+    if found is None:
+        return
+    for span, spent in (("run", found.since_start), ("hour", found.last_hour)):
+        text = "Effective training time: useful time over wall time, since the start and in the last hour."
+        families.gauge("ettr_ratio", text, run, spent.ettr, span=span)
+        for part in PARTS:
+            seconds = getattr(spent, f"{part}_seconds")
+            families.gauge("time_seconds", "Parts of the wall time of that span.", run, seconds, span=span, part=part)
+    families.gauge("lost_iterations", "Lost and not trained again yet.", run, found.lost_iterations)
 
 
 def _plan(families: _Families, run: str, reader: JournalReader) -> None:

@@ -23,7 +23,8 @@ from cpsr.journal import (
 )
 from cpsr.planner.inputs import Origin
 from cpsr.service.checkpoints import Checkpoint, checkpoint_of
-from cpsr.service.health import RECENT_STEPS, iteration_seconds
+from cpsr.service.ettr import ETTR_EXAMPLE, Ettr, ettr_of
+from cpsr.service.health import RECENT_STEPS, iteration_seconds, life_state
 from cpsr.service.identity import identity_of
 from cpsr.service.network import NETWORK_EXAMPLE, Network, network_of
 from cpsr.service.override import Override, override_of
@@ -78,6 +79,7 @@ _EXAMPLE: dict[str, Any] = {
     "last_recovery": None,
     "last_rehearsal": None,
     "network": NETWORK_EXAMPLE,
+    "ettr": ETTR_EXAMPLE,
     "descends_from_predicted": False,
     "warnings": [],
 }
@@ -162,6 +164,9 @@ class PlanReply(BaseModel):
     last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
     network: Network | None = Field(
         description="How far the predictor's network keeps pace; null where this life does not learn."
+    )
+    ettr: Ettr | None = Field(
+        description="Effective training time ratio, and where the rest went; null in a journal of an older version."
     )
     descends_from_predicted: bool | None = Field(
         description="Whether the current state is labelled: it was predicted, or restored with older experts or from "
@@ -278,6 +283,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             last_recovery=None if recovery is None else recovery_of(recovery),
             last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
             network=network_of(reader, current.life),
+            ettr=ettr_of(reader, lives, life_state(reader.path, lives, steps), time.time()),
             descends_from_predicted=_descends_from_predicted(reader, recovery),
             warnings=warnings,
         )

@@ -23,6 +23,14 @@ from cpsr.service.plan import plan_of
 __all__ = ["run_status"]
 
 HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
+SHARE_SHOWN = 0.0005  # rounded to a tenth of a percent, it is not 0
+LOST = {  # parts of the wall time that are not useful
+    "checkpoint_stall": "stalls of checkpoints",
+    "memory_stall": "stalls of snapshots in memory",
+    "recompute": "recomputed",
+    "restart": "restarts",
+    "other": "other",
+}
 BASELINES_SHOWN = ("young", "checkfreq")
 ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
@@ -144,7 +152,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     lines = [f"{name}: {state}, {at}"]
     if plan is None:
         return [*lines, "no plan yet"]
-    lines += [_plan_line(plan), *_class_lines(plan)]
+    lines += [*_ettr_lines(plan), _plan_line(plan), *_class_lines(plan)]
     if plan["override"] is not None:
         lines.append(_override_line(plan["override"]))
     baselines = {one["name"]: one["interval_iterations"] for one in plan["rivals"]}
@@ -156,6 +164,28 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
+
+
+def _ettr_lines(plan: dict[str, Any]) -> list[str]:
+    found = plan.get("ettr")  # a service of an older version lacks it
+    if found is None:
+        return ["effective training time: not recorded, the journal is of an older version"]
+    whole, hour = found["since_start"], found["last_hour"]
+    if whole["ettr"] is None:
+        return []
+    recent = hour["ettr"] is not None and hour["since_unix_seconds"] > whole["since_unix_seconds"]
+    line = f"effective training time: {whole['ettr']:.1%} of {_duration(whole['wall_seconds'])}"
+    line += f", {hour['ettr']:.1%} in the last hour" if recent else ""
+    line += ", [red]down now[/]" if found["state"] == "down" else ""
+    line += "; overhead on other steps: not measured"
+    if whole["useful_seconds"] >= (1 - SHARE_SHOWN) * whole["wall_seconds"]:
+        return [line]
+    return [line, f"the rest: {_lost(whole)}" + (f"; in the last hour: {_lost(hour)}" if recent else "")]
+
+
+def _lost(spent: dict[str, Any]) -> str:
+    parts = [(name, spent[f"{part}_seconds"] / spent["wall_seconds"]) for part, name in LOST.items()]
+    return ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= SHARE_SHOWN) or "nothing"
 
 
 def _plan_line(plan: dict[str, Any]) -> str:

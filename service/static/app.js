@@ -15,6 +15,7 @@ import { showRecoveries } from "./recoveries.js";
 import { showRehearsals } from "./rehearsals.js";
 import { signIn } from "./sign-in.js";
 import { NAMES, Store } from "./store.js";
+import { showTime } from "./time.js";
 import { showWhy } from "./why.js";
 
 const PANELS = [
@@ -23,13 +24,14 @@ const PANELS = [
   showNow,
   showLoss,
   showInterval,
+  showTime,
   showRecoveries,
   showRehearsals,
   showWhy,
   showBubbles,
   showCheckpoints,
 ];
-const HEALTH_SECONDS = 15; // a run that stands still sends no events
+const STANDING_SECONDS = 15; // a run that stands still sends no events, and loses time
 const RETRY_SECONDS = 3;
 // What may be different after an event of the journal; after `hello` and `reset` much may not have been heard.
 const TOUCHED = {
@@ -38,7 +40,7 @@ const TOUCHED = {
   progress: ["losses", "plan"],
   checkpoint: ["checkpoints", "plan", "health"],
   plan: ["plan", "history"],
-  failure: ["failures", "health"],
+  failure: ["failures", "plan", "health"],
   recovery: ["recoveries", "plan", "losses", "history"],
   rehearsal: ["rehearsals", "plan"],
   phase: ["phases", "plan"],
@@ -79,7 +81,7 @@ function show(run) {
   PANELS.forEach((panel) => panel(store));
   showPreview(store, api);
   store.want(NAMES);
-  setInterval(() => store.want(["health"]), 1000 * HEALTH_SECONDS);
+  setInterval(() => store.want(["health", "plan"]), 1000 * STANDING_SECONDS);
   new Stream(api, {
     heard: (name, data) => {
       if (name === "reset" && Object.values(data.kept).every((row) => row === 0)) store.forget(); // begun anew

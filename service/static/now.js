@@ -22,6 +22,7 @@ function tiles(plan, health) {
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
     ...(plan.network ? [network(plan.network)] : []),
     tile("A failure every", duration(mtbf(plan)), source(plan)),
+    ...(plan.ettr ? [effective(plan.ettr)] : []),
     tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
     tile("Descends from", state(plan), plan.world_size === null ? "" : `${number(plan.world_size, 9)} ranks`),
   ];
@@ -40,6 +41,11 @@ function memory({ memory_interval_iterations: every, iteration_seconds: seconds 
 function network({ checkpoints_taken_in: taken, checkpoints_waiting: waiting, updates }) {
   const figures = `${number(waiting, 9)} waiting, ${number(updates, 9)} updates`;
   return tile("Network", `${number(taken, 9)} checkpoints taken in`, figures);
+}
+
+function effective({ since_start: whole, last_hour: hour }) {
+  const recent = hour.since_unix_seconds === whole.since_unix_seconds ? "" : `${percent(hour.ettr)} in the last hour`;
+  return tile("Effective time", percent(whole.ettr), "since the start", recent);
 }
 
 function written(health) {

@@ -30,6 +30,7 @@ from cpsr.journal import (
 )
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
+from tests.journal.timeline import START, Timeline
 from tests.service.journals import (
     bubble_row,
     flushed,
@@ -207,6 +208,42 @@ def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal
         picture = os.environ.get("CPSR_TEST_PICTURES")
         if picture:
             page.screenshot(path=f"{picture}/tiers.png", full_page=True)
+
+
+def test_it_shows_where_the_time_went(page: Any, tmp_path: Path) -> None:
+    with Timeline(tmp_path / "journal.db") as timeline:
+        timeline.record(0, [plan_row(two_tier_plan())])
+        timeline.begin(0, -40)
+        timeline.train(0, 1, 720, begins=0, seconds=10)
+        timeline.save(0, 100, stall=300)
+        timeline.remember(900, stall=90)
+        timeline.begin(1, 7250)
+        timeline.train(1, 701, 750, begins=7350, seconds=10)
+        timeline.begin(2, 7900)
+        timeline.train(2, 731, 800, begins=8000, seconds=10)
+        timeline.fail(1, 750, at=7990)
+        timeline.record(7990, [recovery_row(expected_end_cost_iterations=4.0, created_unix_seconds=START + 7990)])
+        timeline.record(8700, [EventRow(life=2, rank=0, kind="test", message="a test")])
+    with served(tmp_path) as service:
+        page.goto(service.url)
+        time_section = section(page, "Where the time went")
+        expect(time_section).to_contain_text("Effective training time is")
+        expect(time_section).to_contain_text("1 predicted recovery cost 4 iterations at the end")
+        expect(time_section.get_by_role("row", name="Last hour")).to_be_visible()
+        widths = (
+            time_section.locator("svg.bar")
+            .first.locator("rect")
+            .evaluate_all("parts => parts.map(part => Number(part.getAttribute('width')))")
+        )
+        assert (len(widths), sum(widths)) == (6, pytest.approx(100))
+        expect(section(page, "Now")).to_contain_text("Effective time")
+        picture = os.environ.get("CPSR_TEST_PICTURES")
+        if picture:
+            page.screenshot(path=f"{picture}/time.png", full_page=True)
+            page.emulate_media(color_scheme="dark")
+            time_section.screenshot(path=f"{picture}/time-dark.png")
+            page.set_viewport_size(NARROW)
+            time_section.screenshot(path=f"{picture}/time-narrow.png")
 
 
 def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, Journal, LearningRow, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
+from tests.journal.test_journal import older_file
+from tests.journal.timeline import Timeline
 from tests.service.journals import (
     bubble_row,
     flushed,
@@ -100,6 +102,25 @@ def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
     )
     assert "expected failures: process every 20.0 h, 1 seen: " in output
     assert "iterations, from replica; everything every 240.0 h: " in output
+
+
+def test_where_the_time_went(tmp_path: Path) -> None:
+    with Timeline(tmp_path / "journal.db") as timeline:
+        timeline.record(0, [plan_row()])
+        timeline.begin(0, -6000)
+        timeline.train(0, 1, 500, begins=-6000, seconds=10)
+        timeline.save(0, 100, stall=50)
+        timeline.begin(1, -900)
+        timeline.train(1, 481, 520, begins=-800, seconds=10)
+        timeline.end(1, -400, "clean")
+    output = status(tmp_path)[1]
+    assert (
+        "effective training time: 92.0% of 1.6 h, 87.5% in the last hour; overhead on other steps: not measured\n"
+        "the rest: stalls of checkpoints 0.9%, recomputed 3.6%, restarts 3.6%; in the last hour: "
+        "stalls of checkpoints 1.4%, recomputed 5.6%, restarts 5.6%\n" in output
+    )
+    older_file(tmp_path / "older" / "journal.db", 8)
+    assert "effective training time: not recorded, the journal is of an older version" in status(tmp_path / "older")[1]
 
 
 def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
