@@ -238,6 +238,8 @@ class StateCopier:
 
 def _copied(buffer: HostBuffer, contents: Contents) -> frozenset[str]:
     """The parts of the buffer that a snapshot copies."""
+    if contents.uncopied and not contents.moments:
+        return frozenset()  # all weights are carried
     return buffer.held.parts.besides(contents.uncopied)
 
 
