@@ -16,6 +16,7 @@ from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.pcip import Exact, Theorem, Untruncated
 from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, multiples, optima
+from cpsr.planner.tiers import explain_classes, explain_memory
 
 __all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names", "with_memory"]
 
@@ -36,7 +37,8 @@ class Plan:
         explanation: inputs, rule, bounds, costs and the choices of the baselines.
         mode: how a failure is expected to be recovered; None if the plan did not choose.
         rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
-        memory_interval_iterations: between snapshots in host memory, from 1 to the interval; None: there are none.
+        memory_interval_iterations: between snapshots in host memory, from 1 to the interval between checkpoints of all
+            ranks; None: there are none.
     """
 
     interval_iterations: int
@@ -49,7 +51,12 @@ class Plan:
     @property
     def largest_multiple(self) -> int:
         """Base intervals between two checkpoints of all ranks."""
-        return max(self.rank_interval_iterations, default=self.interval_iterations) // self.interval_iterations
+        return self.all_ranks_interval_iterations // self.interval_iterations
+
+    @property
+    def all_ranks_interval_iterations(self) -> int:
+        """Iterations between two checkpoints of all ranks, each of which is a snapshot in host memory as well."""
+        return max(self.rank_interval_iterations, default=self.interval_iterations)
 
     def row(self, life: int, from_iteration: int) -> PlanRow:
         """Its row in the journal."""
@@ -96,22 +103,33 @@ def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None 
 
 
 def with_memory(
-    plan: Plan, ranks: Sequence[PlannerInputs], recovery_mode: Literal["auto", "predict", "exact"] = "auto"
+    plan: Plan,
+    ranks: Sequence[PlannerInputs],
+    limits: Limits,
+    recovery_mode: Literal["auto", "predict", "exact"] = "auto",
 ) -> Plan:
     """A plan of a fixed interval, with the best interval in memory beside it, and what failures then cost.
+
+    Where the disk needs longer than the interval, the costs are those at the interval that it manages.
 
     Args:
         plan: of the fixed interval.
         ranks: inputs of each.
+        limits: of the predictor; the fixed interval takes the place of the user's.
         recovery_mode: the configured one.
     """
     interval = plan.interval_iterations
-    planned = make_plan(ranks, Limits(interval, interval), recovery_mode=recovery_mode)
-    found = {name: planned.explanation[name] for name in ("expected", "memory", "classes")}
+    fixed = replace(limits, interval_min_iterations=interval, interval_max_iterations=interval)
+    planned = make_plan(ranks, fixed, recovery_mode=recovery_mode)
+    memory = planned.explanation["memory"]
+    if memory is not None and memory["interval_iterations"] > interval:
+        planned = make_plan([_with_snapshots(rank, interval) for rank in ranks], fixed, recovery_mode=recovery_mode)
+        memory = {**planned.explanation["memory"], "configured_iterations": memory["configured_iterations"]}
+    found = {name: planned.explanation[name] for name in ("expected", "classes")}
     return replace(
         plan,
         memory_interval_iterations=planned.memory_interval_iterations,
-        explanation={**plan.explanation, **found},
+        explanation={**plan.explanation, **found, "memory": memory},
     )
 
 
@@ -174,10 +192,21 @@ def make_plan(
         notes.append(
             f"each rank has its own interval; the expected cost is that of {chosen.interval_iterations} for all of them"
         )
+    of_all = max(rank_intervals, default=base)  # between checkpoints of all ranks: others are no snapshots
+    every = memory_interval(job, of_all)
     explanation = explain(job, limits, policy, chosen, by_mode, FORMS, others, notes)
     if len(ranks) > 1:
         explanation["ranks"] = explain_ranks(own, rank_intervals)
-    return Plan(base, policy, explanation, chosen.mode, rank_intervals, memory_interval(job, base))
+    if rank_intervals:
+        explained = replace(chosen, memory_interval_iterations=every)
+        explanation["classes"] = explain_classes(job, explained)
+        explanation["memory"] = explain_memory(job, replace(explained, interval_iterations=of_all))
+    return Plan(base, policy, explanation, chosen.mode, rank_intervals, every)
+
+
+def _with_snapshots(rank: PlannerInputs, every: int) -> PlannerInputs:
+    """With so many iterations between snapshots, where there are any."""
+    return rank if rank.memory is None else replace(rank, memory=replace(rank.memory, interval_iterations=every))
 
 
 def _modes(recovery_mode: str, job: PlannerInputs, limits: Limits) -> Sequence[Mode]:

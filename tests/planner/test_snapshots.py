@@ -13,7 +13,7 @@ from cpsr.journal import FailureScope
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import FailureClass, MemoryTier, PlannerInputs
 from cpsr.planner.objective import Costs, cost_per_second
-from cpsr.planner.plan import make_plan
+from cpsr.planner.plan import fixed_plan, make_plan, with_memory
 from cpsr.planner.ranks import memory_interval
 from cpsr.planner.snapshots import closed_form, per_interval
 from tests.planner.jobs import HOUR, end_cost, job
@@ -34,9 +34,11 @@ def two_tiers(
     replica_seconds: float | None = None,
     interval_iterations: int | None = None,
     mtbf_hours: float = 12.0,
+    disk_stall_seconds: float = 0.9,
     **fields: object,
 ) -> PlannerInputs:
     memory = MemoryTier(stall_seconds, interval_iterations, replica_seconds)
+    fields["stall_seconds"] = disk_stall_seconds
     return job(mtbf_hours, classes=classes(process, everything), memory=memory, **fields)
 
 
@@ -119,6 +121,38 @@ def test_the_user_sets_the_interval_in_memory() -> None:
     assert (plan.memory_interval_iterations, plan.explanation["memory"]["configured_iterations"]) == (7, 7)
     short = make_plan([two_tiers(interval_iterations=700)], Limits(1, 50), recovery_mode="exact")
     assert (short.memory_interval_iterations, short.interval_iterations) == (50, 50)
+
+
+def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_of_it() -> None:
+    inputs = two_tiers(0.05, mtbf_hours=10_000.0, persist_seconds=600.0)
+    plan = with_memory(fixed_plan(50), [inputs], Limits())
+    assert (plan.interval_iterations, plan.memory_interval_iterations) == (50, 50)
+    assert plan.explanation["memory"]["interval_iterations"] == 50
+    assert plan.explanation["memory"]["configured_iterations"] is None
+    assert plan.explanation["classes"]["process"]["loss_iterations"] == pytest.approx(50 / 2 + 1, rel=0.02)
+
+
+def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible() -> None:
+    inputs = two_tiers(recovery=end_cost(0.0, 0.1))
+    near, far = (with_memory(fixed_plan(50), [inputs], Limits(1, 1000, longest)) for longest in (200, 40))
+    near_loss, far_loss = (plan.explanation["classes"]["everything"]["loss_iterations"] for plan in (near, far))
+    assert near_loss < 0.5 * far_loss
+
+
+def test_with_intervals_of_their_own_snapshots_lie_between_the_checkpoints_of_all_ranks() -> None:
+    recovery = end_cost(0.0, 0.5)
+    slow = two_tiers(2.0, disk_stall_seconds=30.0, recovery=recovery)
+    fast = replace(slow, stall_seconds=0.05)
+    plan = make_plan([fast, slow], Limits(1, 3000), intervals="per_rank")
+    of_all = plan.all_ranks_interval_iterations
+    assert of_all > plan.interval_iterations
+    assert plan.memory_interval_iterations is not None
+    assert plan.interval_iterations < plan.memory_interval_iterations <= of_all
+    shown = plan.explanation["memory"]
+    assert shown["interval_iterations"] == plan.memory_interval_iterations
+    assert shown["snapshots_between_checkpoints"] == math.ceil(of_all / plan.memory_interval_iterations) - 1
+    lost = plan.explanation["classes"]["process"]["loss_iterations"]
+    assert lost == pytest.approx(plan.memory_interval_iterations / 2 + 1, rel=0.02)
 
 
 def test_the_rarer_the_failures_that_reach_the_disk_the_longer_its_interval() -> None:

@@ -22,7 +22,7 @@ def first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
         saved: the planner's state in the checkpoint that this life begins with; empty in the first life.
     """
     plan = _first_plan(config, saved)
-    every = first_memory_interval(config, saved.get("memory_interval_iterations"), plan.interval_iterations)
+    every = first_memory_interval(config, saved.get("memory_interval_iterations"), plan.all_ranks_interval_iterations)
     return replace(plan, memory_interval_iterations=every)
 
 
@@ -32,7 +32,7 @@ def first_memory_interval(config: CPSRConfig, planned: int | None, interval_iter
     Args:
         config: of the run.
         planned: before; None if they were not: the shortest interval between checkpoints then.
-        interval_iterations: of the checkpoints.
+        interval_iterations: between checkpoints of all ranks.
     """
     if not config.checkpoint.shared_memory:
         return None

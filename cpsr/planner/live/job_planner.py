@@ -352,7 +352,7 @@ class JobPlanner:
         curve, longest = self._end_costs(situation, self._curves)
         inputs = [self._inputs(situation, one, curve) for one in costs]
         if self._config.checkpoint.interval_iterations is not None:
-            plan = with_memory(self._fixed_plan(), inputs, self._config.mode)
+            plan = with_memory(self._fixed_plan(), inputs, self._limits(longest), self._config.mode)
         else:
             complete = len(costs) == world_size  # otherwise some ranks would get no interval
             plan = self._planned(inputs, self._limits(longest), complete=complete)

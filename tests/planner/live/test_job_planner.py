@@ -473,6 +473,10 @@ def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
     assert (plan.interval_iterations, plan.rank_interval_iterations) == (70, (140, 70))
     common = planner_of(configured(tmp_path)).first_plan(state)
     assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
+    state["memory_interval_iterations"] = 100
+    every = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(state).memory_interval_iterations
+    assert every == 100, "checkpoints of all ranks are 140 apart"
+    assert planner_of(configured(tmp_path)).first_plan(state).memory_interval_iterations == 70
     assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)
 
 
