@@ -145,7 +145,7 @@ class Life:
         """Start the parts that run beside the training."""
         job, run, loop = self.job, self.run, self.loop
         if self.restored.scalars is not None:
-            self.planner.load_state_dict(self.restored.scalars.planning)
+            self.planner.load_state_dict(self.restored.scalars.planning, replicates=run.memory.replicates)
         self.saver = Saver(job, run.store, run.memory, self.planner, self.restored, run.experts, run.writes)
         self._copies = self._open(opened, Copies(job, run.target, self.saver))
         self._open(opened, self.saver)

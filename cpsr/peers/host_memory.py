@@ -94,6 +94,11 @@ class HostMemory:
             self._replicator.follow(on_replica)
 
     @property
+    def replicates(self) -> bool:
+        """Whether other machines hold replicas of this rank's snapshots."""
+        return self._replicator is not None and self._replicator.has_holders
+
+    @property
     def sending(self) -> bool:
         """Whether a replica of this rank's snapshots is under way."""
         return self._replicator is not None and self._replicator.sending

@@ -147,6 +147,11 @@ class Replicator:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
     @property
+    def has_holders(self) -> bool:
+        """Whether any rank on another machine is sent this rank's snapshots."""
+        return bool(self._outgoing)
+
+    @property
     def sending(self) -> bool:
         """Whether a replica of this rank's is under way, or waits for its link."""
         return any(outgoing.busy for outgoing in self._outgoing)

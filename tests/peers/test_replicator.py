@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+import pytest
+
 from tests.peers.ranks import run
 
 FOUR = """
@@ -412,6 +414,19 @@ leave()
 
 def test_small_states_behind_which_the_run_has_gone_back_count_no_more(tmp_path: Path) -> None:
     assert [found["small"] for found in run(GOES_BACK, tmp_path, ["a", "b"])] == [[10], [10]]
+
+
+HOLDERS = """
+replicator = opened(States(memory, rank), replicas=1)
+found["has_holders"] = replicator.has_holders
+replicator.close(remove=True)
+leave()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "has_holders"), [(["a", "a"], False), (["a", "b"], True)])
+def test_on_one_machine_no_rank_has_holders(tmp_path: Path, nodes: list[str], has_holders: bool) -> None:
+    assert [found["has_holders"] for found in run(HOLDERS, tmp_path, nodes)] == [has_holders] * 2
 
 
 NO_ROOM = """

@@ -177,8 +177,12 @@ class JobPlanner:
             state["rank_interval_iterations"] = list(plan.rank_interval_iterations)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, replicates: bool) -> None:
         """Continue with the phases and the costs of an earlier life.
+
+        Args:
+            state: `state_dict` from the checkpoint that this life begins with.
+            replicates: whether other machines hold replicas of this rank's snapshots in this life.
 
         Raises:
             ValueError: it was written by another version.
@@ -187,7 +191,7 @@ class JobPlanner:
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
                 self._times.restore(state["costs"])
-                self._memory.restore(state.get("memory"))
+                self._memory.restore(state.get("memory"), replicates=replicates)
                 self._share = state.get("second_moment_share")
 
     def close(self) -> None:

@@ -55,9 +55,16 @@ class MemoryTimes:
             stall = statistics.median(self._copies) if self._copies else checkpoint_stall_seconds
         return MemoryTier(stall, interval_iterations, known.get("replica_seconds"))
 
-    def restore(self, tree: dict[str, Any] | None) -> None:
-        """Load what `to_tree` of the last life returned."""
+    def restore(self, tree: dict[str, Any] | None, *, replicates: bool) -> None:
+        """Load what `to_tree` of the last life returned.
+
+        Args:
+            tree: None if it returned nothing.
+            replicates: whether other machines take replicas in this life; else those of the last life count no more.
+        """
         self._before = {} if tree is None else {name: float(value) for name, value in tree.items()}
+        if not replicates:
+            self._before.pop("replica_seconds", None)
 
     def to_tree(self) -> dict[str, float]:
         """Medians as plain data, for this rank's part of the next checkpoint."""

@@ -180,7 +180,7 @@ def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journ
     assert phases.observe(200, 1.2) is not None
     state = before.state_dict(Plan(70, "cpsr", {}, "recompute")) | {"phases": phases.state_dict()}
     after = planner_of(configured(tmp_path))
-    after.load_state_dict(state)
+    after.load_state_dict(state, replicates=True)
     assert phases_of(after)["ended"] == 1
     plan = after.first_plan(state)
     assert (plan.interval_iterations, plan.origin, plan.mode) == (70, "cpsr", "recompute")
@@ -192,7 +192,7 @@ def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journ
     assert again is not None
     assert again.explanation["inputs"]["stall_seconds"] == 0.5
     after.close()
-    after.load_state_dict({})  # a checkpoint from before there were phases
+    after.load_state_dict({}, replicates=True)  # a checkpoint from before there were phases
     assert phases_of(after)["ended"] == 1
 
 
@@ -329,9 +329,23 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
     state = planner.state_dict(after)
     planner.close()
     again = planner_of(configured(tmp_path))
-    again.load_state_dict(state)
+    again.load_state_dict(state, replicates=True)
     assert again.first_plan(state).memory_interval_iterations == after.memory_interval_iterations
     assert again.state_dict(after)["memory"] == {"stall_seconds": 0.002, "replica_seconds": 1.5}
+
+
+def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Path) -> None:
+    before = planner_of(configured(tmp_path))
+    before.note_memory(0.002)
+    before.note_replica(1.5)
+    state = before.state_dict(Plan(50, "cpsr", {}))
+    for replicates, recorded in (
+        (True, {"stall_seconds": 0.002, "replica_seconds": 1.5}),
+        (False, {"stall_seconds": 0.002}),
+    ):
+        after = planner_of(configured(tmp_path))
+        after.load_state_dict(state, replicates=replicates)
+        assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == recorded
 
 
 def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Path, journal: RankJournal) -> None:
@@ -529,7 +543,7 @@ def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: 
     assert (phase.xi, phase.ended_by) == (2.0, "change")
     assert phase.last_xi == pytest.approx(2.2)
     after = planner_of(configured(tmp_path))
-    after.load_state_dict(state)
+    after.load_state_dict(state, replicates=True)
     after.start(tmp_path, 2, journal)
     looked(after, 220, 1.0)
     assert newest(after)[1] == pytest.approx(2.2), "and not scaled once more"
