@@ -134,15 +134,16 @@ def closed_form(inputs: PlannerInputs) -> tuple[int, int] | None:
     """Both intervals in iterations, of memory and disk, by Young's formula; None without snapshots in memory.
 
     Each tier pays for the failures that go back to it with the stalls that it adds:
-    `m = sqrt(2 s_m / rate_m)`, `T = sqrt(2 (s_d - s_m) / rate_d)`. If that leaves no snapshot between two checkpoints,
-    both are `sqrt(2 s_d / rate)`. Else m is lengthened to fit a whole number of times. It is the optimum of jobs that
-    recompute, where failures are rare and no bound holds.
+    `m = sqrt(2 s_m / rate_m)`, `T = sqrt(2 (s_d - s_m) / rate_d)`. Of the two whole numbers around `T / m`, and of 1,
+    which leaves no snapshot between two checkpoints, it is the cheapest by the leading terms, with the best m for it.
+    That is the optimum of jobs that recompute, where failures are rare and no bound holds. None also where a snapshot
+    stalls longer than a checkpoint, or one of the two is not known.
 
     Args:
         inputs: of the job.
     """
     memory = inputs.memory
-    if memory is None:
+    if memory is None or not inputs.stall_seconds >= memory.stall_seconds:
         return None
     rate, disk_share = inputs.failures_per_second, inputs.disk_share
 
@@ -151,14 +152,25 @@ def closed_form(inputs: PlannerInputs) -> tuple[int, int] | None:
         seconds = math.sqrt(2) * root(stall_seconds) / root(failures) if failures > 0 else math.inf
         return whole_iterations(in_iterations(seconds, inputs.iteration_seconds))
 
+    def pair(count: int) -> tuple[int, int]:
+        """With so many snapshots in an interval, the checkpoint included."""
+        stalls = inputs.stall_seconds + (count - 1) * memory.stall_seconds
+        every = young(stalls / count, 1 - disk_share + count * disk_share)
+        return every, count * every
+
     every, interval = (
         young(memory.stall_seconds, 1 - disk_share),
         young(inputs.stall_seconds - memory.stall_seconds, disk_share),
     )
-    if every < interval:
-        return math.ceil(interval / round(interval / every)), interval
-    together = young(inputs.stall_seconds, 1.0)
-    return together, together
+    counts = {1, max(1, interval // every), max(1, -(-interval // every))}
+    return min(map(pair, sorted(counts)), key=lambda one: _leading_seconds(inputs, memory.stall_seconds, *one))
+
+
+def _leading_seconds(inputs: PlannerInputs, stall_seconds: float, every: int, interval: int) -> float:
+    """Seconds lost per iteration, in stalls and in half of the interval that a failure goes back by."""
+    stalls = inputs.stall_seconds + (interval // every - 1) * stall_seconds
+    lost = (1 - inputs.disk_share) * every / 2 + inputs.disk_share * interval / 2
+    return stalls / interval + inputs.failures_per_second * inputs.iteration_seconds * inputs.iteration_seconds * lost
 
 
 def _to_replicas(rank: PlannerInputs) -> float:

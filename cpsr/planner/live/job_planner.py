@@ -76,6 +76,7 @@ class JobPlanner:
         self._times = SaveTimes(parameters)
         self._memory = MemoryTimes()
         self._meter = StallMeter()
+        self._memory_seconds = 0.0  # in this step, waited for snapshots to host memory alone
         fitter = config.fitter
         self._phases = PhaseDetector(
             fitter.phase_change_fraction, fitter.phase_min_iterations, fitter.phase_max_iterations, beta2
@@ -89,7 +90,8 @@ class JobPlanner:
         self._others: list[RankCosts] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
         self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
-        self._proposal: Plan | None = None
+        self._proposal: Plan | None = None  # not taken yet
+        self._newest: Plan | None = None  # the newest proposal, which the training thread adopts
         self._override: PlanOverride | None = None  # in force
         self._planned_override: PlanOverride | None = None  # in force at the newest proposal
         self._failure: str | None = None
@@ -117,8 +119,9 @@ class JobPlanner:
         self._meter.begun()
 
     def step(self, seconds: float) -> None:
-        """Add the duration of one step."""
-        self._meter.step(seconds)
+        """Add the duration of one step; what it waited for snapshots to memory alone is no cost of the disk."""
+        self._meter.step(seconds - self._memory_seconds)
+        self._memory_seconds = 0.0
 
     def note(self, outcome: SaveOutcome) -> None:
         """This rank's part of a checkpoint is durable."""
@@ -131,9 +134,10 @@ class JobPlanner:
 
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
+        self._memory_seconds += stall_seconds
         with self._lock:
             self._memory.note(stall_seconds)
-            known = self._memory.snapshots == MEASURED_SNAPSHOTS
+            known = self._memory.noted == MEASURED_SNAPSHOTS
         # A long fixed interval may have no checkpoint for hours; the interval in memory does not wait for one.
         if known and self._plans_memory_alone and self._thread is not None:
             self._wake.set()
@@ -256,9 +260,7 @@ class JobPlanner:
             plan = replace(
                 plan, memory_interval_iterations=first_memory_interval(self._config, every, plan.interval_iterations)
             )
-            with self._lock:
-                self._proposal = plan
-            self._record_override(journal, situation)
+            self._offer(plan, situation, journal)
 
     @property
     def _plans_memory_alone(self) -> bool:
@@ -360,10 +362,14 @@ class JobPlanner:
         else:
             complete = len(costs) == world_size  # otherwise some ranks would get no interval
             plan = self._planned(inputs, self._limits(longest), complete=complete)
-        if anew or differs(plan, situation.plan):
-            with self._lock:
-                self._proposal = plan
-            self._record_override(journal, situation)
+        # What the training thread has told may be older than the newest proposal.
+        if anew or differs(plan, self._newest or situation.plan):
+            self._offer(plan, situation, journal)
+
+    def _offer(self, plan: Plan, situation: Situation | None, journal: RankJournal) -> None:
+        with self._lock:
+            self._proposal = self._newest = plan
+        self._record_override(journal, situation)
 
     def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits, *, complete: bool) -> Plan:
         planner = self._config.planner

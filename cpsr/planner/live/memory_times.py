@@ -12,13 +12,18 @@ MEASURED_SNAPSHOTS = 8  # times are medians of this many
 
 
 class MemoryTimes:
-    """The newest snapshots; until one was measured, the copies of checkpoints stand for them."""
+    """The newest snapshots; until one was measured, the copies of checkpoints stand for them.
+
+    Attributes:
+        noted: number of all stalls of this life.
+    """
 
     def __init__(self) -> None:
         self._stalls: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self._copies: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self._replicas: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self._before: dict[str, float] = {}  # medians of the last life
+        self.noted = 0
 
     @property
     def snapshots(self) -> int:
@@ -33,6 +38,7 @@ class MemoryTimes:
     def note(self, stall_seconds: float) -> None:
         """Add the stall of a snapshot that went to memory alone."""
         self._stalls.append(stall_seconds)
+        self.noted += 1
 
     def note_copy(self, stall_seconds: float) -> None:
         """Add the time that training waited for the copy of a checkpoint."""

@@ -363,6 +363,37 @@ def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Pa
     assert found.memory_interval_iterations > 10
 
 
+def test_a_plan_of_snapshots_is_proposed_once(tmp_path: Path, journal: RankJournal) -> None:
+    """Until the next checkpoint, far away, the planner does not see the plan that has been adopted meanwhile."""
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
+    planner.start(tmp_path, 1, journal)
+    planner.consider(situation(11, planner.first_plan({})))
+    for _ in range(8):
+        planner.note_memory(0.5)
+    assert proposed(planner) is not None
+    for _ in range(3):
+        planner.note_memory(0.5)
+        time.sleep(0.3)
+        assert planner.proposal() is None
+    planner.consider(situation(21, planner.first_plan({})))
+    time.sleep(0.5)
+    assert planner.proposal() is None, "as good as the last one"
+    planner.close()
+
+
+def test_the_stalls_of_snapshots_are_no_stalls_of_the_disk(tmp_path: Path) -> None:
+    planner = planner_of(configured(tmp_path))
+    for _ in range(20):
+        planner.step(0.1)
+    planner.begun()
+    for _ in range(10):
+        planner.note_memory(0.05)
+        planner.step(0.1 + 0.05 + 0.01)
+    planner.note(saved(100))
+    costs = planner.state_dict(Plan(50, "cpsr", {}))["costs"]
+    assert costs["stall_seconds"] == pytest.approx(10 * 0.01)
+
+
 def test_the_users_interval_in_memory_is_never_changed(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path, memory={"interval_iterations": 3}))
     first = planner.first_plan({"memory_interval_iterations": 7})
