@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from cpsr.planner.bounds import Bound, Bounds, Limits, Mode, bounds_of
-from cpsr.planner.inputs import Array, Origin, PhaseInputs, PlannerInputs, RecoveryCost
+from cpsr.planner.inputs import Array, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.objective import Costs, cheapest
 
 __all__ = ["Optimum", "cheaper", "job_of", "memory_interval", "multiples", "optima"]
@@ -67,9 +67,9 @@ class _MeanCurve:
 def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
     """One description of ranks in lockstep: all wait for the slowest, and a failure may hit any of them.
 
-    Prediction is possible if it is on every rank. An input that is unknown on one rank is unknown for the job. A
-    predicted restart predicts all ranks: the phase has the parameters of all. An origin is that of the rank with the
-    largest value, or of the first rank if all are equal.
+    Prediction is possible if it is on every rank, and so are snapshots in memory and replicas of them. An input that is
+    unknown on one rank is unknown for the job. A predicted restart predicts all ranks: the phase has the parameters of
+    all. An origin is that of the rank with the largest value, or of the first rank if all are equal.
 
     Args:
         ranks: at least one.
@@ -85,6 +85,7 @@ def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
         lead_after_iterations=max(rank.lead_after_iterations for rank in ranks),
         recovery=_mean_recovery(ranks),
         phase=_whole_phase(ranks),
+        memory=_memory(ranks),
         origins=_origins(ranks),
     )
 
@@ -195,12 +196,29 @@ def _whole_phase(ranks: Sequence[PlannerInputs]) -> PhaseInputs | None:
     return replace(phases[0], parameters=sum(phase.parameters for phase in phases))
 
 
+def _memory(ranks: Sequence[PlannerInputs]) -> MemoryTier | None:
+    """With the longest stall and the longest transfer."""
+    tiers = [rank.memory for rank in ranks if rank.memory is not None]
+    if len(tiers) < len(ranks):
+        return None
+    replicas = [tier.replica_seconds for tier in tiers if tier.replica_seconds is not None]
+    return MemoryTier(
+        _largest(tier.stall_seconds for tier in tiers),
+        tiers[0].interval_iterations,
+        _largest(replicas) if len(replicas) == len(ranks) else None,
+    )
+
+
 def _origins(ranks: Sequence[PlannerInputs]) -> dict[str, Origin]:
     """Of each figure, that of the rank whose value the job has."""
     origins = dict(ranks[0].origins)
-    for name in LARGEST_FIELDS:
+    figures = {name: [getattr(rank, name) for rank in ranks] for name in LARGEST_FIELDS}
+    tiers = [rank.memory or MemoryTier(0.0) for rank in ranks]
+    figures["memory_stall_seconds"] = [tier.stall_seconds for tier in tiers]
+    figures["replica_seconds"] = [tier.replica_seconds or 0.0 for tier in tiers]
+    for name, values in figures.items():
         # numpy's argmax takes a NaN for the largest, as the job does.
-        origin = ranks[int(numpy.argmax([getattr(rank, name) for rank in ranks]))].origins.get(name)
+        origin = ranks[int(numpy.argmax(values))].origins.get(name)
         if origin is not None:
             origins[name] = origin
     return origins

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin
+from cpsr.planner.inputs import MemoryTier, Origin
 from cpsr.planner.plan import make_plan
 from cpsr.planner.ranks import job_of, optima
 from tests.planner.jobs import PHASE, end_cost, job
@@ -29,6 +29,18 @@ def test_the_origin_of_a_figure_is_that_of_the_rank_it_is_of() -> None:
     assert job_of([first, second]).origins == {"stall_seconds": new, "persist_seconds": old}
     unknown = replace(second, persist_seconds=numpy.nan)
     assert job_of([first, unknown]).origins["persist_seconds"] == new
+
+
+def test_the_slowest_rank_decides_what_a_snapshot_costs() -> None:
+    old, new = Origin("measured", 3, 500), Origin("measured", 9, 20)
+    names = ("memory_stall_seconds", "replica_seconds")
+    first = job(memory=MemoryTier(0.1, 7, 5.0), origins=dict.fromkeys(names, old))
+    second = job(memory=MemoryTier(0.4, 7, 2.0), origins=dict.fromkeys(names, new))
+    together = job_of([first, second])
+    assert together.memory == MemoryTier(0.4, 7, 5.0)
+    assert together.origins == {"memory_stall_seconds": new, "replica_seconds": old}
+    assert job_of([first, job(memory=MemoryTier(0.05, 7))]).memory == MemoryTier(0.1, 7)
+    assert job_of([first, job()]).memory is None
 
 
 def test_a_predicted_restart_predicts_all_ranks() -> None:

@@ -1,5 +1,6 @@
 """The planner's inputs, from the measurements of a running job."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpsr.config import CPSRConfig
@@ -8,7 +9,6 @@ from cpsr.fitter.phases import PhaseDetector
 from cpsr.journal import FailureScope
 from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.live.curves import Curves, prior_curves
-from cpsr.planner.live.memory_times import MemoryTimes
 from cpsr.planner.live.rank_costs import RankCosts
 from cpsr.planner.live.recovery_cost import Schedule
 from cpsr.planner.plan import Plan
@@ -51,7 +51,7 @@ def planner_inputs(
     watch_iterations: int,
     second_moments: Origin,
     memory: MemoryTier | None,
-    times: MemoryTimes,
+    memory_origins: Mapping[str, Origin],
 ) -> PlannerInputs:
     """The inputs of one rank.
 
@@ -64,7 +64,7 @@ def planner_inputs(
         watch_iterations: after a predicted restart; nothing is committed in them.
         second_moments: origin of the phases' second moments.
         memory: snapshots in host memory; None: there are none.
-        times: that these are known by.
+        memory_origins: of their times that were measured in this life; others are as old as the checkpoints.
     """
     iteration = situation.schedule.iteration
     saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
@@ -81,9 +81,9 @@ def planner_inputs(
         "recovery": Origin.of_samples(len(curves.costs), fitted),
         "predict_seconds": Origin.of_samples(curves.predictions, fitted),
         "lead_after_iterations": Origin("prior"),
-        # Before one was measured, as the copies of checkpoints.
-        "memory_stall_seconds": Origin.of_samples(times.snapshots, 0) if times.snapshots else saves,
-        "replica_seconds": Origin.of_samples(times.replicas, 0),
+        "memory_stall_seconds": saves,
+        "replica_seconds": Origin("prior") if memory is None or memory.replica_seconds is None else saves,
+        **memory_origins,
     }
     phase = _phase(costs, curves, phases)
     if phase is not None and curves.loss is not None:

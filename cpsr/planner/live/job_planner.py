@@ -13,14 +13,14 @@ from cpsr.errors import JournalError
 from cpsr.fitter.phases import Phase, PhaseDetector
 from cpsr.journal import BacktestRow, FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
 from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import MemoryTier, Origin, PlannerInputs
+from cpsr.planner.inputs import Origin, PlannerInputs
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
 from cpsr.planner.live.first_plan import differs, first_memory_interval, first_plan
 from cpsr.planner.live.inputs import Situation, planner_inputs
-from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes
+from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes, memory_tier
 from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
 from cpsr.planner.live.predictable import Predictable, predictable
-from cpsr.planner.live.rank_costs import RankCosts, SaveTimes, costs_of_ranks, second_moment_share
+from cpsr.planner.live.rank_costs import RankCosts, RankReport, SaveTimes, costs_of_ranks, second_moment_share
 from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_costs
 from cpsr.planner.live.stall import StallMeter
 from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan, with_memory
@@ -87,7 +87,7 @@ class JobPlanner:
         self._path_straightness: float | None = None  # at the newest fit
         self._fitted = False
         self._missing: tuple[str, ...] = ()
-        self._others: list[RankCosts] = []
+        self._others: list[RankReport] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
         self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
         self._proposal: Plan | None = None  # not taken yet
@@ -231,7 +231,7 @@ class JobPlanner:
         """End phases, fit at their ends, and propose."""
         with self._lock:
             situation, saves, self._saves = self._situation, self._saves, []
-            own = self._own_costs()
+            own = self._own_report()
         if situation is not None:
             self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
         with self._lock:
@@ -250,7 +250,7 @@ class JobPlanner:
     def _replan_under_override(self, world_size: int, journal: RankJournal) -> None:
         """Replan because the override has changed; later if nothing is measured yet."""
         with self._lock:
-            situation, own = self._situation, self._own_costs()
+            situation, own = self._situation, self._own_report()
         planned = self._config.checkpoint.interval_iterations is None or self._plans_memory_alone
         if planned and situation is not None and own is not None:
             self._propose(situation, (own, *self._others), world_size, journal, anew=True)
@@ -268,12 +268,12 @@ class JobPlanner:
         checkpoint = self._config.checkpoint
         return checkpoint.interval_iterations is not None and checkpoint.shared_memory
 
-    def _own_costs(self) -> RankCosts | None:
-        """Of this rank's checkpoints; of none, once snapshots in memory are known and these alone are planned."""
+    def _own_report(self) -> RankReport | None:
+        """This rank's costs; of no checkpoint, once snapshots in memory are known and these alone are planned."""
         own = self._times.costs()
-        if own is None and self._plans_memory_alone and self._memory.snapshots >= MEASURED_SNAPSHOTS:
-            return RankCosts(0, 0, 0.0, 0.0, 0, None)
-        return own
+        if own is None and self._plans_memory_alone and self._memory.noted >= MEASURED_SNAPSHOTS:
+            own = RankCosts(0, 0, 0.0, 0.0, 0, None)
+        return None if own is None else RankReport(own, self._memory.to_tree())
 
     def _fixed_plan(self) -> Plan:
         """The fixed interval, under the override in force."""
@@ -303,7 +303,7 @@ class JobPlanner:
         if not costs:
             return
         self._others, self._others_iteration = costs[1:], iteration
-        share = second_moment_share(costs)
+        share = second_moment_share([report.costs for report in costs])
         if share is None:
             return
         with self._lock:
@@ -353,14 +353,17 @@ class JobPlanner:
             logger.debug("not known yet, and not needed by the plan: %s", missing)
 
     def _propose(
-        self, situation: Situation, costs: Sequence[RankCosts], world_size: int, journal: RankJournal, anew: bool
+        self, situation: Situation, reports: Sequence[RankReport], world_size: int, journal: RankJournal, anew: bool
     ) -> None:
         curve, longest = self._end_costs(situation, self._curves)
-        inputs = [self._inputs(situation, one, curve) for one in costs]
+        with self._lock:
+            own_origins = self._memory.origins
+        origins = [own_origins, *({} for _ in reports[1:])]
+        inputs = [self._inputs(situation, one, curve, of_one) for one, of_one in zip(reports, origins, strict=True)]
         if self._config.checkpoint.interval_iterations is not None:
             plan = with_memory(self._fixed_plan(), inputs, self._limits(longest), self._config.mode)
         else:
-            complete = len(costs) == world_size  # otherwise some ranks would get no interval
+            complete = len(reports) == world_size  # otherwise some ranks would get no interval
             plan = self._planned(inputs, self._limits(longest), complete=complete)
         # What the training thread has told may be older than the newest proposal.
         if anew or differs(plan, self._newest or situation.plan):
@@ -382,21 +385,23 @@ class JobPlanner:
         )
         return overridden(plan, self._override, limits)
 
-    def _inputs(self, situation: Situation, costs: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
+    def _inputs(
+        self,
+        situation: Situation,
+        report: RankReport,
+        recovery: EndCostCurve | None,
+        memory_origins: Mapping[str, Origin],
+    ) -> PlannerInputs:
         watch, iteration = self._config.life.watch_iterations, situation.schedule.iteration
         of_all = self._share is not None
         read_at = iteration if self._others_iteration is None else self._others_iteration
         moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
-        memory = self._memory_tier(costs)
+        costs, memory = report.costs, None
+        if self._config.checkpoint.shared_memory:
+            memory = memory_tier(report.memory, self._config.memory.interval_iterations, costs.stall_seconds)
         return planner_inputs(
-            situation, costs, self._curves, recovery, self._phases, watch, moments, memory, self._memory
+            situation, costs, self._curves, recovery, self._phases, watch, moments, memory, memory_origins
         )
-
-    def _memory_tier(self, costs: RankCosts) -> MemoryTier | None:
-        if not self._config.checkpoint.shared_memory:
-            return None
-        with self._lock:
-            return self._memory.tier(self._config.memory.interval_iterations, costs.stall_seconds)
 
     def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""

@@ -2,11 +2,12 @@
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
-from cpsr.planner.inputs import MemoryTier
+from cpsr.planner.inputs import MemoryTier, Origin
 
-__all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes"]
+__all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes", "memory_tier"]
 
 MEASURED_SNAPSHOTS = 8  # times are medians of this many
 
@@ -26,14 +27,10 @@ class MemoryTimes:
         self.noted = 0
 
     @property
-    def snapshots(self) -> int:
-        """Number of stalls behind the median, of this life."""
-        return len(self._stalls)
-
-    @property
-    def replicas(self) -> int:
-        """Number of transfers behind the median, of this life."""
-        return len(self._replicas)
+    def origins(self) -> dict[str, Origin]:
+        """Of the times that were measured in this life."""
+        measured = {"memory_stall_seconds": len(self._stalls), "replica_seconds": len(self._replicas)}
+        return {name: Origin.of_samples(samples, 0) for name, samples in measured.items() if samples}
 
     def note(self, stall_seconds: float) -> None:
         """Add the stall of a snapshot that went to memory alone."""
@@ -47,19 +44,6 @@ class MemoryTimes:
     def note_replica(self, seconds: float) -> None:
         """Add the time from a snapshot to its whole replica on another machine."""
         self._replicas.append(seconds)
-
-    def tier(self, interval_iterations: int | None, checkpoint_stall_seconds: float) -> MemoryTier:
-        """What is known of the snapshots.
-
-        Args:
-            interval_iterations: set by the user; None: planned.
-            checkpoint_stall_seconds: of a checkpoint, where nothing else is known.
-        """
-        known = self.to_tree()
-        stall = known.get("stall_seconds")
-        if stall is None:
-            stall = statistics.median(self._copies) if self._copies else checkpoint_stall_seconds
-        return MemoryTier(stall, interval_iterations, known.get("replica_seconds"))
 
     def restore(self, tree: dict[str, Any] | None, *, replicates: bool) -> None:
         """Load what `to_tree` of the last life returned.
@@ -75,7 +59,19 @@ class MemoryTimes:
     def to_tree(self) -> dict[str, float]:
         """Medians as plain data, for this rank's part of the next checkpoint."""
         found = dict(self._before)
-        for name, times in (("stall_seconds", self._stalls), ("replica_seconds", self._replicas)):
-            if times:
-                found[name] = statistics.median(times)
-        return found
+        times = {"stall_seconds": self._stalls, "copy_seconds": self._copies, "replica_seconds": self._replicas}
+        return found | {name: statistics.median(seconds) for name, seconds in times.items() if seconds}
+
+
+def memory_tier(
+    known: Mapping[str, float], interval_iterations: int | None, checkpoint_stall_seconds: float
+) -> MemoryTier:
+    """What is known of a rank's snapshots.
+
+    Args:
+        known: `MemoryTimes.to_tree` of the rank.
+        interval_iterations: set by the user; None: planned.
+        checkpoint_stall_seconds: of a checkpoint, where nothing else is known.
+    """
+    stall_seconds = known.get("stall_seconds", known.get("copy_seconds", checkpoint_stall_seconds))
+    return MemoryTier(stall_seconds, interval_iterations, known.get("replica_seconds"))

@@ -4,8 +4,8 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import CheckpointError
 
-__all__ = ["RankCosts", "SaveTimes", "costs_of_ranks", "second_moment_share"]
+__all__ = ["RankCosts", "RankReport", "SaveTimes", "costs_of_ranks", "second_moment_share"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,19 @@ class RankCosts:
     persist_seconds: float
     parameters: int
     mean_second_moment: float | None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has measured.
+
+    Attributes:
+        costs: of its checkpoints.
+        memory: of its snapshots in host memory; what `MemoryTimes.to_tree` returned.
+    """
+
+    costs: RankCosts
+    memory: Mapping[str, float] = field(default_factory=dict)
 
 
 class SaveTimes:
@@ -82,8 +95,8 @@ class SaveTimes:
         return None if costs is None else asdict(costs)
 
 
-def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
-    """Every rank's costs from the newest checkpoint; empty if a rank has none yet, or it cannot be read.
+def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankReport]:
+    """What every rank has reported in the newest checkpoint; empty if a rank has not yet, or it cannot be read.
 
     Args:
         store_directory: the run's `checkpoints`.
@@ -93,15 +106,15 @@ def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
     if not committed:
         return []
     directory = committed[-1].directory
-    found: list[RankCosts] = []
+    found: list[RankReport] = []
     try:
         manifest = read_manifest(directory)
         for rank in range(world_size):
             scalars = read_rank_manifest(directory, manifest, rank).scalars
-            recorded = scalars["planning"]["costs"]
-            if recorded is None:
+            planning = scalars["planning"]
+            if planning["costs"] is None:
                 return []
-            found.append(RankCosts(**recorded))
+            found.append(RankReport(RankCosts(**planning["costs"]), planning.get("memory", {})))
     except (CheckpointError, OSError, KeyError, TypeError) as error:
         logger.warning("cannot read the other ranks' costs from %s, rank 0's are used for all: %s", directory, error)
         return []

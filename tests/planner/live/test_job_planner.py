@@ -331,7 +331,11 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
     again = planner_of(configured(tmp_path))
     again.load_state_dict(state, replicates=True)
     assert again.first_plan(state).memory_interval_iterations == after.memory_interval_iterations
-    assert again.state_dict(after)["memory"] == {"stall_seconds": 0.002, "replica_seconds": 1.5}
+    assert again.state_dict(after)["memory"] == {
+        "stall_seconds": 0.002,
+        "copy_seconds": 2.0,
+        "replica_seconds": 1.5,
+    }
 
 
 def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Path) -> None:
@@ -473,6 +477,7 @@ def commit_costs(
     stalls: Sequence[float],
     contents: Contents = WHOLE,
     moments: Sequence[float] = (1.0, 1.0),
+    memory: Sequence[dict[str, float]] = ({}, {}),
 ) -> None:
     """Commit a checkpoint in which every rank records what its own cost."""
     stores = [
@@ -480,9 +485,9 @@ def commit_costs(
         for rank in range(len(stalls))
     ]
     stores[0].prepare()
-    for store, stall, moment in reversed(list(zip(stores, stalls, moments, strict=True))):
+    for store, stall, moment, times in reversed(list(zip(stores, stalls, moments, memory, strict=True))):
         costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
-        scalars = {"planning": {"costs": costs}} if contents.moments else {}
+        scalars = {"planning": {"costs": costs, "memory": times}} if contents.moments else {}
         store.write(Snapshot(iteration, Shard({}), scalars, contents=contents))
     assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
 
@@ -505,6 +510,36 @@ def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, jo
     plan = proposed_for(tmp_path, journal, 2)
     assert plan.rank_interval_iterations[0] == plan.interval_iterations
     assert plan.multiple_of(1) == plan.largest_multiple > 1
+
+
+def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, journal: RankJournal) -> None:
+    times = [{"stall_seconds": 0.9, "replica_seconds": 9.0}, {"stall_seconds": 0.3, "replica_seconds": 0.5}]
+    commit_costs(tmp_path, 2000, [0.02, 0.02], memory=times)
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 2, journal)
+    planner.note_memory(0.1)
+    planner.note_replica(2.0)
+    planner.note(saved(2000))
+    planner.consider(situation(2010, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    shown, origins = plan.explanation["inputs"], plan.explanation["origins"]
+    assert (shown["memory_stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
+    assert (origins["memory_stall_seconds"]["samples"], origins["replica_seconds"]["samples"]) == (3, 1)
+
+
+def test_without_replicas_of_every_rank_the_job_has_none(tmp_path: Path, journal: RankJournal) -> None:
+    commit_costs(tmp_path, 2000, [0.02, 0.02], memory=[{"replica_seconds": 2.0}, {}])
+    planner = planner_of(configured(tmp_path))
+    planner.start(tmp_path, 2, journal)
+    planner.note_replica(2.0)
+    planner.note(saved(2000))
+    planner.consider(situation(2010, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    assert plan.explanation["classes"]["machine"]["back_to"] == "disk"
 
 
 def test_where_a_ranks_costs_are_not_known_all_have_one_interval(tmp_path: Path, journal: RankJournal) -> None:
