@@ -5,7 +5,8 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from cpsr.checkpoint.files import (
     write_bytes,
 )
 from cpsr.checkpoint.manifest import step_iteration
+from cpsr.checkpoint.remote.requests import PART_BYTES, SENDS, copy_file, options_for, read_ranges, takes_parts
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
 __all__ = ["Place", "TargetAbsentError", "digest_of", "open_place"]
 
 _CHUNK_BYTES = 4 << 20  # large enough for a network's bandwidth, small enough to stop between two of them
-_BLOCK_BYTES = 16 << 20  # one request of an object store; its smallest part of an upload is 5 MB
 _FOLDER = "checkpoints"
 # Errors of a file system where there is nothing, or no plain file, in a file's place.
 _ABSENT = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -60,7 +61,7 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
         )
     try:
         # A separate instance: others in this process may cache listings.
-        system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+        system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options_for(url))
     except ImportError as error:
         raise ConfigError(
             f"checkpoint.target '{shown}': {error} (pip install 'cpsr[s3]' or 'cpsr[gcs]' has those of S3 and of "
@@ -98,7 +99,10 @@ class Place(ABC):
 
     Attributes:
         shown: the URL without user and password, for messages.
+        sends: files that `begin` may send at a time; 0 where only `send` works.
     """
+
+    sends = 0
 
     def __init__(self, shown: str) -> None:
         self.shown = shown.rstrip("/")
@@ -117,10 +121,16 @@ class Place(ABC):
         with self._asking("listing", folder):
             return self._list(folder)
 
-    def read(self, folder: str, file: str) -> bytes:
-        """Content of a small file."""
+    def read(self, folder: str, file: str, size: int | None = None) -> bytes:
+        """Content of a small file.
+
+        Args:
+            folder: where it is.
+            file: its name.
+            size: in bytes, that it should have; spares a request, and of a longer file one byte more is read.
+        """
         with self._asking("reading", folder, file):
-            return self._read(folder, file)
+            return self._read(folder, file, size)
 
     def chunks(self, folder: str, file: str) -> Iterator[bytes]:
         """Content of a file of any size, piece by piece."""
@@ -135,13 +145,30 @@ class Place(ABC):
         """
         with self._asking("writing", folder, file):
             self._write(folder, file, data)
-        if self.read(folder, file) != data:
+        if self.read(folder, file, len(data)) != data:
             raise TargetError(f"{self.name(folder, file)}: what was read back differs from what was written")
 
     def send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None:
         """Write a file of any size; errors of CPSR in `chunks` are passed on."""
         with self._asking("writing", folder, file):
             self._send(folder, file, chunks)
+
+    def begin(self, folder: str, file: str, descriptor: int, size: int, check: Callable[[], None]) -> Future[Digest]:
+        """Begin to write a local file in parts and to read it back, beside others; `finish` waits for it.
+
+        Args:
+            folder: where to.
+            file: the name there.
+            descriptor: of the local file, from its beginning; it is closed in the end.
+            size: in bytes, that the file should have.
+            check: called after each part; what it raises ends the writing.
+        """
+        raise NotImplementedError(f"{self.shown} takes no files in parts")
+
+    def finish(self, folder: str, file: str, writing: Future[Digest]) -> Digest:
+        """Wait for the result of `begin`: what was read back. Errors of CPSR in its `check` are passed on."""
+        with self._asking("writing", folder, file):
+            return writing.result()
 
     def make(self, folder: str) -> None:
         """Create a folder, where there are folders. The target's parent must exist: a mount may be missing."""
@@ -170,7 +197,7 @@ class Place(ABC):
     def _list(self, folder: str) -> list[str]: ...
 
     @abstractmethod
-    def _read(self, folder: str, file: str) -> bytes: ...
+    def _read(self, folder: str, file: str, size: int | None) -> bytes: ...
 
     @abstractmethod
     def _chunks(self, folder: str, file: str) -> Iterator[bytes]: ...
@@ -205,7 +232,7 @@ class LocalPlace(Place):
             return []
         return [path.name for path in directory.iterdir() if not path.is_symlink()]
 
-    def _read(self, folder: str, file: str) -> bytes:
+    def _read(self, folder: str, file: str, size: int | None) -> bytes:
         return read_bytes(self._path(folder) / file)
 
     def _chunks(self, folder: str, file: str) -> Iterator[bytes]:
@@ -253,6 +280,11 @@ class RemotePlace(Place):
         super().__init__(shown)
         self._system = system
         self._root = root.rstrip("/")
+        self.sends = SENDS if takes_parts(system) else 0
+
+    def begin(self, folder: str, file: str, descriptor: int, size: int, check: Callable[[], None]) -> Future[Digest]:
+        """See `Place`."""
+        return copy_file(self._system, descriptor, self._path(folder, file), size, check)
 
     def _list(self, folder: str) -> list[str]:
         self._system.invalidate_cache()
@@ -262,12 +294,19 @@ class RemotePlace(Place):
             return []  # in object stores a folder exists only through its files
         return [name for name in (path.rstrip("/").rpartition("/")[2] for path in found) if name]
 
-    def _read(self, folder: str, file: str) -> bytes:
-        return bytes(self._system.cat_file(self._path(folder, file)))
+    def _read(self, folder: str, file: str, size: int | None) -> bytes:
+        # Without a range object stores are asked for the size first.
+        asked = {"start": 0, "end": size + 1} if size and self._system.async_impl else {}
+        return bytes(self._system.cat_file(self._path(folder, file), **asked))
 
     def _chunks(self, folder: str, file: str) -> Iterator[bytes]:
+        path = self._path(folder, file)
         self._system.invalidate_cache()  # a listing may hold the size of an older file of that name
-        with self._system.open(self._path(folder, file), "rb", block_size=_BLOCK_BYTES) as opened:
+        size = self._system.info(path)["size"] if self._system.async_impl else None
+        if size is not None:
+            yield from read_ranges(self._system, path, size)
+            return
+        with self._system.open(path, "rb", block_size=PART_BYTES) as opened:
             while chunk := opened.read(_CHUNK_BYTES):
                 yield chunk
 
@@ -276,22 +315,28 @@ class RemotePlace(Place):
 
     def _send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None:
         # Closing keeps the partial file, also after an error: without a commit record it does not count.
-        with self._system.open(self._path(folder, file), "wb", block_size=_BLOCK_BYTES) as opened:
+        with self._system.open(self._path(folder, file), "wb", block_size=PART_BYTES) as opened:
             for chunk in chunks:
                 opened.write(chunk)
 
     def _make(self, folder: str) -> None:
         # Never with parents: on an object store that would create a bucket whose name was mistyped.
+        with contextlib.suppress(Exception):  # often the others are there; if not, whatever the error, they are made
+            self._system.mkdir(self._path(folder), create_parents=False)
+            return
         bucket = "/" not in self._root.strip("/")
         for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
             with contextlib.suppress(FileExistsError):
                 self._system.mkdir(path, create_parents=False)
 
     def _remove(self, folder: str, first: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._system.rm_file(self._path(folder, first))
+        there = self._list(folder)
+        if first in there:
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(self._path(folder, first))
         self._system.invalidate_cache()
-        self._system.rm(self._path(folder), recursive=True)
+        if there or not self._system.async_impl:
+            self._system.rm(self._path(folder), recursive=True)
 
     def _path(self, folder: str, file: str = "") -> str:
         return "/".join(part for part in (self._root, _FOLDER, folder, file) if part)

@@ -2,14 +2,17 @@
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from cpsr.checkpoint.files import open_plain, read_bytes
+from cpsr.checkpoint.direct_file import read_pieces
+from cpsr.checkpoint.files import Digest, hash_file, open_plain, read_bytes
 from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, commit_record, rank_manifest_name
 from cpsr.checkpoint.remote.catalogue import SET_ASIDE, owner_of, scan
 from cpsr.checkpoint.remote.identity import IDENTITY, Identity
@@ -20,6 +23,7 @@ from cpsr.errors import CheckpointError, RunMismatchError, TargetError
 __all__ = ["CopyStoppedError", "Uploaded", "retain", "set_aside", "upload"]
 
 _CHUNK_BYTES = 4 << 20
+_DAMAGED = "is not what was committed, and is not copied: its size or xxh3-128 differs"
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +43,9 @@ class Uploaded:
 def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool]) -> Uploaded:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
-    Every file is compared with its record while it is sent. It is then read back from the target and compared again.
-    The commit record comes after all files. Files of an earlier upload in the folder are removed first.
+    Every file is read back from the target and compared with its record. The manifests come after all files, and the
+    commit record last. Files of an earlier upload in the folder are removed first. Where the target permits it, several
+    parts and files are sent at a time, and one is read back meanwhile.
 
     Args:
         place: the target.
@@ -60,10 +65,16 @@ def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[
     place.remove(folder, first=COMMIT)
     place.make(folder)
     place.write(folder, IDENTITY, identity.to_bytes())
-    for rank in sorted(manifest.ranks):
-        record = read_rank_manifest(directory, manifest, rank)
-        for name in sorted(record.files):
-            _send(place, folder, directory / name, record.files[name], stopped)
+    records = {rank: read_rank_manifest(directory, manifest, rank) for rank in sorted(manifest.ranks)}
+    files = ((directory / name, record.files[name]) for record in records.values() for name in sorted(record.files))
+    if place.sends:
+        _copy_beside(place, folder, files, stopped)
+    else:
+        for path, record in files:
+            place.send(folder, path.name, _checked(path, record, stopped))
+            found = digest_of(_until(place.chunks(folder, path.name), stopped))
+            _refuse_other_bytes(place, folder, path, record, found)
+    for rank in records:
         place.write(folder, rank_manifest_name(rank), _read_local(directory / rank_manifest_name(rank)))
     place.write(folder, MANIFEST, manifest_bytes)
     _refuse_other_writer(place, folder, identity)
@@ -107,11 +118,48 @@ def retain(place: Place, run_id: str, keep: int, before_removal: Callable[[str],
     return removed
 
 
-def _send(place: Place, folder: str, path: Path, record: FileRecord, stopped: Callable[[], bool]) -> None:
-    place.send(folder, path.name, _checked(path, record, stopped))
-    found = digest_of(_until(place.chunks(folder, path.name), stopped))
-    if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
-        raise TargetError(f"{place.name(folder, path.name)}: what was read back differs from what was written")
+def _copy_beside(
+    place: Place, folder: str, files: Iterable[tuple[Path, FileRecord]], stopped: Callable[[], bool]
+) -> None:
+    """Send several files at a time; each one is read back when it is written, while the others are under way."""
+    left, failed = iter(files), threading.Event()
+    under_way: dict[Future[Digest], tuple[Path, FileRecord]] = {}
+
+    def check() -> None:
+        _refuse_stop(lambda: failed.is_set() or stopped())
+
+    try:
+        while True:
+            while len(under_way) < place.sends and (file := next(left, None)) is not None:
+                check()
+                path, record = file
+                opened = _open_sized(path, record)
+                under_way[place.begin(folder, path.name, opened, record.bytes, check)] = file
+            if not under_way:
+                return
+            done = next(iter(wait(under_way, return_when=FIRST_COMPLETED).done))
+            path, record = under_way.pop(done)
+            _refuse_other_bytes(place, folder, path, record, place.finish(folder, path.name, done))
+    finally:
+        failed.set()
+        wait(under_way)  # nothing of this attempt may reach a name during the next one
+
+
+def _refuse_other_bytes(place: Place, folder: str, path: Path, record: FileRecord, found: Digest) -> None:
+    """Raise where what was read back is not what was committed; the local file then shows which side is damaged."""
+    if _same(found, record):
+        return
+    try:
+        here = hash_file(path, direct=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not _same(here, record):
+        raise DamagedFileError(path, _DAMAGED)
+    raise TargetError(f"{place.name(folder, path.name)}: what was read back differs from what was written")
+
+
+def _same(found: Digest, record: FileRecord) -> bool:
+    return (found.bytes, found.xxh3_128) == (record.bytes, record.xxh3_128)
 
 
 def _checked(path: Path, record: FileRecord, stopped: Callable[[], bool]) -> Iterator[bytes]:
@@ -121,27 +169,45 @@ def _checked(path: Path, record: FileRecord, stopped: Callable[[], bool]) -> Ite
         state.update(chunk)
         size += len(chunk)
         yield chunk
-    if (size, state.hexdigest()) != (record.bytes, record.xxh3_128):
-        raise DamagedFileError(path, "is not what was committed, and is not copied: its size or xxh3-128 differs")
+    if not _same(Digest(size, state.hexdigest()), record):
+        raise DamagedFileError(path, _DAMAGED)
 
 
 def _local_chunks(path: Path) -> Iterator[bytes]:
+    descriptor = _open_local(path, direct=True)
     try:
-        descriptor = open_plain(path)
-        try:
-            while chunk := os.read(descriptor, _CHUNK_BYTES):
-                yield chunk
-        finally:
-            os.close(descriptor)
+        for piece in read_pieces(descriptor, _CHUNK_BYTES):
+            yield bytes(piece)  # the file system may keep it
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _open_local(path: Path, *, direct: bool = False) -> int:
+    try:
+        return open_plain(path, direct=direct)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _open_sized(path: Path, record: FileRecord) -> int:
+    descriptor = _open_local(path)
+    if os.fstat(descriptor).st_size != record.bytes:
+        os.close(descriptor)
+        raise DamagedFileError(path, _DAMAGED)
+    return descriptor
+
+
 def _until(chunks: Iterator[bytes], stopped: Callable[[], bool]) -> Iterator[bytes]:
     for chunk in chunks:
-        if stopped():
-            raise CopyStoppedError("copying was stopped, because the run ends")
+        _refuse_stop(stopped)
         yield chunk
+
+
+def _refuse_stop(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise CopyStoppedError("copying was stopped, because the run ends")
 
 
 def _read_local(path: Path) -> bytes:
@@ -154,7 +220,8 @@ def _read_local(path: Path) -> bytes:
 def _refuse_other_writer(place: Place, folder: str, identity: Identity) -> None:
     """Detect two runs that found the target empty at the same time: the last one to write its identity continues."""
     try:
-        same = place.read(folder, IDENTITY) == identity.to_bytes()
+        ours = identity.to_bytes()
+        same = place.read(folder, IDENTITY, len(ours)) == ours
     except TargetAbsentError:
         same = False
     if not same:

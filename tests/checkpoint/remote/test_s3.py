@@ -1,27 +1,37 @@
-"""The S3 protocol itself, against a server of it: skipped where neither a server (moto) nor s3fs is installed."""
+"""The S3 protocol itself, against a server of it (moto's, of the extra `dev`): skipped where that is not installed."""
 
+import itertools
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from cpsr.checkpoint.remote.catalogue import verify
 from cpsr.checkpoint.remote.copier import Copier
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.upload import retain
+from cpsr.checkpoint.remote.upload import CopyStoppedError, retain, upload
+from cpsr.cli.main import app
 from cpsr.config import CheckpointConfig
-from cpsr.errors import TargetError
-from tests.checkpoint.remote.conftest import RUN, commit, committed_at, fetched, new_run, send
+from cpsr.errors import CheckpointError, TargetError
+from tests.checkpoint.conftest import make_snapshot
+from tests.checkpoint.remote.conftest import RUN, commit, committed_at, fetched, identity_of, new_run, send
 
-pytest.importorskip("moto", reason="the S3 server of the tests")
+pytest.importorskip("moto.server", reason="the S3 server of the tests: pip install 'cpsr[dev]'")
 s3fs = pytest.importorskip("s3fs", reason="pip install 'cpsr[s3]'")
 
+ROOT = Path(__file__).parents[3]
 START_SECONDS = 30.0
+LARGE = (5_000_000,)  # values of an operator: its moments, 40 MB, are sent in parts
 
 
 @pytest.fixture
@@ -101,3 +111,112 @@ def test_a_server_that_is_gone(tmp_path: Path, bucket: str, monkeypatch: pytest.
     place = open_place(f"s3://{bucket}/run")
     with pytest.raises(TargetError, match="listing failed"):
         committed_at(place)
+
+
+def test_verify_names_a_damaged_object_and_a_restart_takes_the_older_copy(tmp_path: Path, bucket: str) -> None:
+    url = f"s3://{bucket}/run"
+    place, stores = open_place(url), new_run(tmp_path / "run", world_size=1)
+    for iteration in (10, 20):
+        send(place, tmp_path / "run", commit(stores, iteration))
+    done = CliRunner().invoke(app, ["verify", url])
+    assert (done.exit_code, done.stdout) == (0, "every committed copy is whole\n")
+    damaged = "step-0000000020/rank-00000.params.safetensors"
+    system, key = s3fs.S3FileSystem(skip_instance_cache=True), f"{bucket}/run/checkpoints/{damaged}"
+    data = bytearray(system.cat_file(key))
+    data[len(data) // 2] ^= 1
+    system.pipe_file(key, bytes(data))
+    done = CliRunner().invoke(app, ["verify", url])
+    assert done.exit_code == 1
+    assert f"{url}/checkpoints/{damaged} is not what was committed" in done.stdout
+    assert fetched(place, tmp_path / "new") == 10
+
+
+@pytest.mark.parametrize("name", ["rank-00000.moments.safetensors", "rank-00000.json", "manifest.json"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_damaged_checkpoint_is_never_committed(tmp_path: Path, bucket: str, name: str, cut: bool) -> None:
+    directory = commit(new_run(tmp_path / "run"), 10)
+    data = bytearray((directory / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (directory / name).write_bytes(data[:-1] if cut else data)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        send(open_place(f"s3://{bucket}/run"), tmp_path / "run", directory)
+    assert committed_at(open_place(f"s3://{bucket}/run")) == []
+
+
+def test_what_is_read_back_differently_is_refused(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = vars(s3fs.S3FileSystem)["_put_file"]
+
+    async def losing(self: Any, lpath: str, rpath: str, callback: Any, chunksize: int, max_concurrency: int) -> None:
+        if "moments" in rpath:
+            lpath = str(tmp_path / "other")
+            Path(lpath).write_bytes(next((tmp_path / "run").rglob("*moments*")).read_bytes()[:-1] + b"x")
+        await real(self, lpath, rpath, callback, chunksize, max_concurrency)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", losing)
+    place = open_place(f"s3://{bucket}/run")
+    with pytest.raises(TargetError, match=r"moments\.safetensors: what was read back differs"):
+        send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    assert committed_at(place) == []
+
+
+def test_a_copy_that_is_stopped_in_the_middle_of_parts_leaves_nothing_committed(tmp_path: Path, bucket: str) -> None:
+    directory = large_checkpoint(tmp_path / "run")
+    place = open_place(f"s3://{bucket}/run")
+    for checks in itertools.count():
+        left = itertools.chain([False] * checks, itertools.repeat(True))
+        try:
+            upload(place, directory, identity_of(tmp_path / "run"), left.__next__)
+        except CopyStoppedError:
+            assert committed_at(place) == []
+            assert parts_left(bucket) == []
+        if checks > 10:
+            break
+    send(place, tmp_path / "run", directory)
+    assert committed_at(place) == [10]
+    assert verify(place) == []
+
+
+def test_a_process_that_is_killed_in_the_middle_of_parts_leaves_nothing_committed(tmp_path: Path, bucket: str) -> None:
+    directory = large_checkpoint(tmp_path / "run")
+    place = open_place(f"s3://{bucket}/run")
+    command = [sys.executable, "-m", "tests.checkpoint.remote.test_s3", f"s3://{bucket}/run", str(directory)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert parts_left(bucket) != []
+    assert committed_at(place) == []
+    assert place.folders() == ["step-0000000010"]
+    assert fetched(place, tmp_path / "new") is None
+    send(place, tmp_path / "run", directory)
+    assert committed_at(place) == [10]
+    assert verify(place) == []
+
+
+def large_checkpoint(run_dir: Path) -> Path:
+    """One committed checkpoint whose files are sent in parts."""
+    (store,) = new_run(run_dir)
+    store.write(make_snapshot(10, sizes=LARGE))
+    assert store.commit(10, 60.0, threading.Event()).committed
+    return store.directory / "step-0000000010"
+
+
+def parts_left(bucket: str) -> list[Any]:
+    """Uploads in parts that were begun at the server and neither completed nor given up."""
+    found = s3fs.S3FileSystem(skip_instance_cache=True).call_s3("list_multipart_uploads", Bucket=bucket)
+    return list(found.get("Uploads", []))
+
+
+def _copy_and_die(url: str, directory: Path) -> None:
+    calls = itertools.count()
+
+    def die() -> bool:
+        # Before the first two files, after the small one, and then after the first part of the large one.
+        if threading.current_thread() is not threading.main_thread() and next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    upload(open_place(url), directory, identity_of(directory.parents[1]), die)
+
+
+if __name__ == "__main__":
+    _copy_and_die(sys.argv[1], Path(sys.argv[2]))

@@ -61,10 +61,10 @@ def test_the_commit_record_comes_last_and_the_manifests_after_the_files(
             order += [name for name in place.files(directory.name) if name not in order]
         else:
             break
-    parts = ("extra.safetensors", "moments.safetensors", "params.safetensors", "json")
-    of_ranks = [f"rank-{rank:05d}.{part}" for rank in range(2) for part in parts]
+    parts = ("extra.safetensors", "moments.safetensors", "params.safetensors")
+    files = [f"rank-{rank:05d}.{part}" for rank in range(2) for part in parts]
     # The commit record comes last of all calls but for its being read back.
-    assert order == ["run.json", *of_ranks, "manifest.json", COMMIT]
+    assert order == ["run.json", *files, "rank-00000.json", "rank-00001.json", "manifest.json", COMMIT]
 
 
 def test_interrupted_at_every_call_the_newest_copy_is_whole(tmp_path: Path, faulty: type[FaultySystem]) -> None:
