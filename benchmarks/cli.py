@@ -96,6 +96,18 @@ def durable(
 
 
 @bench.command()
+def upload(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Copies of each size and way.")] = 9,
+    workdir: Workdir = None,
+) -> None:
+    """A checkpoint to an S3 server on this machine, read back and compared, beside s3fs's own upload."""
+    from cpsr.benchmarks.upload.run import main as run_upload
+
+    run_upload(json_path, rounds, workdir)
+
+
+@bench.command()
 def fit(
     run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
     phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,

@@ -1,0 +1,1 @@
+"""Copying a committed checkpoint to an object store and reading it back, beside s3fs's own upload."""
