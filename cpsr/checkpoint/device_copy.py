@@ -71,6 +71,13 @@ class DeviceCopy:
             return 0.0  # it is not even there yet
         return max(0.0, self._seconds(self._needed))
 
+    def overlap_seconds(self) -> float:
+        """From the copy's begin until the device needed it to be complete; 0 where it is not there yet."""
+        if not self._needed.query():  # type: ignore[no-untyped-call] # torch's stub has no types
+            return 0.0
+        milliseconds: float = self._start.elapsed_time(self._needed)
+        return milliseconds / 1000.0
+
     def _seconds(self, before: torch.cuda.Event) -> float:
         milliseconds: float = before.elapsed_time(self._end)
         return milliseconds / 1000.0

@@ -23,7 +23,7 @@ class Snapshot:
         stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
             that a GPU had still to compute.
         copy_seconds: how long the asynchronous copy itself took.
-        overlap_seconds: from the begin of the snapshot until it had to be complete.
+        overlap_seconds: from the begin of the snapshot until it had to be complete; 0 if a device cannot tell yet.
         contents: what it holds of each operator, and where on the disk that is written.
         split: when its bytes were copied, where the pool copies in waits.
         disk: whether it is to be written; else it is for host memory alone.

@@ -89,11 +89,6 @@ class Occupancy:
         with self._lock:
             return bool(self._free(keep_newest=True))
 
-    @property
-    def is_sealing(self) -> bool:
-        """Whether a state is being sealed."""
-        return bool(self._sealing)
-
     def _free(self, *, keep_newest: bool) -> list[int]:
         used = {*self._in_use, *self._sealing}
         if keep_newest and self._sealed:

@@ -115,19 +115,20 @@ class Held:
         Raises:
             SaveError: the source has a part of another iteration.
         """
-        for part in [part for part, at in taken_at.items() if self.taken_at.get(part) != at]:
+        missing = {part for part, at in taken_at.items() if self.taken_at.get(part) != at}
+        for part in missing:
             if source.taken_at.get(part) != taken_at[part]:
                 raise SaveError(
                     f"no buffer holds expert {part} of iteration {taken_at[part]}, which the snapshot before had"
                 )
-            self.overwrite([part])
-            for place, segment in enumerate(self.parts.segments):
-                if segment.part == part:
-                    span = slice(segment.begin, segment.end)
-                    numpy.copyto(self._content[span], source._content[span])
-                    if place in source.digests:
-                        self.digests[place] = source.digests[place]
-            self.taken_at[part] = taken_at[part]
+        self.overwrite(missing)
+        for place, segment in enumerate(self.parts.segments):
+            if segment.part in missing:
+                span = slice(segment.begin, segment.end)
+                numpy.copyto(self._content[span], source._content[span])
+                if place in source.digests:
+                    self.digests[place] = source.digests[place]
+        self.taken_at.update({part: taken_at[part] for part in missing})
 
     def hash_rest(self) -> None:
         """Hash the segments whose hash is not known."""

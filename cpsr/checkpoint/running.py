@@ -66,6 +66,10 @@ class RunningCopy:
             return min(waited_seconds, self._copy.delay_seconds())
         return waited_seconds
 
+    def overlap_seconds(self, host_seconds: float) -> float:
+        """How much time the copy had, by the device's clock where it copies; 0: not known."""
+        return self._copy.overlap_seconds() if isinstance(self._copy, DeviceCopy) else host_seconds
+
     @property
     def encoded(self) -> tuple[Any, dict[str, Any]] | None:
         """The small state as `cpsr.state.codec.encode` gives it; None where a device had a part of it."""

@@ -105,15 +105,6 @@ class SnapshotPool:
         """The snapshot that is being copied."""
         return None if self._running is None else self._running[0]
 
-    @property
-    def ready(self) -> bool:
-        """Whether a snapshot for host memory could begin now: the one before is sealed, and a buffer is free.
-
-        Where the host itself copies, a snapshot is sealed before the next update, and need not be waited for.
-        """
-        at_once = self.copier.device is None and self.copier.pace is None
-        return self.occupancy.is_free and (at_once or not self.occupancy.is_sealing)
-
     def begin(
         self,
         shard: Shard,
@@ -183,12 +174,12 @@ class SnapshotPool:
             return None
         started = time.perf_counter()
         snapshot, copy = self._running
-        snapshot.overlap_seconds += started
         self._running = None
         try:
             copy.mark_needed()
             snapshot.scalars = copy.result()
             snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
+            snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
         except Exception as error:
             self._give_up(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error

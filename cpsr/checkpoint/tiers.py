@@ -146,12 +146,13 @@ class _Reach:
         self._remote = remote
 
     def entry(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Entry | None:
-        """The state that the rank would take: its own first, then the same machine, then others."""
+        """The state that the rank would take, without older experts: its own, the same machine's, then others."""
         found = [
             entry
             for entry in self._entries
             if entry.iteration == iteration
             and entry.kind in kinds
+            and not entry.older
             and self._alike[entry.rank] == self._alike[rank]
             and (self._remote or entry.node == self._nodes[rank])
         ]

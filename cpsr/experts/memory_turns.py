@@ -36,6 +36,7 @@ class MemoryTurns:
         self._rates: deque[float] = deque(maxlen=MEASURED_COPIES)  # bytes per second
         self._overlaps: deque[float] = deque(maxlen=MEASURED_COPIES)
         self._snapshots = 0
+        self._left_out: dict[tuple[int, int], frozenset[str]] = {}
         self.rounds = 1
 
     def note(self, copied_bytes: int, copy_seconds: float, overlap_seconds: float) -> None:
@@ -46,7 +47,7 @@ class MemoryTurns:
             copy_seconds: that it took.
             overlap_seconds: from its begin until the optimizer needed it to be complete.
         """
-        if copy_seconds > 0:
+        if copy_seconds > 0 and overlap_seconds > 0:
             self._rates.append(copied_bytes / copy_seconds)
             self._overlaps.append(overlap_seconds)
 
@@ -62,9 +63,16 @@ class MemoryTurns:
     def left_out(self) -> frozenset[str]:
         """Operators that the next snapshot does not copy; called on all ranks for the same snapshots."""
         self._snapshots += 1
-        return frozenset(
-            name for name, unit in self._units.items() if self._turn(unit) != self._snapshots % self.rounds
-        )
+        turn = self.rounds, self._snapshots % self.rounds
+        if turn not in self._left_out:
+            others = (name for name, unit in self._units.items() if self._turn(unit) != turn[1])
+            self._left_out[turn] = frozenset(others)
+        return self._left_out[turn]
+
+    def agree(self, rounds: int) -> None:
+        """All ranks take so many rounds from here on, and begin the first."""
+        self.rounds, self._snapshots = rounds, 0
+        self._left_out.clear()
 
     def _turn(self, unit: str) -> int:
         layer, index = map(int, unit.split("-"))

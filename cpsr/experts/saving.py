@@ -141,7 +141,7 @@ class ExpertSaving:
         """
         own = [committed_iteration, self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()]
         gathered = self._group.gather(own)
-        self.in_memory.rounds = max(part[3] for part in gathered)
+        self.in_memory.agree(max(part[3] for part in gathered))
         self._take()
         given_back = self._saved.settle(gathered[0][0])
         if self._config.policy in IN_TURN:

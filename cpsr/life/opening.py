@@ -124,7 +124,8 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     store = _open_store(job)
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
-    memory = HostMemory(job, None if experts is None else experts.units)
+    turns = experts is not None and config.memory.interval_iterations is not None
+    memory = HostMemory(job, experts.units if experts is not None and turns else None)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)

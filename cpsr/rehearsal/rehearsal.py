@@ -253,7 +253,7 @@ class Rehearsal:
     ) -> tuple[Snapshot, Snapshot] | str:
         """Snapshots of the exact state and for the checkpoint, or the obstacle."""
         try:
-            exact = self._pool.begin(self._adapter.shard(), iteration, capture().to_tree())
+            exact = self._pool.begin(self._adapter.shard(), iteration, capture().to_tree(), replicate=False)
             self._pool.finish()
         except (SaveError, UnsupportedEngineError) as error:
             return f"the exact state could not be set aside: {error}"

@@ -10,10 +10,12 @@ import torch
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.moe.naming import experts_of
 from cpsr.journal import Beginning
 from cpsr.predictor.protocol import StatePredictor
 from cpsr.restart.restored import Restored
 from cpsr.state.scalars import Scalars
+from cpsr.state.shard import Shard
 
 __all__ = ["EngineState"]
 
@@ -31,6 +33,10 @@ class EngineState:
     def __init__(self, adapter: EngineAdapter, predictor: StatePredictor) -> None:
         self._adapter = adapter
         self._predictor = predictor
+
+    def expert_units(self, shard: Shard) -> dict[str, str]:
+        """Operator -> its expert, for experts' parameters alone."""
+        return experts_of(self._adapter.expert_naming(), shard.operators)
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly."""

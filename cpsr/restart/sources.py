@@ -128,14 +128,17 @@ class FromCheckpoint:
 
     def bring(self, refusal: Refusal | None) -> Restored:
         """Put the checkpoint into the engine, with older experts from memory where that has nearer ones."""
-        nearer = 0 if self.older is None else take_nearer_experts(self.snapshot, self.ladder.own, self.group)
+        own, nearer = self.ladder.own, 0
+        if self.older is not None:
+            nearer = take_nearer_experts(self.snapshot, self.engine.expert_units(self.snapshot.shard), own, self.group)
         restored = _whole(self, self.snapshot, self.restart.load_seconds, refusal)
         if self.older is None:
             return restored
-        labelled = _with_older(restored, self.snapshot, self.older, catch_up=self.catch_up)
+        older = older_experts(self.snapshot, self.group) or OlderExperts(0, self.snapshot.iteration)
+        labelled = _with_older(restored, self.snapshot, older, catch_up=self.catch_up)
         if not nearer:
             return labelled
-        text = f"{nearer} of them come from snapshots in the memory of machines that are left, nearer to the checkpoint"
+        text = f"{nearer} more come from snapshots in the memory of machines that are left, nearer to the checkpoint"
         return replace(labelled, reason=f"{labelled.reason}; {text}")
 
 
@@ -251,6 +254,8 @@ def _whole(
     c, f = restart.checkpoint_iteration, restart.failure_iteration
     restored = source.engine.restore(snapshot, parts, c, f, load_seconds)
     place, lost = _place(source.candidate), 0 if f is None else source.candidate.cost_iterations(f)
+    if lost == 0 and source.candidate.beginning is not Beginning.EXACT:
+        return replace(restored, reason=f"at {place}")
     if lost == 0:
         return replace(restored, reason=f"exactly at {place}; nothing is lost")
     recomputed = f"{lost} iterations are recomputed from {place}"

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from cpsr.checkpoint.contents import WHOLE, Contents
@@ -17,9 +18,22 @@ from cpsr.saving.turns import Turns
 from cpsr.state.losses import Step
 from cpsr.state.shard import Shard
 
-__all__ = ["MemorySnapshots"]
+__all__ = ["MemorySnapshots", "Turn"]
 
 STALLS = 1000  # that are remembered
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One due snapshot, as all ranks take it.
+
+    Attributes:
+        contents: what it copies.
+        replicate: whether it is sent to the peers.
+    """
+
+    contents: Contents = WHOLE
+    replicate: bool = False
 
 
 class MemorySnapshots:
@@ -70,31 +84,46 @@ class MemorySnapshots:
         """Count from here: a snapshot of it is there, or the run has gone back to it."""
         self._last = iteration
 
-    def begin(self, iteration: int, scalars: Callable[[], dict[str, Any]], contents: Contents = WHOLE) -> None:
-        """Start the snapshot of a finished iteration; returns while it is being copied.
+    def turn(self, iteration: int, contents: Callable[[], Contents] = lambda: WHOLE) -> Turn | None:
+        """What the due snapshot copies, and whether it is sent; called on all ranks at the same place of a step.
 
         Args:
             iteration: the finished one.
-            scalars: captures the small state.
-            contents: what it copies.
+            contents: gives the next turn.
+
+        Returns:
+            None where a rank has no buffer free: the snapshot stays due.
         """
-        started = time.perf_counter()
         if not self.turns.may_take:
             if not self._late:  # counted once; it stays due
                 self._skip(iteration)
             self._late = True
-            return
-        self._late = False
-        self._last, replicate = iteration, self.turns.may_send(iteration)
+            return None
+        self._late, self._last = False, iteration
+        return Turn(contents(), self.turns.may_send(iteration))
+
+    def begin(self, iteration: int, turn: Turn, scalars: Callable[[], dict[str, Any]]) -> None:
+        """Start the snapshot of a finished iteration; returns while it is being copied.
+
+        Args:
+            iteration: the finished one.
+            turn: as returned by `turn`.
+            scalars: captures the small state.
+        """
+        started = time.perf_counter()
         self._check_sealed()
         try:
-            snapshot = self._pool.begin(self._shard(), iteration, scalars(), contents, disk=False, replicate=replicate)
+            snapshot = self._pool.begin(
+                self._shard(), iteration, scalars(), turn.contents, disk=False, replicate=turn.replicate
+            )
         except (SaveError, UnsupportedEngineError) as error:
             self.failed(iteration, error)
             return
         if snapshot is None:
             self._skip(iteration)
             return
+        if turn.replicate:
+            self.turns.sent(snapshot)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def _skip(self, iteration: int) -> None:

@@ -22,7 +22,7 @@ from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.predictor.prior import MIN_CHECKPOINTS
 from cpsr.restart.restore import Restored
-from cpsr.saving.memory_snapshots import MemorySnapshots
+from cpsr.saving.memory_snapshots import MemorySnapshots, Turn
 from cpsr.saving.report import Origin, report_save
 from cpsr.saving.turns import Turns
 from cpsr.state.scalars import Scalars
@@ -81,7 +81,8 @@ class Saver(Part):
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
         self._sparse_iterations: set[int] = set()  # since the last with all experts of its own iteration
-        if experts is not None and any(source.tier == "memory" for source in restored.sources):
+        in_memory = any(source.tier == "memory" for source in restored.sources)
+        if experts is not None and (in_memory or restored.beginning is Beginning.OLDER_EXPERTS):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
         iteration = restored.restored_iteration
@@ -108,11 +109,16 @@ class Saver(Part):
         """Whether a snapshot to host memory is due after this iteration."""
         return self.memory.is_due(iteration, self.plan.memory_interval_iterations)
 
-    def begin_in_memory(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
-        """Start a snapshot to host memory alone; this rank decides by itself.
+    def turn_in_memory(self, iteration: int) -> Turn | None:
+        """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
+        return self.memory.turn(iteration, self._contents_in_memory)
+
+    def begin_in_memory(self, iteration: int, turn: Turn, scalars: Callable[[], Scalars]) -> None:
+        """Start a snapshot to host memory alone.
 
         Args:
             iteration: the finished one.
+            turn: as returned by `turn_in_memory`.
             scalars: captures the small state.
         """
 
@@ -120,7 +126,7 @@ class Saver(Part):
             experts = {} if self._experts is None else self._experts.state_dict()
             return replace(scalars(), experts=experts).without_learned()
 
-        self.memory.begin(iteration, small, self._contents_in_memory())
+        self.memory.begin(iteration, turn, small)
 
     def _contents_in_memory(self) -> Contents:
         """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
@@ -214,6 +220,7 @@ class Saver(Part):
         self._last_due = iteration
         replicate = contents.moments and self.memory.turns.may_send(iteration)
         if contents.moments:
+            self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
@@ -228,8 +235,8 @@ class Saver(Part):
             self._all_experts = True
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
-        if contents.moments:
-            self.memory.restart(iteration)
+        if replicate:
+            self.memory.turns.sent(snapshot)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 
 __all__ = ["Turns"]
 
@@ -25,10 +25,16 @@ class Turns:
         self._cast_at = self._read_at = -1  # iterations of the votes
         self._blocked = self._busy = False
         self._sent_at = -2
+        self._sent: Snapshot | None = None
 
     def ballot(self) -> tuple[bool, bool]:
-        """Whether this rank cannot take a snapshot now, and whether one of its links is busy."""
-        return not self._pool.ready, self._sending()
+        """Whether this rank cannot take a snapshot now, and whether one of its links is busy, or soon will be."""
+        sealed = None if self._sent is None else self._sent.sealed
+        return not self._pool.occupancy.is_free, self._sending() or (sealed is not None and not sealed.done())
+
+    def sent(self, snapshot: Snapshot) -> None:
+        """This one goes to the peers once it is sealed."""
+        self._sent = snapshot
 
     def read(self, iteration: int, blocked: bool, busy: bool) -> None:
         """A ballot was cast after this iteration, and the result of the one before is here.

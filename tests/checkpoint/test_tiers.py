@@ -201,3 +201,10 @@ def test_a_state_in_memory_goes_before_a_checkpoint_of_the_same_iteration_with_o
     entries = [entry(0, 12)]
     assert decide(["one"], entries, 12, None, alike=[0], stale=True).exact == (Source(0, "memory", 12, entries[0]),)
     assert decide(["one"], entries, 12, None, alike=[0]).exact == (Source(0, "disk", 12),)
+
+
+def test_a_snapshot_with_older_experts_is_no_emergency_dump() -> None:
+    """Its label would be lost: the state is predicted where it is all that a rank has left."""
+    entries = [entry(0, 10, "departure"), Entry(1, 10, "snapshot", "one", "1", older=True)]
+    decision = decide(["one", "one"], entries, 8, 10, alike=[0, 1])
+    assert [source.tier for source in decision.departed] == ["departure", "predicted"]

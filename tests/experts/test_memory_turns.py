@@ -45,7 +45,7 @@ def test_every_expert_has_its_turn_once_a_round_and_ranks_agree(
     jobs = [turns(layers, experts, rank * experts) for rank in range(ranks)]
     again = [turns(layers, experts, rank * experts) for rank in range(ranks)]
     for one in (*jobs, *again):
-        one.rounds = rounds
+        one.agree(rounds)
     copied: list[str] = []
     for _ in range(rounds):
         for rank, (one, same) in enumerate(zip(jobs, again, strict=True)):

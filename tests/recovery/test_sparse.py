@@ -302,6 +302,8 @@ def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
                 trained[recovery.iteration] = {
                     name: values.detach().clone() for name, values in model.named_parameters()
                 }
+                if recovery.iteration == kill_at - 4:
+                    assert recovery.life.saver.settle(10.0)  # tiny steps outrun the disk, which has a buffer
                 if recovery.iteration == kill_at:
                     recovery.life.saver.finish()
                     recovery.life.saver.pool.settle()

@@ -56,7 +56,10 @@ class Rank:
         self.snapshots = MemorySnapshots(self.adapter, self.pool, self.journal, planner, self.turns, 0)
 
     def take(self, iteration: int, scalars: Any = None) -> None:
-        self.snapshots.begin(iteration, lambda: scalars or {"iteration": iteration})
+        turn = self.snapshots.turn(iteration)
+        if turn is None:
+            return
+        self.snapshots.begin(iteration, turn, lambda: scalars or {"iteration": iteration})
         snapshot = self.pool.finish()
         if snapshot is not None:
             self.snapshots.complete(snapshot)
