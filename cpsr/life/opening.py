@@ -127,6 +127,8 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     turns = experts is not None and config.memory.interval_iterations is not None
     memory = HostMemory(job, experts.units if experts is not None and turns else None)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
+    if not memory.survives:
+        job = replace(job, config=_without_shared_memory(job.config))
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)
     return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), free_bytes)
@@ -229,6 +231,12 @@ def _possible(job: Job, learning: Learning, use: Use) -> CPSRConfig:
         message = f"planner.intervals 'per_rank' is not possible: {why}"
         job.journal.event("one interval", message, level=logging.WARNING)
     return config.model_copy(update={"planner": config.planner.model_copy(update={"intervals": "common"})})
+
+
+def _without_shared_memory(config: CPSRConfig) -> CPSRConfig:
+    """The configuration of a life in which some rank's snapshots do not survive: none is planned or taken."""
+    checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def _close_group(group: Group, ending: Ending) -> None:

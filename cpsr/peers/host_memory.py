@@ -52,6 +52,7 @@ class HostMemory:
 
     Attributes:
         pool: the buffers.
+        survives: whether the snapshots of every rank survive its process.
     """
 
     def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
@@ -73,8 +74,9 @@ class HostMemory:
                 None,
                 logging.WARNING,
             )
+        self.survives: bool = group.all(self.pool.survives)
         # All ranks or none: what one sends another takes.
-        if group.all(memory is not None and problem is None and config.peers.replicas > 0):
+        if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
             checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(

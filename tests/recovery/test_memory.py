@@ -61,6 +61,19 @@ def sources_of(run_dir: Path) -> list[str]:
         return [source.source for source in reader.recoveries()[-1].sources]
 
 
+def test_where_shared_memory_is_too_small_no_snapshot_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpsr.checkpoint.memory.shared_memory_left", lambda directory: 0)
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"shared_memory": True})) as recovery:
+        train(recovery, loop, 30)
+        assert recovery.plan.memory_interval_iterations is None
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert "no shared memory" in [event.kind for event in reader.events()]
+        assert {plan.memory_interval_iterations for plan in reader.plans()} == {None}
+
+
 @pytest.mark.parametrize("fault", ["persist:0:12", "commit:0:12"])
 def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
     job: Job, uninterrupted: Uninterrupted, fault: str
