@@ -68,6 +68,13 @@ class MemoryState:
     branch: int = 0
     oldest_iteration: int = -1
 
+    @property
+    def place(self) -> Literal["own", "replica", "other"]:
+        """By the file's name: one of the rank's own buffers, a replica, or what a restart or a replication needs."""
+        matched = NAME.fullmatch(self.path.name)
+        slot = "" if matched is None else matched["slot"]
+        return "own" if slot.isdigit() else "replica" if slot.startswith("replica-") else "other"
+
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
     """The states of a run in this machine's shared memory, by their descriptions; not verified."""

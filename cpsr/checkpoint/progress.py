@@ -19,6 +19,7 @@ __all__ = [
     "Progress",
     "ProgressCounter",
     "RankProgress",
+    "has_held_states",
     "mark_life",
     "newest_life",
     "progress_path",
@@ -37,20 +38,21 @@ def progress_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "progress" / f"rank-{rank:05d}"
 
 
-def mark_life(run_dir: Path, life: int, branch: int = 0) -> None:
+def mark_life(run_dir: Path, life: int, branch: int = 0, *, holds_states: bool = False) -> None:
     """Record the life of the counters (rank 0): states of earlier lives in memory are then out of date.
 
     Args:
         run_dir: of the run.
         life: the life that trains.
         branch: how often it has gone back; states of earlier branches are out of date, too.
+        holds_states: whether every rank has a state of it in host memory that survives the process.
     """
     path = run_dir / "progress" / LIFE
     path.parent.mkdir(parents=True, exist_ok=True)
     # In place, always with the same size: this works on a full disk.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        os.pwrite(descriptor, f"{life:020d} {branch:020d}".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{life:020d} {branch:020d} {holds_states:d}".encode("ascii"), 0)
     finally:
         os.close(descriptor)
 
@@ -65,8 +67,20 @@ def newest_life(run_dir: Path) -> tuple[int, int]:
         content = (run_dir / "progress" / LIFE).read_bytes()
     except FileNotFoundError:
         return -1, 0
-    life, _, branch = content.partition(b" ")  # an older version wrote no branch
+    life, branch, *_ = [*content.split(b" "), b""]  # an older version wrote no branch
     return (int(life) if life.isdigit() else -1), (int(branch) if branch.isdigit() else 0)
+
+
+def has_held_states(run_dir: Path) -> bool:
+    """Whether every rank has had a state of the newest life in host memory, as far as that was recorded.
+
+    Raises:
+        OSError: the file is there and cannot be read.
+    """
+    try:
+        return (run_dir / "progress" / LIFE).read_bytes().endswith(b" 1")
+    except FileNotFoundError:
+        return False
 
 
 class ProgressCounter:

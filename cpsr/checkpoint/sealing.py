@@ -28,6 +28,7 @@ class Sealing:
         carrying: what a snapshot takes from the one before.
         occupancy: which snapshot has which buffer.
         on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated.
+        on_counting: called for each snapshot that counts from now on.
     """
 
     def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None) -> None:
@@ -38,6 +39,7 @@ class Sealing:
         sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
         self.occupancy = Occupancy(len(buffers), sealed, self._file_name)
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self.on_counting: Callable[[], None] = lambda: None
 
     def is_possible(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot is one to restart from, in shared memory."""
@@ -71,6 +73,8 @@ class Sealing:
             if not sealed:
                 self.carrying.forget()
             self.occupancy.end_seal(index, snapshot, sealed=sealed)
+        if sealed and kind != "departure":
+            self.on_counting()
         return sealed
 
     def unseal(self, index: int) -> None:

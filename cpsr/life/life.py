@@ -106,7 +106,8 @@ class Life:
 
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
-        ladder = Ladder(job.run.run_id, job.group, job.shard, run.previous_life, job.config.peers)
+        before = run.previous_life, run.previous_held
+        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before)
         return Restorer(
             job,
             run.store,

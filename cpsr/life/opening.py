@@ -10,7 +10,7 @@ import torch
 
 from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.memory_removal import bytes_in_memory
-from cpsr.checkpoint.progress import mark_life, newest_life
+from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory
 from cpsr.checkpoint.run_directory import RunDirectory, open_run
@@ -55,6 +55,7 @@ class OpenRun:
         experts: chooses the experts that a checkpoint saves; None: all of them.
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
         previous_life: number and branch of the life before this one.
+        previous_held: whether every rank had a state of it in host memory.
         free_bytes: host memory that CPSR leaves free.
     """
 
@@ -66,6 +67,7 @@ class OpenRun:
     experts: ExpertSaving | None
     writes: WriteAssignment | None
     previous_life: tuple[int, int]
+    previous_held: bool
     free_bytes: int
 
     def set_aside(self, to: Rewind, drain: Callable[[float], bool]) -> None:
@@ -116,7 +118,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     target = CheckpointTarget(config.checkpoint, config.run_dir, group)
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
-    life, branch = group.broadcast(newest_life(config.run_dir))
+    life, branch, held = group.broadcast([*newest_life(config.run_dir), has_held_states(config.run_dir)])
     journal = open_journal(config.run_dir, group, config.mode, life, config.journal.full_steps)
     job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
@@ -131,7 +133,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
         job = replace(job, config=_without_shared_memory(job.config))
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)
-    return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), free_bytes)
+    return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), held, free_bytes)
 
 
 def _open_directory(

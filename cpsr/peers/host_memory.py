@@ -8,6 +8,7 @@ from cpsr.checkpoint.memory_removal import remove_unused
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.orphans import free_orphans
 from cpsr.checkpoint.owner import mark_owner
+from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.job import Job
@@ -75,6 +76,9 @@ class HostMemory:
                 logging.WARNING,
             )
         self.survives: bool = group.all(self.pool.survives)
+        self._life, self._sealed = job.journal.life, 0
+        if group.rank == 0 and self.survives:
+            self.pool.sealing.on_counting = self._count_sealed
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
@@ -129,10 +133,23 @@ class HostMemory:
         restart must be able to distinguish it from newer ones.
         """
         self.pool.forget_after(iteration)
+        self._sealed = 0
         if self._memory is not None:
             self._memory.branch += 1
         if self._replicator is not None:
             self._replicator.forget_after(iteration)
+
+    def _count_sealed(self) -> None:
+        """Record, at rank 0's second state of a branch, that all ranks have one: the ranks take them together."""
+        self._sealed += 1
+        if self._sealed != 2:
+            return
+        try:
+            mark_life(self._run.path, self._life, self.branch, holds_states=True)
+        except OSError as error:
+            logger.warning(
+                "that this life holds states in memory is not recorded, for the class of failures: %s", error
+            )
 
     def close(self, *, in_order: bool, safe: bool) -> None:
         """Let the memory go.

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state, memory_states
@@ -29,20 +29,30 @@ class Ladder:
         run_id: identity of the run.
         group: the ranks.
         shard: the engine's views; only names and slices are looked at.
-        first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
         config: how states of other machines are fetched.
+        first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
+        held: whether every rank had a state of that life in memory.
 
     Attributes:
-        left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not.
+        left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not; None
+            where they tell nothing.
         own: this rank's verified snapshots on its machine, newer than the checkpoint.
     """
 
-    left: FailureScope = "everything"
+    left: FailureScope | None = None
 
-    def __init__(self, run_id: str, group: Group, shard: Shard, first: tuple[int, int], config: PeersConfig) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        group: Group,
+        shard: Shard,
+        config: PeersConfig,
+        first: tuple[int, int],
+        held: bool = False,
+    ) -> None:
         self._run_id = run_id
         self._group = group
-        self._first = first
+        self._first, self._held = first, held
         self._config = config
         self._node = this_node()
         self._whole = _whole(shard)
@@ -71,10 +81,9 @@ class Ladder:
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         states = self._catalogue(nodes, newest)
         self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
-        held = sorted({state.rank for state in memory_states(self._run_id)})
-        found = self._group.gather([_small_iterations(states), held])
-        self.left = what_is_left([ranks for _, ranks in found])
-        small = {iteration for part, _ in found for iteration in part}
+        found = self._group.gather([_small_iterations(states), self._held_here("own"), self._held_here("replica")])
+        self.left = what_is_left([own for _, own, _ in found], [kept for _, _, kept in found], told=self._held)
+        small = {iteration for part, _, _ in found for iteration in part}
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
@@ -121,6 +130,11 @@ class Ladder:
         if problems:
             raise CheckpointError("; ".join(problems))
         return scalars
+
+    def _held_here(self, place: Literal["own", "replica"]) -> list[int]:
+        """Ranks of whose states of the last life one lies in this machine's memory, of any branch."""
+        states = memory_states(self._run_id)
+        return sorted({one.rank for one in states if one.place == place and one.life >= self._first[0]})
 
     def _catalogue(self, nodes: list[str], after: int) -> list[MemoryState]:
         """The states that this rank verifies: its own, and a share of the replicas in its machine's memory."""
@@ -179,16 +193,23 @@ def _small_iterations(states: Sequence[MemoryState]) -> list[int]:
     return [state.iteration for state in states if state.kind == "small"]
 
 
-def what_is_left(held: Sequence[Sequence[int]]) -> FailureScope:
-    """What a failure has left of the ranks' states.
+def what_is_left(own: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]], *, told: bool) -> FailureScope | None:
+    """What a failure has left of the ranks' states; None where that does not show.
+
+    Without replicas the failure of one machine loses states as well. It is told by the other machines' own ones.
 
     Args:
-        held: for each rank, the ranks whose states lie in its machine's memory.
+        own: for each rank, the ranks of which buffers of their own lie in its machine's memory.
+        replicas: for each rank, the ranks whose replicas do.
+        told: whether every rank had a state; else it may be missing for another reason than the failure.
     """
-    if all(rank in own for rank, own in enumerate(held)):
+    if all(rank in here for rank, here in enumerate(own)):
         return "process"
-    anywhere = {rank for own in held for rank in own}
-    return "machine" if anywhere.issuperset(range(len(held))) else "everything"
+    if not told:
+        return None
+    anywhere = {rank for here in (*own, *replicas) for rank in here}
+    survived = not any(replicas) and any(rank in here for rank, here in enumerate(own))
+    return "machine" if survived or anywhere.issuperset(range(len(own))) else "everything"
 
 
 def _whole(shard: Shard) -> bool:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.progress import ProgressCounter, mark_life, newest_life, progress_path, read_progress
+from cpsr.checkpoint.progress import (
+    ProgressCounter,
+    has_held_states,
+    mark_life,
+    newest_life,
+    progress_path,
+    read_progress,
+)
 
 CHILD = """
 import sys
@@ -128,3 +135,11 @@ def test_the_newest_life_is_known_with_its_branch_also_as_older_versions_wrote_i
     assert newest_life(tmp_path) == (7, 2)
     (tmp_path / "progress" / "life").write_bytes(b"%020d" % 8)
     assert newest_life(tmp_path) == (8, 0)
+
+
+def test_whether_the_newest_life_has_held_states_is_known(tmp_path: Path) -> None:
+    assert not has_held_states(tmp_path)
+    mark_life(tmp_path, 7, branch=2, holds_states=True)
+    assert (newest_life(tmp_path), has_held_states(tmp_path)) == ((7, 2), True)
+    mark_life(tmp_path, 7, branch=3)
+    assert (newest_life(tmp_path), has_held_states(tmp_path)) == ((7, 3), False)

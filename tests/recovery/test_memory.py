@@ -74,6 +74,22 @@ def test_where_shared_memory_is_too_small_no_snapshot_is_planned(
         assert {plan.memory_interval_iterations for plan in reader.plans()} == {None}
 
 
+@pytest.mark.parametrize(("shared_memory", "scope"), [(True, "everything"), (False, None)])
+def test_memory_that_is_gone_tells_of_the_failure_where_states_were_in_it(
+    tmp_path: Path, shared_memory: bool, scope: str | None
+) -> None:
+    settings = config(tmp_path, checkpoint={"shared_memory": shared_memory})
+    loop = Loop()
+    with pytest.raises(CrashError), CPSRRecovery(loop.adapter, settings) as recovery:
+        train(recovery, loop, 32, crash=True)
+    remove_memory_states(run_id_of(tmp_path))
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, settings) as recovery:
+        train(recovery, loop, 36)
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert [failure.scope for failure in reader.failures()] == [scope]
+
+
 @pytest.mark.parametrize("fault", ["persist:0:12", "commit:0:12"])
 def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
     job: Job, uninterrupted: Uninterrupted, fault: str

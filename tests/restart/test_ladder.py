@@ -7,6 +7,7 @@ import pytest
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import PeersConfig
 from cpsr.ranks.group import Group
@@ -34,7 +35,7 @@ def hold(run_id: str, iteration: int, life: int, branch: int) -> None:
 @pytest.mark.parametrize(("life", "branch"), [(3, 0), (2, 5)])
 def test_a_state_from_before_the_run_went_back_does_not_count(run_id: str, life: int, branch: int) -> None:
     hold(run_id, 2000, life, branch)  # a holder that was not reached, when the others forgot
-    ladder = Ladder(run_id, Group(), make_shard(0), (3, 1), PeersConfig())
+    ladder = Ladder(run_id, Group(), make_shard(0), PeersConfig(), (3, 1))
     decision = ladder.decide(600, 700, make_shard(0))
     assert [source.iteration for source in decision.exact] == [600]
     assert decision.departed == ()
@@ -42,29 +43,67 @@ def test_a_state_from_before_the_run_went_back_does_not_count(run_id: str, life:
 
 def test_a_state_of_the_branch_that_the_run_is_on_counts(run_id: str) -> None:
     hold(run_id, 650, life=3, branch=1)
-    ladder = Ladder(run_id, Group(), make_shard(0), (3, 1), PeersConfig())
+    ladder = Ladder(run_id, Group(), make_shard(0), PeersConfig(), (3, 1))
     assert [source.iteration for source in ladder.decide(600, 700, make_shard(0)).exact] == [650]
 
 
+NONE: list[list[int]] = [[], []]
+
+
 @pytest.mark.parametrize(
-    ("held", "left"),
+    ("own", "replicas", "left"),
     [
-        ([[0, 1], [0, 1]], "process"),  # two ranks of one machine
-        ([[0], [1, 0]], "process"),
-        ([[0, 1], []], "machine"),  # rank 1's machine is gone, and its replica is in the other
-        ([[1], [0]], "machine"),
-        ([[0], []], "everything"),
-        ([[], []], "everything"),
+        ([[0, 1], [0, 1]], NONE, "process"),  # two ranks of one machine
+        ([[0], [1]], [[], [0]], "process"),
+        ([[0], []], [[1], []], "machine"),  # rank 1's machine is gone, and its replica is in the other
+        ([[1], [0]], NONE, "machine"),  # the ranks have changed places
+        ([[0], []], NONE, "machine"),  # there were no replicas
+        ([[0], [], []], [[1], [], []], "everything"),  # the machine of rank 2 is gone with its replica
+        ([[1], []], [[0], []], "machine"),  # rank 0 has moved to where its replica is
+        ([[], []], [[], [0]], "everything"),
+        (NONE, NONE, "everything"),
     ],
 )
-def test_what_a_failure_has_left(held: list[list[int]], left: str) -> None:
-    assert what_is_left(held) == left
+def test_what_a_failure_has_left(own: list[list[int]], replicas: list[list[int]], left: str) -> None:
+    replicas = replicas + [[]] * (len(own) - len(replicas))
+    assert what_is_left(own, replicas, told=True) == left
+    assert what_is_left(own, replicas, told=False) == ("process" if left == "process" else None)
+
+
+def left_of(run_id: str, *, held: bool, first: tuple[int, int] = (3, 0)) -> str | None:
+    ladder = Ladder(run_id, Group(), make_shard(0), PeersConfig(), first, held)
+    ladder.decide(None, None, None)
+    return ladder.left
+
+
+def test_a_life_that_held_nothing_in_memory_tells_nothing(run_id: str) -> None:
+    """It had sealed no snapshot yet, or had no shared memory."""
+    assert left_of(run_id, held=False) is None
+    assert left_of(run_id, held=True) == "everything"
+
+
+def test_a_state_of_an_earlier_branch_shows_that_the_memory_is_there(run_id: str) -> None:
+    hold(run_id, 500, life=3, branch=0)
+    assert left_of(run_id, held=True, first=(3, 1)) == "process"
+
+
+def test_what_earlier_lives_have_left_tells_nothing(run_id: str) -> None:
+    hold(run_id, 500, life=2, branch=5)
+    assert left_of(run_id, held=False) is None
+    assert left_of(run_id, held=True) == "everything"
+
+
+@pytest.mark.parametrize("slot", ["replica-00001-0", "fetched-00000-snapshot"])
+def test_a_replica_on_a_ranks_machine_is_no_buffer_of_its_own(run_id: str, slot: str) -> None:
+    hold(run_id, 500, life=3, branch=0)
+    (state,) = memory_states(run_id)
+    state.path.rename(SharedMemory(run_id, 0, 3).path(slot))
+    assert left_of(run_id, held=False) is None
+    assert left_of(run_id, held=True) == ("machine" if slot.startswith("replica") else "everything")
 
 
 def test_a_state_that_is_older_than_the_checkpoint_shows_that_the_memory_is_there(run_id: str) -> None:
-    ladder = Ladder(run_id, Group(), make_shard(0), (0, 0), PeersConfig())
-    ladder.decide(None, None, None)
-    found = [ladder.left]
     hold(run_id, 500, life=3, branch=1)
+    ladder = Ladder(run_id, Group(), make_shard(0), PeersConfig(), (0, 0), held=True)
     assert [source.tier for source in ladder.decide(600, 700, make_shard(0)).exact] == ["disk"]
-    assert [*found, ladder.left] == ["everything", "process"]
+    assert ladder.left == "process"

@@ -125,7 +125,7 @@ def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: 
         store,
         CheckpointTarget(config.checkpoint, tmp_path, group),
         pool,
-        Ladder(run.run_id, group, now.shard, (journal.life, 0), config.peers),
+        Ladder(run.run_id, group, now.shard, config.peers, (journal.life, 0)),
         StatePrediction(now, store, predictor, Probes(adapter, 0)),
     )
     for outcome in ("kept", "kept", "rolled_back"):
