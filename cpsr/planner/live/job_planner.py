@@ -20,6 +20,7 @@ from cpsr.planner.live.inputs import Situation, planner_inputs
 from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes, memory_tier
 from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
 from cpsr.planner.live.predictable import Predictable, predictable
+from cpsr.planner.live.proposals import Proposals
 from cpsr.planner.live.rank_costs import RankCosts, RankReport, SaveTimes, costs_of_ranks, second_moment_share
 from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_costs
 from cpsr.planner.live.stall import StallMeter
@@ -76,7 +77,6 @@ class JobPlanner:
         self._times = SaveTimes(parameters)
         self._memory = MemoryTimes()
         self._meter = StallMeter()
-        self._memory_seconds = 0.0  # in this step, waited for snapshots to host memory alone
         fitter = config.fitter
         self._phases = PhaseDetector(
             fitter.phase_change_fraction, fitter.phase_min_iterations, fitter.phase_max_iterations, beta2
@@ -90,8 +90,7 @@ class JobPlanner:
         self._others: list[RankReport] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
         self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
-        self._proposal: Plan | None = None  # not taken yet
-        self._newest: Plan | None = None  # the newest proposal, which the training thread adopts
+        self._proposals = Proposals()
         self._override: PlanOverride | None = None  # in force
         self._planned_override: PlanOverride | None = None  # in force at the newest proposal
         self._failure: str | None = None
@@ -119,9 +118,8 @@ class JobPlanner:
         self._meter.begun()
 
     def step(self, seconds: float) -> None:
-        """Add the duration of one step; what it waited for snapshots to memory alone is no cost of the disk."""
-        self._meter.step(seconds - self._memory_seconds)
-        self._memory_seconds = 0.0
+        """Add the duration of one step."""
+        self._meter.step(seconds)
 
     def note(self, outcome: SaveOutcome) -> None:
         """This rank's part of a checkpoint is durable."""
@@ -134,7 +132,7 @@ class JobPlanner:
 
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
-        self._memory_seconds += stall_seconds
+        self._meter.snapshot(stall_seconds)
         with self._lock:
             self._memory.note(stall_seconds)
             known = self._memory.noted == MEASURED_SNAPSHOTS
@@ -156,9 +154,7 @@ class JobPlanner:
 
     def proposal(self) -> Plan | None:
         """A new plan, once; None if the current one is as good."""
-        with self._lock:
-            proposal, self._proposal = self._proposal, None
-            return proposal
+        return self._proposals.take()
 
     def failure(self) -> str | None:
         """Why planning has ended in this life, once; None otherwise."""
@@ -366,12 +362,11 @@ class JobPlanner:
             complete = len(reports) == world_size  # otherwise some ranks would get no interval
             plan = self._planned(inputs, self._limits(longest), complete=complete)
         # What the training thread has told may be older than the newest proposal.
-        if anew or differs(plan, self._newest or situation.plan):
+        if anew or differs(plan, self._proposals.newest or situation.plan):
             self._offer(plan, situation, journal)
 
     def _offer(self, plan: Plan, situation: Situation | None, journal: RankJournal) -> None:
-        with self._lock:
-            self._proposal = self._newest = plan
+        self._proposals.offer(plan)
         self._record_override(journal, situation)
 
     def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits, *, complete: bool) -> Plan:

@@ -15,13 +15,20 @@ class StallMeter:
     def __init__(self) -> None:
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
+        self._snapshot_seconds = 0.0
 
     def begun(self) -> None:
         """A checkpoint was begun."""
         self._under_way = []
 
+    def snapshot(self, stall_seconds: float) -> None:
+        """The step under way has waited so long for a snapshot to memory alone, which costs the disk nothing."""
+        self._snapshot_seconds += stall_seconds
+
     def step(self, seconds: float) -> None:
         """Add the duration of one step, with its wait for a copy."""
+        seconds -= self._snapshot_seconds
+        self._snapshot_seconds = 0.0
         if self._under_way is None:
             self._calm.append(seconds)
         else:

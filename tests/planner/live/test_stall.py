@@ -17,6 +17,18 @@ def test_slower_steps_while_it_is_written_are_its_cost() -> None:
     assert metered(20, [0.15, 0.13, 0.1]) == pytest.approx(0.08)
 
 
+def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
+    meter = StallMeter()
+    for _ in range(20):
+        meter.snapshot(0.02)
+        meter.step(0.12)
+    meter.begun()
+    for _ in range(5):
+        meter.snapshot(0.02)
+        meter.step(0.13)
+    assert meter.durable(0.0) == pytest.approx(0.05)
+
+
 def test_it_costs_at_least_what_training_waited() -> None:
     assert metered(20, [0.1, 0.09]) == 0.01
 
