@@ -288,9 +288,9 @@ class Life:
 
     def _follow_up(self, iteration: int) -> None:
         """What a step without a checkpoint may need: a snapshot to host memory, the first plan after a failure."""
-        if not self._probation.active and self.saver.is_memory_due(iteration):
-            if (turn := self.saver.turn_in_memory(iteration)) is not None:
-                self._tail.defer_here(partial(self.saver.begin_in_memory, iteration, turn, self._capture_for_memory))
+        due = not self._probation.active and self.saver.is_memory_due(iteration)
+        if due and (turn := self.saver.turn_in_memory(iteration)) is not None:
+            self._tail.defer_here(partial(self.saver.begin_in_memory, iteration, turn, self._capture_for_memory))
         if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
             self._plan(iteration)  # a failure has changed the rate
 
