@@ -218,7 +218,7 @@ class Saver(Part):
     ) -> None:
         started = time.perf_counter()
         self._last_due = iteration
-        replicate = contents.moments and self.memory.turns.may_send(iteration)
+        replicate = contents.moments and self.memory.turns.may_send(iteration, always=True)
         if contents.moments:
             self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
             self._planner.begun()

@@ -57,9 +57,14 @@ class Turns:
         """Whether every rank could take a snapshot at the last vote."""
         return not self._blocked
 
-    def may_send(self, iteration: int) -> bool:
-        """Whether the snapshot of this iteration goes to the peers; every rank asks for the same snapshots."""
-        if self._busy or self._sent_at >= self._read_at:
+    def may_send(self, iteration: int, *, always: bool = False) -> bool:
+        """Whether the snapshot of this iteration goes to the peers; every rank asks for the same snapshots.
+
+        Args:
+            iteration: of the snapshot.
+            always: also if a link is busy; it then waits for its turn. For checkpoints, of which there are few.
+        """
+        if not always and (self._busy or self._sent_at >= self._read_at):
             return False
         self._sent_at = iteration
         return True
