@@ -31,6 +31,7 @@ class Occupancy:
         self._in_use: dict[int, Snapshot] = {}
         self._sealing: Counter[int] = Counter()  # being hashed or read; their snapshots may be released meanwhile
         self._sealed = dict(sealed)
+        self._earlier = set(sealed)  # of an earlier process
         self._whole: set[int] = set()  # of those that this process has sealed: every part is of the iteration itself
         self._sent: Counter[int] = Counter()  # being sent to other machines, so many
         self._recovery: tuple[int, Snapshot] | None = None
@@ -161,6 +162,7 @@ class Occupancy:
             self._sealing -= _read(index, snapshot)
             if sealed:
                 self._sealed[index] = snapshot.iteration
+                self._earlier.discard(index)
                 if all(at == snapshot.iteration for at in snapshot.taken_at.values()):
                     self._whole.add(index)
 
@@ -172,9 +174,16 @@ class Occupancy:
                 self._forget(index)
         return later
 
+    def forget_earlier(self) -> None:
+        """States of earlier processes count no more: none of the same iteration is kept in place of a new one."""
+        with self._lock:
+            for index in list(self._earlier):
+                self._forget(index)
+
     def _forget(self, index: int) -> None:
         self._sealed.pop(index, None)
         self._whole.discard(index)
+        self._earlier.discard(index)
 
     def begin_sending(self, name: str) -> bool:
         """Overwrite this file's state last while it is sent; False where another one is sent already."""

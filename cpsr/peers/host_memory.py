@@ -121,6 +121,7 @@ class HostMemory:
         other machines go, and replicas that are no longer wanted. All of it goes where this life has no shared memory.
         """
         self.pool.forget_after(iteration)
+        self.pool.occupancy.forget_earlier()
         if self._first_on_machine:
             remove_unused(self._run.run_id, replicas=self._replicator is None)
         if self._replicator is not None:

@@ -79,6 +79,20 @@ def test_a_snapshot_without_a_buffer_is_refused() -> None:
         occupancy.unpin()
 
 
+def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:
+    """After a restart from iteration 12 the earlier state of 12 is void; a dump that kept it would take the new one."""
+    occupancy = Occupancy(2, {0: 12}, name)
+    restored = occupancy.take(12, spare=[name(0)])
+    assert restored is not None
+    occupancy.end_seal(occupancy.begin_seal(restored[1]), restored[1], sealed=True)
+    occupancy.release(restored[1])
+    occupancy.forget_earlier()
+    dump = occupancy.take(15, keep_newest=True)
+    assert dump is not None
+    assert (dump[0], restored[0]) == (0, 1)
+    assert occupancy.sealed_iterations == [12]
+
+
 class Life(RuleBasedStateMachine):
     """A rank that snapshots every iteration, writes some, and may be killed at any moment."""
 
