@@ -277,6 +277,8 @@ replicator.offer(*states.seal(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 1:
+    # Gloo's threads abort one such exit in some twelve, where a group is left open, without CPSR too.
+    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))
     raise RuntimeError("training failed")
 replicator.close(remove=False, together=False)
 leave(hard=True)
