@@ -92,9 +92,16 @@ def test_a_state_that_is_being_overwritten_does_not_count(run_id: str) -> None:
 
 def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> None:
     pool = pool_of(run_id)
-    snapshot = pool.begin(live_shard(3, iteration=7), 7, SCALARS)
-    assert snapshot is not None
-    assert memory_states(run_id) == []  # copied, perhaps; not sealed
+    whole = pool.acquire(7)  # `begin` would have the worker seal it
+    assert whole is not None
+    for (_, into), (_, value) in zip(whole.shard.tensors(), make_shard(3).tensors(), strict=True):
+        into.copy_(value)
+    whole.scalars = SCALARS
+    assert memory_states(run_id) == []
+    sealed = pool.seal(whole)
+    assert sealed is not None
+    assert sealed.result()
+    assert [state.iteration for state in memory_states(run_id)] == [7]
 
 
 @pytest.mark.parametrize("cut", ["flip", "truncate"])
@@ -258,14 +265,17 @@ def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_
 def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, seal = pool_of(run_id), MemoryFile.seal
 
-    def slow(self: MemoryFile, *arguments: Any) -> None:
+    def slow(self: MemoryFile, *arguments: Any, **options: Any) -> None:
         time.sleep(0.2)
-        seal(self, *arguments)
+        seal(self, *arguments, **options)
 
     monkeypatch.setattr(MemoryFile, "seal", slow)
     pool.begin(live_shard(3, iteration=300), 300, SCALARS)
-    pool.finish()
+    snapshot = pool.finish()
     pool.forget_after(199)
+    assert snapshot is not None
+    assert snapshot.sealed is not None
+    assert snapshot.sealed.result()
     assert memory_states(run_id) == []
 
 
