@@ -29,7 +29,17 @@ from safetensors.torch import save
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.loading import dtype_name
-from cpsr.checkpoint.memory_states import HEADER, MAGIC, PAGE_BYTES, SHARED_MEMORY, Kind, describe, digest_of, size_of
+from cpsr.checkpoint.memory_states import (
+    HEADER,
+    MAGIC,
+    PAGE_BYTES,
+    SHARED_MEMORY,
+    Kind,
+    describe,
+    digest_of,
+    size_of,
+    write_at,
+)
 from cpsr.checkpoint.parts import Held, Parts
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
@@ -137,8 +147,8 @@ class MemoryFile:
         saved = save(tensors)
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
-        _write(self._descriptor, description, end)
-        _write(self._descriptor, saved, end + len(description))
+        write_at(self._descriptor, description, end)
+        write_at(self._descriptor, saved, end + len(description))
         sequence = (int(self._sequence[0]) | 1) + 1
         digest = digest_of(description, saved)
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
@@ -264,14 +274,6 @@ def _no_room(missing: int, left: int, directory: Path) -> OSError:
         f"{missing} bytes are missing in {directory}, {left} can be taken beside what is left to others: enlarge it "
         "(docker: --shm-size), or set checkpoint.shared_memory to false"
     )
-
-
-def _write(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of it: one call takes 2 GiB at most."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, offset)
-        left, offset = left[written:], offset + written
 
 
 def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:

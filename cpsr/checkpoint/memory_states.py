@@ -27,6 +27,7 @@ __all__ = [
     "memory_state",
     "memory_states",
     "size_of",
+    "write_at",
 ]
 
 logger = logging.getLogger(__name__)
@@ -152,3 +153,11 @@ def size_of(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:
         return 0
+
+
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of it: one call takes 2 GiB at most."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(descriptor, left, offset)
+        left, offset = left[written:], offset + written

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import Work
 
 from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state, write_at
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
 from cpsr.peers.unchanged import decoded, encoded, parts_of, take_over
@@ -286,13 +286,13 @@ def receive_state(channel: Channel, first: Message, path: Path, newest: Path | N
             first.iteration,
             first.total_bytes,
         ):
-            _write(descriptor, channel.view(message.length), message.offset)
+            write_at(descriptor, channel.view(message.length), message.offset)
             message = channel.receive()
         if message.kind is Kind.DROPPED:
             return False
         if message.kind is not Kind.COMPLETE or message.iteration != first.iteration:
             raise CheckpointError(f"rank {channel.peer} sent {message} in the middle of {first}")
-        _write(descriptor, channel.view(message.length), message.offset)
+        write_at(descriptor, channel.view(message.length), message.offset)
         return True
     finally:
         os.close(descriptor)
@@ -303,12 +303,6 @@ def _require_memory(descriptor: int, total_bytes: int, path: Path) -> None:
     missing = total_bytes - os.fstat(descriptor).st_blocks * BLOCK_BYTES
     if missing > (available := available_host_bytes()):
         raise OSError(errno.ENOMEM, f"{missing} bytes of memory are missing, {available} are available", str(path))
-
-
-def _write(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def _erase(descriptor: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.checkpoint.memory_states import PAGE_BYTES, describe
+from cpsr.checkpoint.memory_states import PAGE_BYTES, describe, write_at
 
 __all__ = ["FilePart", "decoded", "encoded", "parts_of", "take_over"]
 
@@ -85,4 +85,5 @@ def _copy(source: int, target: int, part: FilePart) -> None:
         data = os.pread(source, min(_COPY_BYTES, part.end - offset), offset)
         if not data:
             return  # it is shorter than it says: the hash of the whole will not hold
-        offset += os.pwrite(target, data, offset)
+        write_at(target, data, offset)
+        offset += len(data)

@@ -218,8 +218,9 @@ class Saver(Part):
     ) -> None:
         started = time.perf_counter()
         self._last_due = iteration
-        replicate = contents.moments and self.memory.turns.may_send(iteration, always=True)
+        replicate = False
         if contents.moments:
+            replicate = self.memory.turns.may_send(iteration, always=True)
             self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started

@@ -512,8 +512,8 @@ def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, jo
     assert plan.multiple_of(1) == plan.largest_multiple > 1
 
 
-def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, journal: RankJournal) -> None:
-    times = [{"stall_seconds": 0.9, "replica_seconds": 9.0}, {"stall_seconds": 0.3, "replica_seconds": 0.5}]
+def with_replicas(tmp_path: Path, journal: RankJournal, times: list[dict[str, float]]) -> Plan:
+    """The plan of rank 0, whose own snapshot stalls it for 0.1 s and whose replica takes 2 s; `times` of all ranks."""
     commit_costs(tmp_path, 2000, [0.02, 0.02], memory=times)
     planner = planner_of(configured(tmp_path))
     planner.start(tmp_path, 2, journal)
@@ -524,21 +524,19 @@ def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, 
     plan = proposed(planner)
     planner.close()
     assert plan is not None
+    return plan
+
+
+def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, journal: RankJournal) -> None:
+    times = [{"stall_seconds": 0.9, "replica_seconds": 9.0}, {"stall_seconds": 0.3, "replica_seconds": 0.5}]
+    plan = with_replicas(tmp_path, journal, times)
     shown, origins = plan.explanation["inputs"], plan.explanation["origins"]
     assert (shown["memory_stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
     assert (origins["memory_stall_seconds"]["samples"], origins["replica_seconds"]["samples"]) == (3, 1)
 
 
 def test_without_replicas_of_every_rank_the_job_has_none(tmp_path: Path, journal: RankJournal) -> None:
-    commit_costs(tmp_path, 2000, [0.02, 0.02], memory=[{"replica_seconds": 2.0}, {}])
-    planner = planner_of(configured(tmp_path))
-    planner.start(tmp_path, 2, journal)
-    planner.note_replica(2.0)
-    planner.note(saved(2000))
-    planner.consider(situation(2010, planner.first_plan({})))
-    plan = proposed(planner)
-    planner.close()
-    assert plan is not None
+    plan = with_replicas(tmp_path, journal, [{"replica_seconds": 2.0}, {}])
     assert plan.explanation["classes"]["machine"]["back_to"] == "disk"
 
 
