@@ -24,8 +24,7 @@ from cpsr.errors import CPSRError
 
 __all__ = ["ENVIRONMENTS", "NOT_INJECTED", "Environment", "in_environment"]
 
-DISK_KIBIBYTES = 1024  # several times what the run takes
-FILE_SIZE_LIMIT_BYTES = 5800  # the file of moments takes more, what is written before it less
+DISK_KIBIBYTES = 4096  # several times what the run takes
 # Long beside the polls of whoever lifts the limit meanwhile.
 SHORT_WRITE_MICROSECONDS = 100_000
 POLL_SECONDS = 0.002
@@ -105,16 +104,16 @@ def _short_writes(directory: Path, saves: Saves, what: str, error: str | None) -
     def work(run_dir: Path, gate: Gate) -> None:
         def limit() -> None:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE_LIMIT_BYTES, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (saves.limit_bytes, hard))
             gate.wait()
             if error is None:
-                threading.Thread(target=_once_met, args=(lift,), daemon=True).start()
+                threading.Thread(target=_once_met, args=(saves.limit_bytes, lift), daemon=True).start()
 
         _all_saves(saves, run_dir, gate, limit, lift)
 
     status, notes = stage.traced(work, [f"write:delay_exit={SHORT_WRITE_MICROSECONDS}"])
     short = [call for call in stage.calls() if call.name == "write" and 0 < (call.returned or 0) < _asked(call)]
-    where = f"at {FILE_SIZE_LIMIT_BYTES} bytes, {what}"
+    where = f"at {saves.limit_bytes} bytes, {what}"
     outcome = judge_saves(saves, stage, Fault("short write", (), error), where, status, notes)
     stage.clear()
     if not short:
@@ -123,9 +122,9 @@ def _short_writes(directory: Path, saves: Saves, what: str, error: str | None) -
     return outcome if committed == (error is None) else replace(outcome, survived=False)
 
 
-def _once_met(lift: Callable[[], None]) -> None:
+def _once_met(limit_bytes: int, lift: Callable[[], None]) -> None:
     """Lift the limit while the write that met it is still on its way back; by calls that are not traced."""
-    while FILE_SIZE_LIMIT_BYTES not in map(_size_of_open, range(DESCRIPTORS)):
+    while limit_bytes not in map(_size_of_open, range(DESCRIPTORS)):
         time.sleep(POLL_SECONDS)
     lift()
 

@@ -93,6 +93,7 @@ class Saves:
         row: more saves than there are host buffers, as they come due while the first is being written.
         before: what the life saves before any fault.
         experts: the iterations whose checkpoints are sparse.
+        limit_bytes: the largest file of the first save takes more, those that are written before it less.
     """
 
     prepare: Callable[[Path], None]
@@ -100,6 +101,7 @@ class Saves:
     row: tuple[int, ...] = ()
     before: tuple[int, ...] = ()
     experts: Mapping[int, SparseSave] = field(default_factory=dict)
+    limit_bytes: int = 5800
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -127,6 +129,7 @@ SPARSE = Saves(
     (50,),
     chain({50: ALL, 60: [2], 70: ALL, 80: [0]})
     | chain({50: ALL} | {iteration: [2] for iteration in range(110, 160, 10)}),
+    limit_bytes=5690,
 )
 # With a retention pass after each, so that 50, which wrote the files of the third expert, goes before 80 does.
 CHAIN = Saves(write_sparse, (60, 70, 80), before=(50,), experts=chain({50: ALL, 60: [0], 70: [1], 80: [0]}))
