@@ -13,7 +13,6 @@ __all__ = ["TASK", "FailingTask", "Failures", "Mixture", "StallTask", "Task", "W
 
 _SMALL = GPTConfig(layers=4, heads=4, width=64, context=64)
 _BATCH_WINDOWS = 8
-_EXPERTS = 8
 
 
 class _Plain(BaseModel):
@@ -26,7 +25,7 @@ class Mixture(_Plain):
     experts_per_token: Literal[1, 2] = Field(default=1, description="Top-1 or top-2.")
     expert_parallel: int = Field(default=1, ge=1, description="Ranks that share the experts.")
     ranks: int = Field(default=1, ge=1, description="Of the job.")
-    experts: int = Field(default=_EXPERTS, ge=2, description="Of a layer.")
+    experts: int = Field(default=8, ge=2, description="Of a layer.")
     gpt: GPTConfig = Field(default=_SMALL)
     batch_windows: int = Field(default=_BATCH_WINDOWS, ge=1, description="Of an iteration, over all ranks.")
 
@@ -46,8 +45,7 @@ class Mixture(_Plain):
         deeper = "" if self.gpt.layers == _SMALL.layers else f", {self.gpt.layers} layers"
         wider = "" if self.gpt.width == _SMALL.width else f", width {self.gpt.width}, context {self.gpt.context}"
         batch = "" if self.batch_windows == _BATCH_WINDOWS else f", {self.batch_windows} windows a batch"
-        more = "" if self.experts == _EXPERTS else f", {self.experts} experts a layer"
-        return f"top-{self.experts_per_token}, {sharing}{deeper}{wider}{batch}{more}"
+        return f"top-{self.experts_per_token}, {sharing}{deeper}{wider}{batch}"
 
 
 class Failures(_Plain):
