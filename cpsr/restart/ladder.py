@@ -1,7 +1,7 @@
 """The states in host memory, outside the committed checkpoints, and how each rank loads its own."""
 
+import hashlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any, Literal
@@ -55,7 +55,7 @@ class Ladder:
         self._first, self._held = first, held
         self._config = config
         self._node = this_node()
-        self._whole = _whole(shard)
+        self._slices = _slices(shard)
         self._fetched: dict[Entry, MemoryState] = {}
         self.own: list[MemoryState] = []
 
@@ -87,13 +87,15 @@ class Ladder:
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
-        wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
+        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
+        several = self._group.gather(self._slices).count(self._slices) > 1
+        words = self._group.gather(_fingerprint(checkpoint) if several and checkpoint is not None else None)
         return decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
             published_iteration,
-            alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
+            alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
             remote=True,
             stale=stale,
         )
@@ -212,10 +214,10 @@ def what_is_left(own: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
     return "machine" if survived or anywhere.issuperset(range(len(own))) else "everything"
 
 
-def _whole(shard: Shard) -> bool:
-    """Whether the rank holds whole parameters: slices are never equal on two ranks."""
-    operators = shard.operators.values()
-    return all(operator.parameter.numel == math.prod(operator.parameter.global_shape) for operator in operators)
+def _slices(shard: Shard) -> str:
+    """Hash of which elements of which operators a rank owns."""
+    pieces = sorted((name, one.parameter.global_shape, one.parameter.offset) for name, one in shard.operators.items())
+    return hashlib.sha256(repr(pieces).encode()).hexdigest()
 
 
 def _fingerprint(shard: Shard) -> str:
