@@ -10,13 +10,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.models import TinySplitLM, token_batch
 from cpsr.qualify.torch_cases import TorchJob, optimizer_of, scheduler_of
 
-__all__ = ["fully_sharded_job", "mesh_of", "sharded", "tensor_parallel", "tensor_parallel_job"]
+__all__ = ["fully_sharded_job", "mesh_of", "sharded", "split_job", "tensor_parallel", "tensor_parallel_job"]
 
 EVEN_HIDDEN = 12  # torch's own layers of tensor parallelism divide activations in equal parts
 LARGEST_NORM = 0.5  # below those of the tiny models, so that each step is clipped
+
+
+def split_job(cell: Cell, device: torch.device | str, ranks: int, micro_batches: int, schedule: str) -> TorchJob:
+    """The job of a cell whose parameters torch splits over the ranks.
+
+    Args:
+        cell: of engine `fsdp2` or `tp`.
+        device: of this rank.
+        ranks: of the job.
+        micro_batches: of an iteration.
+        schedule: as for `scheduler_of`.
+    """
+    if cell.engine == "tp":
+        return tensor_parallel_job(device, ranks, cell.optimizer, micro_batches, schedule)
+    return fully_sharded_job(device, (ranks,), cell.precision, cell.optimizer, micro_batches, schedule)
 
 
 def mesh_of(device: torch.device | str, *shape: int) -> DeviceMesh:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.errors import UnsupportedEngineError
@@ -115,16 +116,22 @@ def test_a_dead_ranks_slices_are_predicted_beside_the_dump_of_the_other(job: Job
     assert back.result()["final"]["iteration"] == ITERATIONS
 
 
-def test_what_ranks_hold_alike_is_predicted_alike(job: Job) -> None:
-    """Of tensor parallelism: blocks on one rank each, and whole parameters on both."""
-    killed = job.launch(fault=f"step:all:{FAILURE}", committed=CHECKPOINT, mode="predict", **KINDS["tp"], **WORKER)
-    assert killed.statuses == KILLED, killed.output
-    back = job.launch(mode="predict", **KINDS["tp"], **WORKER)
+@pytest.mark.parametrize("victims", ["all", "1"])
+def test_what_ranks_hold_alike_is_predicted_alike(job: Job, victims: str) -> None:
+    """Of tensor parallelism: blocks on one rank each, and whole parameters on both, which one dump would set apart."""
+    options: dict[str, Any] = {"mode": "predict", "settings": IN_MEMORY, **KINDS["tp"], **WORKER}
+    killed = job.launch(fault=f"step:{victims}:{FAILURE}", committed=CHECKPOINT, **options)
+    assert killed.statuses[1] == -signal.SIGKILL, killed.output
+    left = [state.kind for state in memory_states(run_id(job.run_dir)) if state.iteration == FAILURE]
+    assert left == ([] if victims == "all" else ["departure"])
+    back = job.launch(**options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
     assert sources(job) == [("predicted", FAILURE)] * RANKS
     first, second = (back.result(rank)["started"] for rank in range(RANKS))
     assert first["replicas"] == second["replicas"] != "{}"
     assert first["state"] != second["state"]
+    noted = "the dumps of the ranks that did not fail are not used: rank 1 has lost its state" in back.output[0]
+    assert noted == (victims == "1")
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "tp"])
