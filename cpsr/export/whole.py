@@ -145,7 +145,7 @@ class WholeState:
             place = record.offset, record.block
             target = _target(whole, record)
             if covered.get(place) == record.numel:
-                self._require_replica(name, rank, target.reshape(-1), piece)
+                self._require_replica(name, rank, target.contiguous().view(-1), piece)
             elif target.numel() == record.numel:
                 target.copy_(piece.view(target.shape))
                 covered[place] = record.numel
@@ -310,6 +310,8 @@ def _target(whole: torch.Tensor, record: OperatorRecord) -> torch.Tensor:
     if record.block is None:
         return whole[record.offset : record.offset + record.numel]
     start = _start(record.offset, record.global_shape)
+    if len(start) != len(record.block):
+        return whole[:0]
     view = whole.view(record.global_shape)
     return view[tuple(slice(begin, begin + size) for begin, size in zip(start, record.block, strict=True))]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from cpsr.checkpoint.write_assignment import WriteAssignment
@@ -17,7 +17,7 @@ from cpsr.learning.exchange import Exchange
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard as Parts
 
-SPLIT = {
+SPLIT: dict[str, list[Placement]] = {
     "rows, rows": [Shard(0), Shard(0)],
     "rows, columns": [Shard(0), Shard(1)],
     "columns, rows": [Shard(1), Shard(0)],

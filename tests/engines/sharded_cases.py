@@ -11,10 +11,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cpsr.config.sections import EnginesConfig
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.torch import MixtureOfExperts
+from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
-from cpsr.errors import UnsupportedEngineError
+from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.qualify.conformance import (
     AFTER,
     BEFORE,
@@ -199,18 +201,25 @@ def a_snapshot_is_copied_while_the_next_step_runs() -> None:
     assert not all(torch.equal(view, copy) for view, copy in zip(views, before, strict=True))
 
 
-def views_follow_replaced_shards() -> None:
-    """As of `load_state_dict(assign=True)`; what was loaded is trained on and seen."""
+def views_follow_replaced_moments() -> None:
+    """As after the user's `load_state_dict` of the optimizer."""
     seed(1)
     job = FSDP()
     run(job, 0, 1)
     first = job.adapter.shard()
     assert job.adapter.renewed(first) is not None
-    parameter: Any = dict(job.module.named_parameters())["up.weight"]
-    held = parameter._local_tensor.clone()
-    parameter._local_tensor = held
+    state = job.optimizer.state[dict(job.module.named_parameters())["up.weight"]]
+    state["exp_avg"] = state["exp_avg"].clone()
     assert job.adapter.renewed(first) is None
-    assert job.adapter.shard().operators["up.weight"].parameter.values.data_ptr() == held.data_ptr()
+    moment = job.adapter.shard().operators["up.weight"].moments["exp_avg"]
+    assert moment.data_ptr() == local(state["exp_avg"]).data_ptr()
+
+
+def weight_of(values: torch.Tensor) -> nn.Module:
+    """A layer with this weight."""
+    module = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    module.weight = nn.Parameter(values)
+    return module
 
 
 def refused() -> None:
@@ -220,27 +229,36 @@ def refused() -> None:
         with pytest.raises(UnsupportedEngineError, match=r"sharded by FSDP1.*torch\.distributed\.fsdp\.fully_shard"):
             TorchAdapter(module, torch.optim.SGD(module.parameters()))
 
-    mesh, module = mesh_of(DEVICE, RANKS), nn.Linear(4, 4).to(DEVICE)
-    module.weight = nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, [Partial()]))
+    mesh, values = mesh_of(DEVICE, RANKS), torch.zeros(4, 4, device=DEVICE)
+    addends = weight_of(DTensor.from_local(values, mesh, [Partial()]))
     with pytest.raises(UnsupportedEngineError, match=r"weight is placed as P.*holds no block of it; use Shard"):
-        TorchAdapter(module, torch.optim.SGD(module.parameters()))
+        TorchAdapter(addends, torch.optim.SGD(addends.parameters()))
 
-    module = nn.Linear(5, 4).to(DEVICE)
-    uneven = torch.zeros(1 + 2 * torch.distributed.get_rank(), 5, device=DEVICE)
-    whole = DTensor.from_local(uneven, mesh, [Shard(0)], shape=torch.Size((4, 5)), stride=(5, 1))
-    module.weight = nn.Parameter(whole)
+    rows = torch.zeros(1 + 2 * torch.distributed.get_rank(), 5, device=DEVICE)
+    uneven = weight_of(DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size((4, 5)), stride=(5, 1)))
     with pytest.raises(UnsupportedEngineError, match=r"weight of shape \(4, 5\) is split in parts of sizes that CPSR"):
-        TorchAdapter(module, torch.optim.SGD(module.parameters()))
+        TorchAdapter(uneven, torch.optim.SGD(uneven.parameters()))
 
-    module = nn.Linear(4, 4).to(DEVICE)
-    module.register_buffer("split", distribute_tensor(torch.zeros(4, device=DEVICE), mesh, [Shard(0)]))
+    buffered = nn.Linear(4, 4).to(DEVICE)
+    buffered.register_buffer("split", distribute_tensor(values, mesh, [Shard(0)]))
     with pytest.raises(UnsupportedEngineError, match=r"buffer split of shape .* is split over ranks"):
-        TorchAdapter(module, torch.optim.SGD(module.parameters()))
+        TorchAdapter(buffered, torch.optim.SGD(buffered.parameters()))
 
-    module = nn.Linear(4, 4, bias=False).to(DEVICE)
-    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(1)]))
+    columns = weight_of(distribute_tensor(values, mesh, [Shard(1)]))
     with pytest.raises(UnsupportedEngineError, match=r"weight is split in blocks over ranks.*experts="):
-        TorchAdapter(module, torch.optim.SGD(module.parameters()), experts=MixtureOfExperts(counts_of))
+        TorchAdapter(columns, torch.optim.SGD(columns.parameters()), experts=MixtureOfExperts(counts_of))
+
+
+def gathered_weights_are_no_activations() -> None:
+    config = EnginesConfig(offload_activations_bytes=1)
+    with (
+        pytest.raises(ConfigError, match="fully_shard gathers the weights of a layer"),
+        offloaded_activations(FSDP().adapter, config, 1 << 30, print),
+    ):
+        pass
+    job = TP()
+    with offloaded_activations(job.adapter, config, 1 << 30, lambda *_: None):
+        job.train_step(0)  # the storage of a split parameter is that of its part
 
 
 def ranks_of_other_meshes() -> None:
@@ -277,12 +295,13 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "fsdp2-clipping": clipping_and_accumulation_are_those_of_the_user,
     "fsdp2-written": what_is_written_reaches_the_next_forward,
     "fsdp2-copied-beside": a_snapshot_is_copied_while_the_next_step_runs,
-    "fsdp2-replaced": views_follow_replaced_shards,
+    "fsdp2-replaced": views_follow_replaced_moments,
     "hsdp": hsdp_is_resumed,
     "tp": tensor_parallel_is_resumed,
     "tp-early-state": partial(check_early_state, TP),
     "tp-longer-steps": partial(check_longer_steps, TP),
     "ddp-no-sync": partial(check_resume, ddp_without_sync),
     "sharded-refused": refused,
+    "sharded-offload": gathered_weights_are_no_activations,
     "sharded-ranks": ranks_of_other_meshes,
 }

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from cpsr import CPSRRecovery, TorchAdapter
 from tests.device import DEVICE
+from tests.recovery import worker
 from tests.recovery.engines import Regression, dataset, loader
 from tests.recovery.worker import Faults, initialize_ranks, keep_pace, rng_digest, seed, state_digest
 
@@ -23,28 +22,16 @@ LARGEST_NORM = 0.5
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(worker.Options):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         kind: `fsdp2`, `bf16` (FSDP2 with forwards in bf16), `hsdp` or `tp`.
-        fault: see `worker.Options`, as for the others.
-        committed: likewise.
-        in_memory: likewise.
         whole_at: the iteration at which the result takes the whole parameters.
         accumulating: gradients are summed over two batches, without the other ranks at the first.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     kind: str = "fsdp2"
-    fault: str = ""
-    committed: Path | None = None
-    in_memory: int | None = None
     whole_at: int | None = None
     accumulating: bool = False
 
@@ -99,7 +86,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     seed()
     loop = Loop(options, ranks)
     data = loader(dataset(), *((1, 0) if options.kind == "tp" else (ranks, rank)))
-    dealt, whole = [], {}
+    dealt: list[list[int]] = []
+    whole: dict[str, list[float]] = {}
     with CPSRRecovery(loop.adapter, options.config) as recovery:
         started = {"iteration": recovery.iteration, "method": recovery.restored.method}
         state_at_start = state_digest(recovery)

@@ -17,7 +17,10 @@ from cpsr.export.state_dict import state_dict
 from cpsr.export.universal import require_universal
 from cpsr.export.whole import open_whole
 from cpsr.journal import JournalReader
+from tests.device import cpu_only
 from tests.recovery.job import ITERATIONS, RANKS, Ended, Job
+
+pytestmark = cpu_only("FSDP2 and tensor parallelism are not tried over gloo with CUDA tensors")
 
 CHECKPOINT, FAILURE, NEWEST = 20, 22, 28  # the newest checkpoint of a run that ends by itself
 KILLED = [-signal.SIGKILL] * RANKS
