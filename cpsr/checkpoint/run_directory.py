@@ -207,7 +207,7 @@ def _way_out(path: Path, known: dict[str, Any]) -> str:
         return (
             f"To go on from its weights: `cpsr export {shlex.quote(str(path))} --out {shlex.quote(out)} --format "
             f"safetensors`, then load_state_dict(safetensors.torch.load_file({out!r})) of the bare model (model.module "
-            "under DDP) before CPSRRecovery, and "
+            "under DDP, before fully_shard with FSDP2) before CPSRRecovery, and "
             "another run_dir; the optimizer's state, the schedule and the position in the data begin anew"
         )
     out = f"{path}-universal"

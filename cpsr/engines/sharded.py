@@ -13,7 +13,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["Part", "is_distributed", "layout_of", "local", "part_of"]
+__all__ = ["Part", "is_distributed", "layout_of", "local", "part_of", "whole"]
 
 # Imported only where the caller has made one: it takes half a second.
 _DISTRIBUTED = "torch.distributed.tensor"
@@ -64,6 +64,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     distributed: Any = tensor
     held: torch.Tensor = distributed._local_tensor if is_distributed(tensor) else tensor
     return held.detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The plain tensor with its graph, where this rank holds all of it; None where ranks hold parts or addends."""
+    if not is_distributed(tensor):
+        return tensor
+    distributed: Any = tensor
+    if not all(placement.is_replicate() for placement in distributed.placements):
+        return None
+    found: torch.Tensor = distributed.to_local()
+    return found
 
 
 def layout_of(tensor: Any) -> str:

@@ -21,7 +21,17 @@ from cpsr.qualify.models import (
     token_batch,
 )
 
-__all__ = ["CASES", "TorchJob", "build", "build_ddp", "one_thread", "optimizer_of", "small_job"]
+__all__ = [
+    "CASES",
+    "TorchJob",
+    "build",
+    "build_ddp",
+    "one_thread",
+    "optimizer_of",
+    "scaler_on",
+    "scheduler_of",
+    "small_job",
+]
 
 Device = torch.device | str
 

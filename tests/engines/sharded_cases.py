@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.config.sections import EnginesConfig
 from cpsr.engines import TorchAdapter
+from cpsr.engines.evaluation import loss_of
 from cpsr.engines.moe.torch import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
@@ -29,10 +30,10 @@ from cpsr.qualify.conformance import (
     seed,
     take_snapshot,
 )
-from cpsr.qualify.models import TinyLM, token_batch
+from cpsr.qualify.models import TinyLM, TinySplitLM, token_batch
 from cpsr.qualify.recorder import Recorder
-from cpsr.qualify.sharded_jobs import fully_sharded_job, mesh_of, tensor_parallel_job
-from cpsr.qualify.torch_cases import TorchJob, build_ddp, counts_of, optimizer_of, small_job
+from cpsr.qualify.sharded_jobs import fully_sharded_job, mesh_of, sharded, tensor_parallel_job
+from cpsr.qualify.torch_cases import TorchJob, build_ddp, counts_of, optimizer_of, scaler_on, small_job
 from tests.device import DEVICE
 
 RANKS = 2
@@ -279,6 +280,25 @@ def ranks_of_other_meshes() -> None:
     assert adapter.shard().operators["weight"].parameter.numel == 16
 
 
+def with_scaler() -> TorchJob:
+    """Steps that overflow are skipped on all ranks together."""
+    module = TinySplitLM().to(DEVICE)
+    sharded(module, mesh_of(DEVICE, RANKS))
+    optimizer = optimizer_of("adamw", module)
+    return TorchJob(module, optimizer, None, scaler_on(DEVICE))
+
+
+def losses_that_are_distributed() -> None:
+    """What every rank has is a loss; addends are none."""
+    mesh, value = mesh_of(DEVICE, RANKS), torch.ones((), device=DEVICE, requires_grad=True)
+    found = loss_of({"loss": DTensor.from_local(2 * value, mesh, [Replicate()])})
+    assert found is not None
+    assert type(found) is torch.Tensor
+    assert found.requires_grad
+    assert found.item() == 2.0
+    assert loss_of(DTensor.from_local(value, mesh, [Partial()])) is None
+
+
 def kept_gathered(**options: Any) -> TorchJob:
     return FSDP(reshard_after_forward=False, **options)
 
@@ -289,6 +309,7 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "fsdp2-sgd": partial(fsdp_is_resumed, optimizer="sgd"),
     "fsdp2-kept-gathered": partial(check_resume, kept_gathered),
     "fsdp2-offload": partial(check_resume, partial(FSDP, offload=True)),
+    "fsdp2-scaler": partial(check_resume, with_scaler),
     "fsdp2-frozen": frozen_parameters,
     "fsdp2-early-state": partial(check_early_state, FSDP),
     "fsdp2-longer-steps": partial(check_longer_steps, FSDP),
@@ -302,6 +323,7 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "tp-longer-steps": partial(check_longer_steps, TP),
     "ddp-no-sync": partial(check_resume, ddp_without_sync),
     "sharded-refused": refused,
+    "sharded-losses": losses_that_are_distributed,
     "sharded-offload": gathered_weights_are_no_activations,
     "sharded-ranks": ranks_of_other_meshes,
 }
