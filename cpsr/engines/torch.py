@@ -95,6 +95,7 @@ class TorchAdapter:
         self._views = FlatViews()
         require_supported(self._module, optimizer, self._names)
         self._parts = {id(one): part_of(one, self._names[id(one)]) for one in self._parameters}
+        self._absent = {key for key, part in self._parts.items() if part.numel == 0 and 0 not in part.global_shape}
         require_whole_experts(experts, self._parts, self._names)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank: int = torch.distributed.get_rank() if distributed else 0
@@ -172,7 +173,7 @@ class TorchAdapter:
         """
         operators = {}
         for group, parameter in self._grouped():
-            if self._holds(parameter):
+            if id(parameter) not in self._absent:
                 name, part = self._names[id(parameter)], self._parts[id(parameter)]
                 values, moments = self._views.of(name, self._optimizer, group, parameter)
                 piece = ParamSlice(values, part.global_shape, part.offset, part.block)
@@ -181,7 +182,10 @@ class TorchAdapter:
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._optimizer, list(filter(self._holds, self._masters()))):
+        masters = self._masters()
+        if self._absent:
+            masters = [master for master in masters if id(master) not in self._absent]
+        if not self._views.unchanged(self._optimizer, masters):
             return None
         return Shard(shard.operators, self._others() if shard.others else {})
 
@@ -198,13 +202,8 @@ class TorchAdapter:
             optimizer_state.create_absent(self._optimizer, group, parameter)
 
     def _others(self) -> dict[str, torch.Tensor]:
-        frozen = {name: local(parameter) for parameter, name in self._outside() if self._holds(parameter)}
+        frozen = {name: local(one) for one, name in self._outside() if id(one) not in self._absent}
         return frozen | named_buffers(self._module)
-
-    def _holds(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank holds some of a parameter; of an empty one every rank holds all."""
-        part = self._parts[id(parameter)]
-        return part.numel > 0 or 0 in part.global_shape
 
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Parameters that the optimizer does not move, with their names."""

@@ -88,6 +88,9 @@ class WholeState:
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
         frozen = self.identity.module.frozen
+        absent = sorted(frozen.keys() - self._parts[0].manifest.others.keys())
+        if absent and self.identity.engine == "torch":
+            raise self._refused_split(absent[0])
         return {
             name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
             for name in self._parts[0].manifest.others
@@ -185,11 +188,7 @@ class WholeState:
         if first.shape == shape:
             return first
         if self.identity.engine == "torch":
-            raise UnsupportedEngineError(
-                f"{self.info.directory}: the frozen parameter {name} is split over ranks by fully_shard or "
-                "parallelize_module, and such parts are not put together yet; the checkpoint itself is whole, and its "
-                "job restarts from it. Nothing was exported"
-            )
+            raise self._refused_split(name)
         ranks = [rank for rank, part in enumerate(self._parts) if name in part.manifest.others]
         joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
         if joined.dim() != 1 or joined.numel() != math.prod(shape):
@@ -198,6 +197,13 @@ class WholeState:
                 f"shape is {shape}. Nothing was exported"
             )
         return joined.view(shape)
+
+    def _refused_split(self, name: str) -> UnsupportedEngineError:
+        return UnsupportedEngineError(
+            f"{self.info.directory}: the frozen parameter {name} is split over ranks by fully_shard or "
+            "parallelize_module, and such parts are not put together yet; the checkpoint itself is whole, and its job "
+            "restarts from it. Nothing was exported"
+        )
 
     def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         path = self.info.directory / file_name(rank, kind)

@@ -175,6 +175,13 @@ def test_split_frozen_parameters_of_plain_torch_are_refused_by_name(tmp_path: Pa
         open_whole(tmp_path, None, moments=True).outside()
 
 
+def test_a_frozen_parameter_of_which_rank_0_holds_nothing_is_not_left_out(tmp_path: Path) -> None:
+    write_identity(tmp_path, engine="torch", zero_stage=None, frozen={"frozen": [1, 3], "kept": [2]})
+    write_checkpoint(tmp_path, shard(kept=torch.ones(2)), shard(frozen=torch.ones(1, 3), kept=torch.ones(2)))
+    with pytest.raises(UnsupportedEngineError, match="the frozen parameter frozen is split over ranks by fully_shard"):
+        open_whole(tmp_path, None, moments=True).outside()
+
+
 def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> None:
     weights = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     flat = weights.as_strided((weights.numel(),), (1,)).clone()
