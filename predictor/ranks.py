@@ -15,6 +15,10 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _all_of_it(operator: str) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Ranks:
     """Collectives of a predictor; every rank calls each equally often and in the same order.
@@ -25,6 +29,8 @@ class Ranks:
         broadcast: rank 0's value.
         trains: whether this rank trains the network.
         share: this rank's share of the replicated operators; None: all.
+        portion: factor of this rank's products of an operator in their sum, less than 1 where other ranks own the same
+            elements and give theirs, too.
 
     Raises:
         ValueError: operators are shared, and the ranks cannot agree or sum.
@@ -35,6 +41,7 @@ class Ranks:
     broadcast: Callable[[Any], Any] = _itself
     trains: bool = True
     share: Share | None = None
+    portion: Callable[[str], float] = _all_of_it
 
     def __post_init__(self) -> None:
         if self.share is not None and _itself in (self.agree, self.reduce):

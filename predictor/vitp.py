@@ -227,7 +227,7 @@ class VITPPredictor(LinePredictor):
         forecast = super().forecast(history, target)
         asked = self._settled(forecast)
         products = {
-            operator: self._products(history, operator, one)
+            operator: self._products(history, operator, one) * self._ranks.portion(operator)
             for operator, one in asked.items()
             if self._is_mine(operator)
         }
@@ -371,7 +371,10 @@ class VITPPredictor(LinePredictor):
     def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
         iterations = [history.entries[position].iteration for position in positions]
         mine = filter(self._is_mine, history.operators)
-        paths = {operator: self._gram(history, operator, positions, iterations) for operator in mine}
+        paths = {
+            operator: self._gram(history, operator, positions, iterations) * self._ranks.portion(operator)
+            for operator in mine
+        }
         summed = self._ranks.reduce(paths)
         return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 

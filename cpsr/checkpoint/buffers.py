@@ -4,8 +4,9 @@ Weights, moments and other tensors lie as they do in their files: each kind from
 So a file is written from the buffer as it is.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,6 +20,8 @@ from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
 
+# Of an operator: the slice that given values are, and the names of its moments.
+_Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
 _KINDS = ("param", "moment", "other")  # what the keys of `Shard.tensors` begin with; each has a file
 
 
@@ -92,8 +95,8 @@ class HostBuffer:
         """Views of this buffer with the template's names and shapes, of these operators, each at its iteration."""
         operators = {}
         for name, iteration in iterations.items():
-            global_shape, offset, moments = self._template[name]
-            parameter = ParamSlice(self._views[f"param/{name}"], global_shape, offset)
+            described, moments = self._template[name]
+            parameter = described(self._views[f"param/{name}"])
             views = {moment: self._views[f"moment/{moment}/{name}"] for moment in moments}
             operators[name] = OperatorState(name, parameter, views, iteration)
         return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
@@ -118,7 +121,7 @@ class HostBuffer:
 
     def require_all(self, operators: Mapping[str, OperatorState], *, moments: bool) -> None:
         """Raise SaveError, naming what is missing, where an operator of the template, or a moment of it, is gone."""
-        for name, (_, _, expected) in self._template.items():
+        for name, (_, expected) in self._template.items():
             if name not in operators:
                 raise SaveError(_gone(f"param/{name}"))
             for moment in expected if moments else ():
@@ -146,12 +149,14 @@ class HostBuffer:
         return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
 
-def _template_of(shard: Shard) -> dict[str, tuple[tuple[int, ...], int, tuple[str, ...]]]:
-    """Global shape, offset and moments by operator, which every shard of views shares with its template."""
-    return {
-        name: (operator.parameter.global_shape, operator.parameter.offset, tuple(operator.moments))
-        for name, operator in shard.operators.items()
-    }
+def _template_of(shard: Shard) -> dict[str, _Template]:
+    """By operator, what every shard of views shares with its template."""
+    found: dict[str, _Template] = {}
+    for name, operator in shard.operators.items():
+        one = operator.parameter
+        described = partial(ParamSlice, global_shape=one.global_shape, offset=one.offset, block=one.block)
+        found[name] = described, tuple(operator.moments)
+    return found
 
 
 def layout_bytes(template: Shard) -> int:

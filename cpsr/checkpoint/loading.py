@@ -103,6 +103,7 @@ def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> Ope
         iteration=operator.iteration,
         moments={moment: dtype_name(values.dtype) for moment, values in operator.moments.items()},
         xxh3_128=xxh3_128,
+        block=operator.parameter.block,
     )
 
 
@@ -135,10 +136,10 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> N
 def _described(record: object) -> str:
     if isinstance(record, OperatorRecord):
         moments = ", ".join(f"{moment} {dtype}" for moment, dtype in sorted(record.moments.items())) or "no moments"
-        return (
-            f"{record.dtype} of shape {record.global_shape}, elements {record.offset} to "
-            f"{record.offset + record.numel}, {moments}"
-        )
+        elements = f"elements {record.offset} to {record.offset + record.numel}"
+        if record.block is not None:
+            elements = f"a block of shape {record.block} that begins at element {record.offset}"
+        return f"{record.dtype} of shape {record.global_shape}, {elements}, {moments}"
     if isinstance(record, TensorRecord):
         return f"{record.dtype} of shape {record.shape}"
     return "nothing of that name"

@@ -82,13 +82,17 @@ class OperatorRecord(_RecordOfSome):
     xxh3_128: Xxh3 | None = Field(
         default=None, description="hash of weights and moments where other ranks hold them, too"
     )
+    block: tuple[Count, ...] | None = Field(
+        default=None, description="shape of a block that is no range; see `cpsr.state.shard.ParamSlice`"
+    )
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
         """Whether it is the same slice at the same iteration, whichever rank saved it."""
-        return (self.iteration, self.offset, self.numel, self.dtype, self.global_shape, self.moments) == (
+        return (self.iteration, self.offset, self.numel, self.block, self.dtype, self.global_shape, self.moments) == (
             other.iteration,
             other.offset,
             other.numel,
+            other.block,
             other.dtype,
             other.global_shape,
             other.moments,

@@ -1,11 +1,13 @@
 """The identity of a run directory: which model and which ranks it belongs to, and how its last life ended."""
 
 import errno
+import hashlib
 import json
 import logging
 import shlex
 import uuid
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,10 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
     tensors = _same_on_all_ranks(
         group.gather({name: list(item["shape"]) for name, item in description["tensors"].items()})
     )
+    layouts = group.gather(_layout_hash(description["tensors"]))
     nodes = group.gather(this_node())
-    opened = group.broadcast(_open_on_rank_0(path, group, mode, description, tensors) if group.rank == 0 else None)
+    here = _Here(group.size, tensors, layouts if any(layouts) else [])
+    opened = group.broadcast(_open_on_rank_0(path, mode, description, here) if group.rank == 0 else None)
     if "mismatch" in opened:
         raise RunMismatchError(opened["mismatch"])
     if "unusable" in opened:
@@ -97,6 +101,29 @@ def run_id(path: Path) -> str:
     return str(known["run_id"])
 
 
+@dataclass(frozen=True)
+class _Here:
+    """The job as all of its ranks describe it.
+
+    Attributes:
+        world_size: of the job.
+        tensors: global shapes by name.
+        layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
+    """
+
+    world_size: int
+    tensors: dict[str, Any]
+    layouts: list[str]
+
+
+def _layout_hash(tensors: dict[str, Any]) -> str:
+    """Hash of the places of this rank's parts in tensors that a mesh of ranks splits; empty without any."""
+    split = {
+        name: [item["layout"], item["offset"], item["numel"]] for name, item in tensors.items() if "layout" in item
+    }
+    return hashlib.sha256(json.dumps(split, sort_keys=True).encode()).hexdigest()[:16] if split else ""
+
+
 def _local(nodes: list[str]) -> tuple[int, ...]:
     return tuple(rank for rank, node in enumerate(nodes) if node == this_node())
 
@@ -116,9 +143,7 @@ def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return tensors
 
 
-def _open_on_rank_0(
-    path: Path, group: Group, mode: str, description: dict[str, Any], tensors: dict[str, Any]
-) -> dict[str, Any]:
+def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _Here) -> dict[str, Any]:
     """What rank 0 broadcasts: the identity, or why the directory is refused."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -126,9 +151,10 @@ def _open_on_rank_0(
         if known is None:
             known = {"run_id": uuid.uuid4().hex}
         else:
-            _check(path, known, group.size, description, tensors)
+            _check(path, known, description, here)
         before = dict(known)
-        known |= {"world_size": group.size, "mode": mode, "tensors": tensors}
+        known |= {"world_size": here.world_size, "mode": mode, "tensors": here.tensors}
+        known |= {"layouts": here.layouts} if here.layouts else {}
         known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
         if known != before:  # a full disk must not prevent a restart
             _write_json(path / IDENTITY, known)
@@ -142,10 +168,9 @@ def _open_on_rank_0(
         return {kind: f"the run directory {path} cannot be used: {error}"}
 
 
-def _check(
-    path: Path, known: dict[str, Any], world_size: int, description: dict[str, Any], tensors: dict[str, Any]
-) -> None:
+def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here: _Here) -> None:
     kept = "nothing in it was changed; start with what it holds, or use another run_dir"
+    tensors, world_size = here.tensors, here.world_size
     for name in sorted(known["tensors"].keys() | tensors.keys()):
         old, new = known["tensors"].get(name), tensors.get(name)
         if old != new:
@@ -165,6 +190,12 @@ def _check(
             raise RunMismatchError(
                 f"{path} holds a run with {key} {known[key]!r}, this job has {description[key]!r}; {kept}"
             )
+    if (before := known.get("layouts", [])) != here.layouts:
+        other = [rank for rank, pair in enumerate(zip_longest(before, here.layouts)) if pair[0] != pair[1]]
+        raise RunMismatchError(
+            f"{path} holds a run whose tensors are split over the ranks in another way: ranks {other} hold other parts "
+            f"now. The mesh or the placements of fully_shard or parallelize_module have changed; {kept}"
+        )
 
 
 def _way_out(path: Path, known: dict[str, Any]) -> str:
@@ -176,7 +207,7 @@ def _way_out(path: Path, known: dict[str, Any]) -> str:
         return (
             f"To go on from its weights: `cpsr export {shlex.quote(str(path))} --out {shlex.quote(out)} --format "
             f"safetensors`, then load_state_dict(safetensors.torch.load_file({out!r})) of the bare model (model.module "
-            "under DDP) before CPSRRecovery, and "
+            "under DDP, before fully_shard with FSDP2) before CPSRRecovery, and "
             "another run_dir; the optimizer's state, the schedule and the position in the data begin anew"
         )
     out = f"{path}-universal"

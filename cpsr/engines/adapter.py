@@ -121,8 +121,9 @@ class EngineAdapter(Protocol):
         """Identity of what is trained, as plain data.
 
         Keys: `engine`, `zero_stage` (int or None), `precision` (`fp32`, `bf16`, `fp16`), `optimizer` (class name),
-        `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice}), `module` (how its
-        own state dict differs: see `cpsr.engines.naming.module_identity`).
+        `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice, and `layout`: how a
+        mesh of ranks splits a distributed tensor}), `module` (how its own state dict differs: see
+        `cpsr.engines.naming.module_identity`).
         """
 
     def shard(self) -> Shard:

@@ -8,13 +8,16 @@ from typing import Any
 import numpy
 import torch
 
+from cpsr.engines.sharded import whole
+
 __all__ = ["loss_of", "preserved_training_state"]
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
     """The loss in what a module returned, None if there is none.
 
-    Recognised: a scalar tensor; an object with `.loss`; a dict with `loss`; a tuple or list that starts with one.
+    Recognised: a scalar tensor; an object with `.loss`; a dict with `loss`; a tuple or list that starts with one. A
+    distributed tensor is one where every rank has the value.
     """
     if isinstance(output, tuple | list) and not hasattr(output, "loss"):
         output = output[0] if output else None
@@ -23,7 +26,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
     elif not isinstance(output, torch.Tensor):
         output = getattr(output, "loss", None)
     if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
-        return output
+        return whole(output)
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cpsr.engines import optimizer_state
+from cpsr.engines.sharded import is_distributed, local
 
 __all__ = ["FlatViews"]
 
@@ -37,7 +38,7 @@ class _Views:
             and self.entries == _entries(state)
             and self.layout == (tuple(master.shape), master.stride())
             and all(state.get(key) is source for key, source in self.sources.items())
-            and self.addresses == [tensor.data_ptr() for tensor in (master, *self.sources.values())]
+            and self.addresses == [local(tensor).data_ptr() for tensor in (master, *self.sources.values())]
         )
 
 
@@ -109,8 +110,14 @@ class _Sources:
         ]
         self._places = [(state, key) for state, key, _ in places]
         self._moments = [source for _, _, source in places]
-        self._tensors = [tensor for views in distinct for tensor in (views.master, *views.sources.values())]
-        self._addresses = [address for views in distinct for address in views.addresses]
+        tensors = [tensor for views in distinct for tensor in (views.master, *views.sources.values())]
+        addresses = [address for views in distinct for address in views.addresses]
+        pairs = list(zip(tensors, addresses, strict=True))
+        # Apart, so that those of plain tensors are compared without a look at what each is.
+        self._tensors = [tensor for tensor in tensors if not is_distributed(tensor)]
+        self._distributed = [tensor for tensor in tensors if is_distributed(tensor)]
+        self._addresses = [address for tensor, address in pairs if not is_distributed(tensor)]
+        self._addresses += [address for tensor, address in pairs if is_distributed(tensor)]
         self._layouts = [views.layout[1] for views in distinct]
         # None stands for a tensor that the next step creates.
         self._complete = all(value is not None for state in self._states for value in state.values())
@@ -125,9 +132,13 @@ class _Sources:
             and all(map(is_, [state[master] for master in masters], self._states))
             and [len(one) for one in self._states] == self._entries
             and all(map(is_, [one.get(key) for one, key in self._places], self._moments))
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and self._now_at() == self._addresses
             and [master.stride() for master in self._masters] == self._layouts
         )
+
+    def _now_at(self) -> list[int]:
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        return addresses + [local(tensor).data_ptr() for tensor in self._distributed]
 
 
 def _made(
@@ -140,7 +151,7 @@ def _made(
         (tuple(master.shape), master.stride()),
         _entries(optimizer.state[master]),
         sources,
-        [tensor.data_ptr() for tensor in (master, *sources.values())],
+        [local(tensor).data_ptr() for tensor in (master, *sources.values())],
         optimizer_state.flat_view(master, name)[owned],
         {key: optimizer_state.flat_view(value, f"{key} of {name}")[owned] for key, value in sources.items()},
     )

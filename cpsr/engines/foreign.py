@@ -10,7 +10,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["require_engine", "require_loader", "require_parts"]
+__all__ = ["FSDP1", "require_engine", "require_loader", "require_parts"]
 
 PLAIN_LOOP = "write the loop yourself and pass CPSRRecovery(TorchAdapter(model, optimizer), ...)"
 BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
@@ -35,9 +35,10 @@ LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 FABRIC = (
     "is Lightning Fabric's, which CPSR cannot use yet: pass the objects that were not set up by Fabric, in a plain loop"
 )
-SHARDED = (
-    "is sharded by FSDP, whose parameters CPSR cannot see yet: use DistributedDataParallel, or DeepSpeed's ZeRO-3 "
-    "where the model must be sharded"
+FSDP1 = (
+    "is sharded by FSDP1, which torch has replaced and whose flat parameters CPSR does not read: call "
+    "torch.distributed.fsdp.fully_shard (FSDP2) on the model in its place, build the optimizer after that, and pass "
+    "TorchAdapter(model, optimizer)"
 )
 ENGINES = (
     _Kind(
@@ -62,7 +63,7 @@ ENGINES = (
         f"belongs to Lightning, whose Trainer runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
     ),
     _Kind(LIGHTNING, ("Fabric", "_FabricModule"), FABRIC),
-    _Kind(("torch",), ("FullyShardedDataParallel", "FSDPModule"), SHARDED),
+    _Kind(("torch",), ("FullyShardedDataParallel",), FSDP1),
     _Kind(
         ("torch",),
         ("DistributedDataParallel", "Module"),
@@ -81,6 +82,7 @@ MODULES = (
         "is a DeepSpeed engine, which needs no TorchAdapter: pass it to CPSRRecovery itself",
     ),
     _Kind(LIGHTNING, ("_FabricModule",), FABRIC),
+    _Kind(("torch",), ("FullyShardedDataParallel",), FSDP1),
 )
 OPTIMIZERS = (
     _Kind(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.sharded import local
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = [
@@ -55,7 +56,7 @@ def named_buffers(module: torch.nn.Module, rename: Rename = plain_name) -> dict[
                 f"buffer {name} of shape {tuple(buffer.shape)} is an expanded view and cannot be written back; "
                 "register a contiguous copy"
             )
-        buffers[rename(name)] = buffer.detach()
+        buffers[rename(name)] = local(buffer)
     return buffers
 
 

@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from cpsr.config import EnginesConfig
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.fully_sharded import FullySharded
+from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError
 
 __all__ = ["ActivationOffload", "offloaded_activations"]
@@ -46,7 +48,7 @@ def offloaded_activations(
         report: records an event, by kind, message and `level`: at the end, and where the limit is lowered.
 
     Raises:
-        ConfigError: the engine is one of ZeRO-3.
+        ConfigError: the engine is one of ZeRO-3, or of FSDP2.
     """
     if config.offload_activations_bytes == 0:
         yield
@@ -55,6 +57,11 @@ def offloaded_activations(
         raise ConfigError(
             "engines.offload_activations_bytes: ZeRO-3 gathers the weights of a layer for its forward and lets go "
             "of them, which cannot be distinguished from activations. Nothing was started: set it to 0, or use ZeRO-2"
+        )
+    if FullySharded(adapter.module).ranks is not None:
+        raise ConfigError(
+            "engines.offload_activations_bytes: fully_shard gathers the weights of a layer for its forward, which "
+            "cannot be distinguished from activations. Nothing was started: set it to 0"
         )
     room_bytes = int(MAX_SHARE * free_bytes)
     if room_bytes < config.offload_activations_bytes:
@@ -122,7 +129,8 @@ class ActivationOffload:
         context: AbstractContextManager[Any] = nullcontext()
         if module.training and torch.is_grad_enabled():
             self._weights = {
-                tensor.untyped_storage().data_ptr() for tensor in itertools.chain(module.parameters(), module.buffers())
+                local(tensor).untyped_storage().data_ptr()
+                for tensor in itertools.chain(module.parameters(), module.buffers())
             }
             context = saved_tensors_hooks(partial(self._pack, _Forward()), self._unpack)
         context.__enter__()

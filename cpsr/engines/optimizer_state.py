@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.sharded import local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues, number
@@ -37,10 +38,12 @@ _CPU_ADAM = ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
 def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """1-D view of a dense tensor in the order of its memory (so also of `channels_last` tensors).
 
+    Of a distributed tensor it is a view of this rank's part.
+
     Raises:
         UnsupportedEngineError: the tensor's elements do not fill one block of memory (an expanded or strided view).
     """
-    tensor = tensor.detach()
+    tensor = local(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1)
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -71,12 +74,12 @@ def moments(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: tor
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
-        if value.shape != master.shape:
+        if value.shape != master.shape or local(value).shape != local(master).shape:
             raise UnsupportedEngineError(
                 f"optimizer {type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for a tensor of shape "
                 f"{tuple(master.shape)}; only per-element state can be snapshotted. Use Adam, AdamW or SGD"
             )
-        if _memory_order(value) != _memory_order(master):
+        if _memory_order(local(value)) != _memory_order(local(master)):
             # Same values in the parameter's own order: a flat copy of one must fit the other's fresh counterpart.
             value = torch.empty_like(master, dtype=value.dtype).copy_(value).detach()
             state[key] = value

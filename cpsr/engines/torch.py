@@ -1,8 +1,8 @@
-"""Plain torch training: any module with one optimizer, alone or wrapped in DistributedDataParallel."""
+"""Plain torch training: any module with one optimizer, alone, under DDP, or split over ranks by DTensors."""
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from cpsr.engines.adapter import Stage, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
+from cpsr.engines.fully_sharded import FullySharded
 from cpsr.engines.learning_rate_schedule import Schedule
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
@@ -21,11 +22,11 @@ from cpsr.engines.naming import (
     module_identity,
     named_buffers,
     parameter_names,
-    parameters_outside,
     tensor_identity,
 )
+from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
-from cpsr.engines.torch_support import require_supported, unwrapped
+from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import number
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -48,7 +49,9 @@ class TorchAdapter:
         scaler.update()                         # only with grad_scaler=
         scheduler.step()                        # only with scheduler=, every step, also when the scaler skipped it
 
-    A scheduler that is stepped once an epoch must not be given here; register it as user state instead.
+    A scheduler that is stepped once an epoch must not be given here; register it as user state instead. Parameters may
+    be split over ranks by `fully_shard` (FSDP2), `parallelize_module` or `distribute_tensor`: before the optimizer is
+    built, and so before this adapter. The shards are then the master weights.
 
     Args:
         module: the module, or a `DistributedDataParallel` around it. Call it, not the module inside.
@@ -59,9 +62,9 @@ class TorchAdapter:
         experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
-        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP, or an
-            optimizer whose state is not per tensor; parameters that overlap in memory or lie outside the module. The
-            message names it.
+        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP1, or an
+            optimizer whose state is not per tensor; parameters that overlap in memory, lie outside the module, or of
+            which a rank holds no block. The message names it.
     """
 
     def __init__(
@@ -84,19 +87,30 @@ class TorchAdapter:
         self._scaler = grad_scaler
         self._micro_batches = micro_batches_per_iteration
         self._experts = experts
+        self._fully_sharded = FullySharded(self._module)
+        self._fully_sharded.reshard()
         self._names = parameter_names(self._module)
+        # Of FSDP2's modules the sharded ones, in whose place they have gathered ones at times.
+        self._parameters = list(self._module.parameters())
         self._views = FlatViews()
         require_supported(self._module, optimizer, self._names)
+        self._parts = {id(one): part_of(one, self._names[id(one)]) for one in self._parameters}
+        self._absent = {key for key, part in self._parts.items() if part.numel == 0 and 0 not in part.global_shape}
+        require_whole_experts(experts, self._parts, self._names)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank: int = torch.distributed.get_rank() if distributed else 0
         self.world_size: int = torch.distributed.get_world_size() if distributed else 1
-        self.device: torch.device = self._masters()[0].device
+        self.device: torch.device = self._fully_sharded.device or local(self._masters()[0]).device
+        self._data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
         self._loop = TorchLoop(module, optimizer, scheduler, grad_scaler)
 
     @property
     def data_parallel_ranks(self) -> list[int]:
-        """All of them."""
-        return list(range(self.world_size))
+        """All of them; where parameters are split, those of the mesh of `fully_shard`, or of DDP's process group.
+
+        Without either, ranks that split parameters train on the same batches: this rank alone.
+        """
+        return self._data_parallel_ranks
 
     @property
     def iteration(self) -> int:
@@ -135,30 +149,43 @@ class TorchAdapter:
 
     def describe(self) -> dict[str, Any]:
         """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
-        tensors = {self._names[id(p)]: tensor_identity(p, tuple(p.shape)) for p in self._masters()}
+        tensors = {self._names[id(p)]: self._identity(p) for p in self._masters()}
         tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        tensors |= {name: self._identity(parameter) for parameter, name in self._outside()}
         return {
             "engine": "torch",
             "zero_stage": None,
-            "precision": _PRECISIONS.get(self._masters()[0].dtype, "fp32"),
+            "precision": _PRECISIONS.get(self._fully_sharded.dtype or self._masters()[0].dtype, "fp32"),
             "optimizer": type(self._optimizer).__name__,
             "tensors": tensors,
             "module": module_identity(self._module, {name for _, name in self._outside()}, tensors),
         }
 
+    def _identity(self, parameter: torch.Tensor) -> dict[str, Any]:
+        part = self._parts[id(parameter)]
+        identity = tensor_identity(local(parameter), part.global_shape, part.offset)
+        return identity | ({"layout": layout_of(parameter)} if is_distributed(parameter) else {})
+
     def shard(self) -> Shard:
-        """Views of the whole parameters and moments; take them anew after the optimizer loaded a state dict."""
+        """Views of this rank's parameters and moments; take them anew after the optimizer loaded a state dict.
+
+        A parameter that is split over ranks, and of which this one holds nothing, is not there.
+        """
         operators = {}
         for group, parameter in self._grouped():
-            name = self._names[id(parameter)]
-            values, moments = self._views.of(name, self._optimizer, group, parameter)
-            piece = ParamSlice(values, tuple(parameter.shape))
-            operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
+            if id(parameter) not in self._absent:
+                name, part = self._names[id(parameter)], self._parts[id(parameter)]
+                values, moments = self._views.of(name, self._optimizer, group, parameter)
+                piece = ParamSlice(values, part.global_shape, part.offset, part.block)
+                operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, self._others())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._optimizer, self._masters()):
+        masters = self._masters()
+        if self._absent:
+            masters = [master for master in masters if id(master) not in self._absent]
+        if not self._views.unchanged(self._optimizer, masters):
             return None
         return Shard(shard.operators, self._others() if shard.others else {})
 
@@ -175,15 +202,19 @@ class TorchAdapter:
             optimizer_state.create_absent(self._optimizer, group, parameter)
 
     def _others(self) -> dict[str, torch.Tensor]:
-        frozen = {name: parameter.detach() for parameter, name in self._outside()}
+        frozen = {name: local(one) for one, name in self._outside() if id(one) not in self._absent}
         return frozen | named_buffers(self._module)
 
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Parameters that the optimizer does not move, with their names."""
         trained = {id(parameter) for parameter in self._masters()}
-        return parameters_outside(self._module, self._names, trained)
+        for parameter in self._parameters:
+            if id(parameter) not in trained:
+                yield parameter, self._names[id(parameter)]
 
     def push_down(self) -> None:
-        """Nothing depends on the masters: they are the parameters."""
+        """The masters are the parameters: only what FSDP2 gathered of them before is dropped."""
+        self._fully_sharded.reshard()
 
     def scalars(self, on_device: bool = False) -> dict[str, Any]:
         """Iteration, optimizer step counts, parameter groups, schedule and gradient scaler.
@@ -324,10 +355,20 @@ class TorchAdapter:
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; modes, buffers and random states are as before on exit."""
-        return preserved_training_state(self._called)
+        return self._evaluation()
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        with preserved_training_state(self._called):
+            try:
+                yield
+            finally:
+                self._fully_sharded.reshard()
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Loss of one forward input inside `evaluation()`; of the module inside DDP, so that no rank waits.
+
+        Where parameters are split, it is a collective of the ranks that share them.
 
         Raises:
             UnsupportedEngineError: the module gave no loss.

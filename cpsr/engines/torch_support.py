@@ -1,34 +1,66 @@
 """Which plain torch set-ups CPSR refuses, each by name."""
 
 import itertools
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from cpsr.engines.foreign import FSDP1
+from cpsr.engines.fully_sharded import FullySharded
 from cpsr.engines.optimizer_state import flat_view
+from cpsr.engines.sharded import Part, is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["require_supported", "unwrapped"]
+__all__ = ["data_parallel_ranks", "require_supported", "require_whole_experts", "unwrapped"]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside DistributedDataParallel, or the module itself."""
+    wrapper = _wrapper(module)
+    return module if wrapper is None else wrapper.module
+
+
+def _wrapper(module: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel | None:
     inner = getattr(module, "_orig_mod", module)  # torch.compile around DDP
-    return inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else module
+    return inner if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else None
+
+
+def data_parallel_ranks(
+    module: torch.nn.Module, parameters: Iterable[torch.Tensor], fully_sharded: FullySharded
+) -> list[int]:
+    """Ranks among which the batch is split; see `TorchAdapter.data_parallel_ranks`.
+
+    Args:
+        module: as it is called, wrapped or not.
+        parameters: all of the module.
+        fully_sharded: its submodules of FSDP2.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [0]
+    if fully_sharded.ranks is not None:
+        return fully_sharded.ranks
+    if not any(map(is_distributed, parameters)):
+        return list(range(torch.distributed.get_world_size()))
+    wrapper = _wrapper(module)
+    if wrapper is None:
+        return [torch.distributed.get_rank()]
+    return torch.distributed.get_process_group_ranks(wrapper.process_group)
 
 
 def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Check that the parameters are whole, apart in memory and all in the module.
+    """Check that the parameters are blocks of memory, apart from each other, and all in the module.
 
     Raises:
         UnsupportedEngineError: they are not; the message names the culprit.
     """
     for submodule in module.modules():
-        if "FullyShardedDataParallel" in type(submodule).__name__ or "FSDPModule" in [
-            base.__name__ for base in type(submodule).__mro__
-        ]:
+        if "FullyShardedDataParallel" in type(submodule).__name__:
+            raise UnsupportedEngineError(f"this {type(submodule).__name__} {FSDP1}")
+    for name, buffer in module.named_buffers():
+        if is_distributed(buffer) and local(buffer).shape != buffer.shape:
             raise UnsupportedEngineError(
-                f"{type(submodule).__name__} splits parameters over ranks out of sight; use DistributedDataParallel, "
-                "or DeepSpeed's ZeRO-3 for sharded parameters"
+                f"buffer {name} of shape {tuple(buffer.shape)} is split over ranks ({layout_of(buffer)}), and CPSR "
+                "takes only parameters that are split; keep it whole on every rank"
             )
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -42,12 +74,32 @@ def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer,
     _require_no_overlap(module, names)
 
 
+def require_whole_experts(experts: object | None, parts: Mapping[int, Part], names: dict[int, str]) -> None:
+    """Check that no parameter of a mixture of experts is split in blocks that are no ranges.
+
+    Raises:
+        UnsupportedEngineError: one is; the message names it.
+    """
+    blocks = [names[key] for key, part in parts.items() if not part.is_range]
+    if experts is not None and blocks:
+        raise UnsupportedEngineError(
+            f"{blocks[0]} is split in blocks over ranks, and checkpoints of single experts hold rows of their "
+            "parameters; split it by its first dimension, or do not pass experts= to TorchAdapter"
+        )
+
+
 def _require_no_overlap(module: torch.nn.Module, names: dict[int, str]) -> None:
     ranges = []
     for parameter in module.parameters():
-        flat_view(parameter, names[id(parameter)])
-        start = parameter.data_ptr()
-        ranges.append((start, start + parameter.numel() * parameter.element_size(), names[id(parameter)]))
+        held, name = local(parameter), names[id(parameter)]
+        flat_view(parameter, name)
+        if is_distributed(parameter) and not held.is_contiguous():
+            raise UnsupportedEngineError(
+                f"this rank's part of {name}, of shape {tuple(held.shape)}, has strides {held.stride()}: it is not "
+                "laid out row by row, so that its place in the whole would not be known; make it contiguous"
+            )
+        start = held.data_ptr()
+        ranges.append((start, start + held.numel() * held.element_size(), name))
     ranges = sorted(entry for entry in ranges if entry[1] > entry[0])
     for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
         if start < end:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from cpsr.engines.sharded import local
+
 __all__ = ["CatchingUp", "Missed"]
 
 _NOTHING_LEFT = 1e-9  # iterations; less is rounding
@@ -107,5 +109,5 @@ class CatchingUp:
         if not self._values:
             return []
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        memory = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        memory = {local(parameter).untyped_storage().data_ptr() for parameter in parameters}
         return [name for name, values in self._values.items() if values.untyped_storage().data_ptr() in memory]

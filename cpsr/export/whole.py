@@ -1,5 +1,6 @@
 """One committed checkpoint with the ranks' slices put together."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from cpsr.state.codec import decode
 __all__ = ["WholeState", "open_whole"]
 
 Kind = Literal["params", "moments", "extra"]
+_Place = tuple[int, tuple[int, ...] | None]  # of a rank's slice: its first element, and its shape if it is a block
 
 # DeepSpeed's MoE layers put these into names. Its own checkpoints keep each expert in a file by itself.
 _EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
@@ -86,6 +88,9 @@ class WholeState:
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
         frozen = self.identity.module.frozen
+        absent = sorted(frozen.keys() - self._parts[0].manifest.others.keys())
+        if absent and self.identity.engine == "torch":
+            raise self._refused_split(absent[0])
         return {
             name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
             for name in self._parts[0].manifest.others
@@ -133,23 +138,24 @@ class WholeState:
     def _whole(self, name: str, kind: Kind, key: str, dtype: str) -> torch.Tensor:
         total = self.elements(name)
         whole: torch.Tensor | None = None
-        covered: dict[int, int] = {}  # offset -> elements
+        covered: dict[_Place, int] = {}  # place -> elements
         for rank, part in enumerate(self._parts):
             record = part.manifest.operators.get(name)
             if record is None or record.saved_by is not None or (record.numel == 0 and total):
                 continue
             piece = self._read(rank, kind, key, (record.numel,), dtype)
             whole = piece.new_empty(total) if whole is None else whole
-            target = whole[record.offset : record.offset + record.numel]
-            if covered.get(record.offset) == record.numel:
-                self._require_replica(name, rank, target, piece)
+            place = record.offset, record.block
+            target = _target(whole, record)
+            if covered.get(place) == record.numel:
+                self._require_replica(name, rank, target.contiguous().view(-1), piece)
             elif target.numel() == record.numel:
-                target.copy_(piece)
-                covered[record.offset] = record.numel
-        if whole is None or not _tiles(covered, total):
+                target.copy_(piece.view(target.shape))
+                covered[place] = record.numel
+        if whole is None or not _tiles(covered, total, self._records[name].global_shape):
             raise UnsupportedEngineError(
-                f"{self.info.directory}: the slices of {name} that the ranks saved, {sorted(covered.items())} as "
-                f"(offset, elements), do not make up its {total} elements. Nothing was exported"
+                f"{self.info.directory}: the slices of {name} that the ranks saved, {_places(covered)}, do not make up "
+                f"its {total} elements. Nothing was exported"
             )
         return self._shaped(name, whole)
 
@@ -181,6 +187,8 @@ class WholeState:
         first = self._other(0, name)
         if first.shape == shape:
             return first
+        if self.identity.engine == "torch":
+            raise self._refused_split(name)
         ranks = [rank for rank, part in enumerate(self._parts) if name in part.manifest.others]
         joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
         if joined.dim() != 1 or joined.numel() != math.prod(shape):
@@ -189,6 +197,13 @@ class WholeState:
                 f"shape is {shape}. Nothing was exported"
             )
         return joined.view(shape)
+
+    def _refused_split(self, name: str) -> UnsupportedEngineError:
+        return UnsupportedEngineError(
+            f"{self.info.directory}: the frozen parameter {name} is split over ranks by fully_shard or "
+            "parallelize_module, and such parts are not put together yet; the checkpoint itself is whole, and its job "
+            "restarts from it. Nothing was exported"
+        )
 
     def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         path = self.info.directory / file_name(rank, kind)
@@ -296,14 +311,49 @@ def _files(directory: Path, record: RankManifest, kinds: Sequence[Kind]) -> dict
     return {kind: open_tensors(directory / file_name(record.rank, kind)) for kind in kinds}
 
 
-def _tiles(covered: dict[int, int], total: int) -> bool:
-    """Whether the slices follow one another from 0 to `total`."""
-    end = 0
-    for offset in sorted(covered):
-        if offset != end:
-            return False
-        end += covered[offset]
-    return end == total
+def _target(whole: torch.Tensor, record: OperatorRecord) -> torch.Tensor:
+    """Where in the flattened whole a rank's slice lies; a view, of another size where it lies beyond the whole."""
+    if record.block is None:
+        return whole[record.offset : record.offset + record.numel]
+    start = _start(record.offset, record.global_shape)
+    if len(start) != len(record.block):
+        return whole[:0]
+    view = whole.view(record.global_shape)
+    return view[tuple(slice(begin, begin + size) for begin, size in zip(start, record.block, strict=True))]
+
+
+def _start(offset: int, shape: tuple[int, ...]) -> list[int]:
+    """The index, in each dimension, of an element of a tensor."""
+    found: list[int] = []
+    for size in reversed(shape):
+        offset, index = divmod(offset, max(1, size))
+        found.insert(0, index)
+    return found
+
+
+def _tiles(covered: dict[_Place, int], total: int, shape: tuple[int, ...]) -> bool:
+    """Whether the slices cover each element from 0 to `total` once."""
+    if sum(covered.values()) != total:
+        return False
+    if all(block is None for _, block in covered):
+        ends = itertools.accumulate((covered[place] for place in sorted(covered)), initial=0)
+        return all(offset == end for (offset, _), end in zip(sorted(covered), ends, strict=False))
+    if any(block is None for _, block in covered):
+        return False
+    blocks = [list(zip(_start(offset, shape), block or (), strict=True)) for offset, block in covered]
+    return not any(_overlap(first, second) for first, second in itertools.combinations(blocks, 2))
+
+
+def _overlap(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
+    """Whether two blocks, as start and size in each dimension, have an element in common."""
+    pairs = zip(first, second, strict=True)
+    return all(one < other + length and other < one + size for (one, size), (other, length) in pairs)
+
+
+def _places(covered: dict[_Place, int]) -> str:
+    slices = sorted((offset, numel) for (offset, block), numel in covered.items() if block is None)
+    blocks = [(offset, block) for offset, block in covered if block is not None]
+    return f"{slices} as (offset, elements)" + (f" and {blocks} as (offset, shape of a block)" if blocks else "")
 
 
 def _require_name(directory: Path, name: str) -> None:

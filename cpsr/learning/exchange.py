@@ -16,10 +16,26 @@ class Exchange:
 
     def __init__(self) -> None:
         self._group: Group | None = None
+        self._holders: dict[str, int] = {}
 
     def open(self, group: Group) -> None:
         """Use this group from now on; before, this rank is alone."""
         self._group = group
+
+    def count_holders(self, shard: Shard) -> None:
+        """Find out how many ranks own the same elements as this one, of each operator."""
+        if self._group is None:
+            return
+        own = {name: [one.parameter.offset, one.parameter.numel] for name, one in shard.operators.items()}
+        parts: list[dict[str, list[int]]] = self._group.gather(own)
+        self._holders = {name: sum(part.get(name) == piece for part in parts) for name, piece in own.items()}
+
+    def portion(self, operator: str) -> float:
+        """What this rank's products count for in `reduce`, so that each element counts once; 1 before `count_holders`.
+
+        It is the same for all elements of an operator, wherever a mesh of ranks replicates it.
+        """
+        return 1.0 / self._holders.get(operator, 1)
 
     def agree(self, entries: Sequence[int]) -> Sequence[int]:
         """History entries that any rank must leave out, so that all predict from the same ones."""
@@ -60,7 +76,11 @@ class Exchange:
         """
         if self._group is None:
             return None
-        slices = {name: [one.parameter.offset, one.parameter.numel] for name, one in shard.operators.items()}
+        slices = {
+            # Blocks that overlap begin at the same element: they are of one division.
+            name: [one.parameter.offset, one.parameter.numel if one.parameter.block is None else 1]
+            for name, one in shard.operators.items()
+        }
         ends: dict[str, int] = {}
         parts: list[dict[str, list[int]]] = self._group.gather(slices)
         pieces = [(name, offset, numel) for part in parts for name, (offset, numel) in part.items()]

@@ -46,6 +46,7 @@ class Learning(Part):
                 self._exchange.broadcast,
                 trains=adapter.rank == 0,
                 share=self._assignment,
+                portion=self._portion,
             ),
         )
         self._nothing_learned = self.predictor.state_dict()
@@ -69,6 +70,7 @@ class Learning(Part):
         self._journal = job.journal
         self._exchange.open(job.group)
         self._assignment.open(job.group, job.shard, job.adapter.data_parallel_ranks, store.directory)
+        self._exchange.count_holders(job.shard)
         on_disk: int = job.group.broadcast(len(store.catalogue()) if job.group.rank == 0 else None)
         use = allot_memory(self.predictor, len(job.shard.operators), on_disk, job.config, job.group, job.journal.event)
         self._learns = use == "learning"
@@ -78,6 +80,10 @@ class Learning(Part):
         """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
         self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copier.account, job.journal)
         self.learner.start(store, job.group.rank, learns=self._learns)
+
+    def _portion(self, operator: str) -> float:
+        """See `Ranks`; of an operator that one rank learns from for others it is all."""
+        return 1.0 if self._assignment.is_shared else self._exchange.portion(operator)
 
     def duplicated_operator(self, shard: Shard) -> str | None:
         """First operator of which two ranks own the same elements; a collective."""

@@ -10,6 +10,7 @@ OPTIMIZERS = ("adamw", "sgd")
 FUSED = "fused"  # DeepSpeed's own
 CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", FUSED)
 ZERO_STAGES = range(4)
+SPLIT = {"fsdp2": ("fp32", "bf16"), "tp": ("fp32",)}  # engine -> precisions
 STAGES = 2  # of a pipeline
 
 
@@ -18,9 +19,11 @@ class Cell:
     """One row of the table.
 
     Attributes:
-        engine: `torch` (each rank by itself), `ddp`, `deepspeed`, `mixture` (DeepSpeed with experts) or `pipeline`.
+        engine: `torch` (each rank by itself), `ddp`, `fsdp2`, `tp` (tensor parallelism), `deepspeed`, `mixture`
+            (DeepSpeed with experts) or `pipeline`.
         zero: stage of ZeRO; None outside DeepSpeed.
-        precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler.
+        precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
+            is that of forward and backward.
         optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, or `fused`: DeepSpeed's FusedAdam.
     """
 
@@ -40,6 +43,16 @@ class Cell:
         """Whether ranks train without each other."""
         return self.engine == "torch"
 
+    @property
+    def is_split(self) -> bool:
+        """Whether parameters are DTensors, which torch splits over ranks."""
+        return self.engine in SPLIT
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank has all of the weights and moments."""
+        return self.zero in (None, 0) and not self.is_split
+
 
 def cells_of(device: str, ranks: int, stages_can_send: bool) -> list[Cell]:
     """Every cell that this job can run; pipelines are the last, since they change DeepSpeed's groups.
@@ -55,6 +68,9 @@ def cells_of(device: str, ranks: int, stages_can_send: bool) -> list[Cell]:
 def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> Iterator[Cell]:
     for engine in ("torch", "ddp") if ranks > 1 else ("torch",):
         yield from (Cell(engine, None, precision, name) for precision in PRECISIONS for name in optimizers)
+    if ranks > 1 and stages_can_send:  # over gloo with CUDA tensors it is not tried
+        for engine, precisions in SPLIT.items():
+            yield from (Cell(engine, None, precision, name) for precision in precisions for name in OPTIMIZERS)
     for stage in ZERO_STAGES:
         yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
     yield Cell("mixture", 0, "fp32", "adamw")

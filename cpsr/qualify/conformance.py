@@ -16,6 +16,7 @@ from torch import nn
 from cpsr.engines import EngineAdapter
 from cpsr.engines.moe.operators import Expert
 from cpsr.engines.random_states import capture_random_states, restore_random_states
+from cpsr.engines.sharded import local
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
 from cpsr.state.codec import decode, encode
@@ -104,7 +105,7 @@ def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
 def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
     """Copies of weights, optimizer state, buffers, losses and counters, by name."""
     state: dict[str, Any] = {f"shard/{key}": value.clone() for key, value in job.adapter.shard().tensors()}
-    state |= {f"module/{name}": p.detach().clone() for name, p in job.module.named_parameters()}
+    state |= {f"module/{name}": local(p).clone() for name, p in job.module.named_parameters()}
     state |= {f"loss/{index}": loss for index, loss in enumerate(recorder.losses)}
     return state | {"scalars": job.adapter.scalars(), "rate": job.adapter.learning_rate(), "steps": recorder.steps()}
 
@@ -221,9 +222,9 @@ def check_longer_steps(build: Callable[[], Job]) -> None:
         job.train_step(BEFORE)
         assert not catching_up.left
         moved.append({name: one.parameter.values - before[name] for name, one in operators.items()})
-        model = {name: parameter.detach().clone() for name, parameter in job.module.named_parameters()}
+        model = {name: local(parameter).clone() for name, parameter in job.module.named_parameters()}
         job.adapter.push_down()
-        assert_bitwise({name: parameter.detach() for name, parameter in job.module.named_parameters()}, model)
+        assert_bitwise({name: local(parameter) for name, parameter in job.module.named_parameters()}, model)
     plain, longer = moved
     assert any(move.any() for move in plain.values())
     for name, move in plain.items():

@@ -70,7 +70,7 @@ def check_dump(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     restored, losses = life.train_on(digest=True)
     row = life.recovery_row()
     sources = [(source.source, source.iteration) for source in sorted(row.sources, key=lambda one: one.rank)]
-    replicated = cell.zero in (None, 0)
+    replicated = cell.replicated
     lost = ("departure" if replicated else "predicted", FAILURE)
     expected = [("departure", FAILURE)] * (scene.ranks - 1) + [lost]
     assert sources == expected, f"{sources}, not {expected}: {row.reason}"

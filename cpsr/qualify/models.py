@@ -14,6 +14,7 @@ __all__ = [
     "TinyLM",
     "TinyMixture",
     "TinyMixtures",
+    "TinySplitLM",
     "image_batch",
     "lay_out",
     "token_batch",
@@ -28,13 +29,13 @@ class TinyLM(nn.Module):
 
     drift: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.up = nn.Linear(WIDTH, hidden)
         self.dropout = nn.Dropout(0.2)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.down = nn.Linear(hidden, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("drift", torch.zeros(WIDTH))
@@ -49,6 +50,18 @@ class TinyLM(nn.Module):
                 self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
         loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
         return loss * loss_factor
+
+
+class TinySplitLM(TinyLM):
+    """One to be split over ranks: with a parameter of one element, so that all ranks but one hold nothing of it."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__(hidden)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
+        """As of `TinyLM`, times that parameter."""
+        return super().forward(tokens, targets, loss_factor) * self.gain.squeeze()
 
 
 class TinyMixture(nn.Module):

@@ -13,6 +13,8 @@ from cpsr.qualify.torch_cases import small_job
 
 __all__ = ["check_restart"]
 
+MICRO_BATCHES = 2  # where torch splits parameters: gradients are summed over the ranks at the last
+
 
 def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """Bitwise equality of what restarted and what never stopped; returns the size of the snapshot."""
@@ -25,6 +27,10 @@ def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
 
 def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
     """What makes a new job of the cell."""
+    if cell.is_split:
+        from cpsr.qualify.sharded_jobs import split_job
+
+        return partial(split_job, cell, scene.device, scene.ranks, MICRO_BATCHES, "cosine")
     if cell.zero is None:
         ranks = 1 if cell.alone else scene.ranks
         return partial(small_job, cell.precision, cell.optimizer, scene.device, ranks)

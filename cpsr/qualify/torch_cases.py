@@ -1,7 +1,7 @@
 """The conformance cases of `TorchAdapter`, on a device that is a parameter."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,17 @@ from cpsr.qualify.models import (
     token_batch,
 )
 
-__all__ = ["CASES", "TorchJob", "build", "build_ddp", "one_thread", "optimizer_of", "small_job"]
+__all__ = [
+    "CASES",
+    "TorchJob",
+    "build",
+    "build_ddp",
+    "one_thread",
+    "optimizer_of",
+    "scaler_on",
+    "scheduler_of",
+    "small_job",
+]
 
 Device = torch.device | str
 
@@ -36,6 +46,13 @@ class TorchJob:
         grad_scaler: scales losses, which overflow at given steps, if there is one.
         micro_batches: of an iteration.
         called: wrapper of the module, as for DDP; by default the module.
+        experts: how layers of experts are read.
+
+    Attributes:
+        batch: tokens and targets of a step, a micro-batch and a rank.
+        autocast: dtype of forwards; None: no autocast.
+        largest_norm: gradients are clipped to it; None: they are not.
+        accumulating: gives what surrounds forward and backward of a micro-batch, by whether it is the step's last.
     """
 
     def __init__(
@@ -52,6 +69,8 @@ class TorchJob:
         self.called, self.micro_batches = called or module, micro_batches
         self.batch: Callable[[int, int, int], tuple[torch.Tensor, ...]] = token_batch
         self.autocast: torch.dtype | None = None
+        self.largest_norm: float | None = None
+        self.accumulating: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()
         self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches, experts)
 
     def train_step(self, step: int) -> None:
@@ -62,16 +81,19 @@ class TorchJob:
 
     def train_on(self, batches: Sequence[Sequence[torch.Tensor]], factor: float = 1.0) -> torch.Tensor:
         """Train one iteration, with scaled losses times a factor; returns the last micro-batch's loss."""
-        device, loss = next(self.module.parameters()).device, torch.zeros(())
+        device, loss = self.adapter.device, torch.zeros(())
         self.optimizer.zero_grad()
-        for batch in batches:
-            with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
-                output = self.called(*(one.to(device) for one in batch))
-            loss = output["loss"] if isinstance(output, dict) else output
-            if self.scaler is not None:
-                self.scaler.scale(loss * factor).backward()
-            else:
-                (loss / self.micro_batches).backward()
+        for index, batch in enumerate(batches):
+            with self.accumulating(index == len(batches) - 1):
+                with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
+                    output = self.called(*(one.to(device) for one in batch))
+                loss = output["loss"] if isinstance(output, dict) else output
+                if self.scaler is not None:
+                    self.scaler.scale(loss * factor).backward()
+                else:
+                    (loss / self.micro_batches).backward()
+        if self.largest_norm is not None:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.largest_norm)
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()

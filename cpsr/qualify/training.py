@@ -41,9 +41,14 @@ class Training:
         self._device = scene.device
         self._job: TorchJob | None = None
         self._engine: Any = None
-        if cell.zero is None:
-            self._job = small_job(cell.precision, cell.optimizer, scene.device, scene.ranks, schedule="none")
+        if cell.is_split:
+            from cpsr.qualify.sharded_jobs import split_job
+
+            self._job = split_job(cell, scene.device, scene.ranks, 1, "none")
             self.recoverable: Any = self._job.adapter
+        elif cell.zero is None:
+            self._job = small_job(cell.precision, cell.optimizer, scene.device, scene.ranks, schedule="none")
+            self.recoverable = self._job.adapter
         else:
             from cpsr.qualify.deepspeed_jobs import configuration, initialize
 
@@ -51,7 +56,9 @@ class Training:
             self._engine = initialize(TinyLM(), config, cell.optimizer, schedule="none")
             self.recoverable = self._engine
         data = TensorDataset(torch.randint(VOCABULARY, (SEQUENCES * scene.ranks, LENGTH + 1)))
-        sampler: DistributedSampler[Any] = DistributedSampler(data, scene.ranks, scene.rank, seed=3)
+        # Ranks of tensor parallelism train on the same batches.
+        parts, part = (1, 0) if cell.engine == "tp" else (scene.ranks, scene.rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(data, parts, part, seed=3)
         self.loader: DataLoader[Any] = DataLoader(data, BATCH, sampler=sampler, drop_last=True)
 
     def passes(self) -> Iterator[Any]:

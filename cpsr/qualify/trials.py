@@ -17,10 +17,12 @@ DEADLINE_SECONDS = 300.0  # for what takes seconds; a first use of an operator m
 REPRESENTATIVE = "run with representative cells only"
 
 # A sharded, a replicated and a partitioned state; on CUDA also the two fused implementations of AdamW.
-RETURNING = ("ddp fp32 adamw", "deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw")
+RETURNING_OF_DEEPSPEED = ("deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw")
+SPLIT = ("fsdp2 bf16 adamw", "tp fp32 adamw")
+RETURNING = ("ddp fp32 adamw", *SPLIT, *RETURNING_OF_DEEPSPEED)
 RETURNING_ON_CUDA = ("ddp fp32 adamw-fused", "deepspeed zero1 bf16 fused")
-PREDICTED = ("deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw", *RETURNING_ON_CUDA)
-DUMPED = ("ddp fp32 adamw", "deepspeed zero1 bf16 adamw", *RETURNING_ON_CUDA)
+PREDICTED = (*SPLIT, *RETURNING_OF_DEEPSPEED, *RETURNING_ON_CUDA)
+DUMPED = ("ddp fp32 adamw", "fsdp2 bf16 adamw", "deepspeed zero1 bf16 adamw", *RETURNING_ON_CUDA)
 ALONE = "torch fp32 adamw"  # the only rank
 
 

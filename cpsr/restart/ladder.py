@@ -1,9 +1,11 @@
 """The states in host memory, outside the committed checkpoints, and how each rank loads its own."""
 
+import hashlib
+import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
@@ -55,7 +57,10 @@ class Ladder:
         self._first, self._held = first, held
         self._config = config
         self._node = this_node()
-        self._whole = _whole(shard)
+        self._pieces = {
+            name: [list(one.parameter.global_shape), one.parameter.offset, one.parameter.numel]
+            for name, one in shard.operators.items()
+        }
         self._fetched: dict[Entry, MemoryState] = {}
         self.own: list[MemoryState] = []
 
@@ -87,16 +92,45 @@ class Ladder:
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
-        wholes = self._group.gather(None if checkpoint is None or not self._whole else _fingerprint(checkpoint))
-        return decide(
+        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
+        held = _hash(self._pieces)
+        several = self._group.gather(held).count(held) > 1
+        words = self._group.gather(_fingerprint(checkpoint) if several and checkpoint is not None else None)
+        decision = decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
             published_iteration,
-            alike=[rank if word is None else wholes.index(word) for rank, word in enumerate(wholes)],
+            alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
             remote=True,
             stale=stale,
         )
+        return replace(decision, departed=()) if self._parts_replicas(decision.departed) else decision
+
+    def _parts_replicas(self, departed: Sequence[Source]) -> bool:
+        """Whether an operator of a rank whose state would be predicted is in the dump of another rank, too.
+
+        Predicted on one rank and dumped on the other, it would differ between them from then on. So it is where ranks
+        hold some operators alike and others not, as under tensor parallelism.
+        """
+        lost = [source.rank for source in departed if source.tier == "predicted"]
+        if not lost or len(lost) == len(departed):
+            return False
+        parts: list[dict[str, list[Any]]] = self._group.gather(self._pieces)
+        for source in departed:
+            for rank in lost if source.tier != "predicted" else ():
+                alike = [name for name, piece in parts[rank].items() if parts[source.rank].get(name) == piece]
+                if alike:
+                    if self._group.rank == 0:
+                        logger.warning(
+                            "the dumps of the ranks that did not fail are not used: rank %d has lost its state, and "
+                            "it held %r alike with rank %d: predicted beside the dump it would differ from that",
+                            rank,
+                            alike[0],
+                            source.rank,
+                        )
+                    return True
+        return False
 
     def bring(self, sources: Sequence[Source]) -> None:
         """Fetch states of other machines to the ranks that take them.
@@ -212,10 +246,9 @@ def what_is_left(own: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]]
     return "machine" if survived or anywhere.issuperset(range(len(own))) else "everything"
 
 
-def _whole(shard: Shard) -> bool:
-    """Whether the rank holds whole parameters: slices are never equal on two ranks."""
-    operators = shard.operators.values()
-    return all(operator.parameter.numel == math.prod(operator.parameter.global_shape) for operator in operators)
+def _hash(pieces: dict[str, list[Any]]) -> str:
+    """Of which elements of which operators a rank owns."""
+    return hashlib.sha256(json.dumps(sorted(pieces.items())).encode()).hexdigest()
 
 
 def _fingerprint(shard: Shard) -> str:

@@ -1,8 +1,8 @@
 """The part of the training state that one rank owns, by operator name.
 
 An *operator* is one named parameter tensor of the model. A rank owns one contiguous range of the flattened tensor
-(all of it without ZeRO, a slice with it). Everything here is a **view**: no byte is copied by building a `Shard`,
-and writing into the views writes into the engine.
+(all of it without ZeRO, a slice with it), or one block of it (tensor parallelism). Everything here is a **view**: no
+byte is copied by building a `Shard`, and writing into the views writes into the engine.
 """
 
 from collections.abc import Iterator
@@ -24,11 +24,14 @@ class ParamSlice:
             else the parameter itself in its own dtype.
         global_shape: shape of the whole parameter, before it was split over ranks.
         offset: index of `values[0]` in the flattened whole parameter.
+        block: shape of what this rank owns, where that is a block of the whole parameter which is no range of it, as
+            columns are; `values` has it row by row. None: it is a range.
     """
 
     values: torch.Tensor
     global_shape: tuple[int, ...]
     offset: int = 0
+    block: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:

@@ -5,14 +5,21 @@ from tests.engines.deepspeed_cases import OTHER, ZERO, Case
 from tests.engines.fused_adam_cases import FUSED
 from tests.engines.mixture_cases import MIXTURES
 from tests.engines.saving_cases import SAVING
+from tests.engines.sharded_cases import SHARDED
 
 __all__ = ["GROUPS"]
 
 STAGES = ("pipeline", "receives-are-waits", "a-receive-fails", "fused-pipeline")  # gloo sends no CUDA tensors to them
+SPLIT = ("fsdp2", "hsdp", "tp", "sharded")  # over gloo with CUDA tensors they are not tried
 
-
-ALL: dict[str, dict[str, Case]] = {"zero": ZERO, "other": OTHER, "fused": FUSED, "mixtures": MIXTURES | SAVING}
+ALL: dict[str, dict[str, Case]] = {
+    "zero": ZERO,
+    "other": OTHER,
+    "fused": FUSED,
+    "mixtures": MIXTURES | SAVING,
+    "sharded": SHARDED,
+}
 GROUPS = {
-    group: {name: case for name, case in cases.items() if not (ON_CUDA and name.startswith(STAGES))}
+    group: {name: case for name, case in cases.items() if not (ON_CUDA and name.startswith(STAGES + SPLIT))}
     for group, cases in ALL.items()
 }

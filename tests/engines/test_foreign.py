@@ -75,13 +75,19 @@ def test_an_engine_that_is_none(kind: str, tmp_path: Path) -> None:
 def test_models_that_torch_wraps_over_ranks() -> None:
     with pytest.raises(UnsupportedEngineError, match="this DistributedDataParallel is a model without its optimizer"):
         adapt(DistributedDataParallel(model()))
-    first, second = FullyShardedDataParallel(model(), device_id=torch.device("cpu")), model()
-    fully_shard(second, mesh=init_device_mesh("cpu", (1,)))  # changes its class
-    for sharded in (first, second):
-        with pytest.raises(UnsupportedEngineError, match=r"is sharded by FSDP.*DistributedDataParallel, or .*ZeRO-3"):
-            adapt(sharded)
-        with pytest.raises(UnsupportedEngineError, match=r"DistributedDataParallel,? or .*ZeRO-3"):
-            TorchAdapter(sharded, adam(sharded))
+    flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    for refused in (
+        adapt,
+        lambda one: TorchAdapter(one, adam(one)),
+        lambda one: TorchAdapter(nn.Sequential(one), adam(one)),
+    ):
+        with pytest.raises(UnsupportedEngineError, match=r"FSDP1.*call torch\.distributed\.fsdp\.fully_shard .*FSDP2"):
+            refused(flat)
+    sharded = model()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))  # changes its class
+    with pytest.raises(UnsupportedEngineError, match="this FSDPLinear is a model without its optimizer: pass TorchAd"):
+        adapt(sharded)
+    assert len(TorchAdapter(sharded, adam(sharded)).shard().operators) == 2
 
 
 def other(package: str, name: str) -> Any:

@@ -44,10 +44,15 @@ def write_identity(run_dir: Path, **changes: Any) -> None:
 
 
 def operator(
-    name: str, values: torch.Tensor, shape: Sequence[int], offset: int = 0, moments: Sequence[str] = ()
+    name: str,
+    values: torch.Tensor,
+    shape: Sequence[int],
+    offset: int = 0,
+    moments: Sequence[str] = (),
+    block: tuple[int, ...] | None = None,
 ) -> OperatorState:
     kept = {key: values + 1 + index for index, key in enumerate(moments or ("exp_avg", "exp_avg_sq"))}
-    return OperatorState(name, ParamSlice(values, tuple(shape), offset), kept, 50)
+    return OperatorState(name, ParamSlice(values, tuple(shape), offset, block), kept, 50)
 
 
 def shard(*operators: OperatorState, **others: torch.Tensor) -> Shard:

@@ -1,3 +1,4 @@
+import itertools
 import math
 import threading
 from pathlib import Path
@@ -46,6 +47,31 @@ def test_slices_of_every_split_are_put_together(tmp_path_factory: pytest.TempPat
     holds()
 
 
+def test_blocks_of_every_split_are_put_together(tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def holds(data: Any) -> None:
+        """Any shapes, cut in each dimension, dealt to ranks in any order; some parts are empty, and some held twice."""
+        run_dir = tmp_path_factory.mktemp("blocks")
+        shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        whole = torch.randint(1000, shape).float()
+        cuts = [sorted({0, data.draw(st.integers(0, size)), size}) for size in shape]
+        ranges = [list(itertools.pairwise(one)) for one in cuts]
+        blocks = data.draw(st.permutations(list(itertools.product(*ranges))))
+        parts = []
+        for block in [*blocks, *blocks[: data.draw(st.integers(0, 1))]]:
+            piece = whole[tuple(slice(*one) for one in block)]
+            offset = int(torch.arange(whole.numel()).view(shape)[tuple(start for start, _ in block)])
+            parts.append(operator("w", piece.reshape(-1).clone(), shape, offset, block=tuple(piece.shape)))
+        write_identity(run_dir, engine="torch", zero_stage=None)
+        write_checkpoint(run_dir, *map(shard, parts))
+        state = open_whole(run_dir, None, moments=True)
+        assert torch.equal(state.weights("w"), whole)
+        assert torch.equal(state.moment("w", "exp_avg_sq"), whole + 2)
+
+    holds()
+
+
 def replicas(second: torch.Tensor) -> tuple[Shard, Shard]:
     return shard(operator("w", torch.arange(4.0), (4,))), shard(operator("w", second, (4,)))
 
@@ -81,6 +107,28 @@ REFUSED = {
         "do not make",
     ),
     "beyond the end": ((shard(operator("w", torch.ones(5), (4,))),), "do not make"),
+    "a missing block": ((shard(operator("w", torch.ones(4), (2, 4), 0, block=(2, 2))),), "do not make"),
+    "blocks that overlap": (
+        (
+            shard(operator("w", torch.ones(4), (2, 4), 0, block=(2, 2))),
+            shard(operator("w", torch.ones(4), (2, 4), 1, block=(2, 2))),
+        ),
+        "do not make",
+    ),
+    "a block beyond the end": (
+        (
+            shard(operator("w", torch.ones(4), (2, 4), 0, block=(2, 2))),
+            shard(operator("w", torch.ones(4), (2, 4), 3, block=(2, 2))),
+        ),
+        "do not make",
+    ),
+    "a block beside a range": (
+        (
+            shard(operator("w", torch.ones(4), (2, 4), 0, block=(2, 2))),
+            shard(operator("w", torch.ones(4), (2, 4), 4)),
+        ),
+        "do not make",
+    ),
     "other shapes": (
         (shard(operator("w", torch.ones(2), (4,))), shard(operator("w", torch.ones(2), (2, 2), 2))),
         "not one tensor",
@@ -116,6 +164,22 @@ def test_frozen_parameters_are_joined_and_buffers_are_rank_0s(tmp_path: Path) ->
     assert torch.equal(outside["frozen"], torch.arange(6.0).view(2, 3))
     assert torch.equal(outside["kept"], torch.ones(2))
     assert int(outside["seen"]) == 1
+
+
+def test_split_frozen_parameters_of_plain_torch_are_refused_by_name(tmp_path: Path) -> None:
+    """Their order over the ranks is that of a mesh, and columns are no consecutive parts."""
+    write_identity(tmp_path, engine="torch", zero_stage=None, frozen={"frozen": [2, 3], "kept": [2]})
+    parts = [shard(frozen=torch.ones(1, 3), kept=torch.ones(2)), shard(frozen=torch.ones(1, 3), kept=torch.ones(2))]
+    write_checkpoint(tmp_path, *parts)
+    with pytest.raises(UnsupportedEngineError, match="the frozen parameter frozen is split over ranks by fully_shard"):
+        open_whole(tmp_path, None, moments=True).outside()
+
+
+def test_a_frozen_parameter_of_which_rank_0_holds_nothing_is_not_left_out(tmp_path: Path) -> None:
+    write_identity(tmp_path, engine="torch", zero_stage=None, frozen={"frozen": [1, 3], "kept": [2]})
+    write_checkpoint(tmp_path, shard(kept=torch.ones(2)), shard(frozen=torch.ones(1, 3), kept=torch.ones(2)))
+    with pytest.raises(UnsupportedEngineError, match="the frozen parameter frozen is split over ranks by fully_shard"):
+        open_whole(tmp_path, None, moments=True).outside()
 
 
 def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> None:
