@@ -136,7 +136,8 @@ class TorchAdapter:
     def describe(self) -> dict[str, Any]:
         """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
         tensors = {self._names[id(p)]: tensor_identity(p, tuple(p.shape)) for p in self._masters()}
-        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        outside = self.frozen() | named_buffers(self._module)
+        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in outside.items()}
         return {
             "engine": "torch",
             "zero_stage": None,
@@ -154,13 +155,13 @@ class TorchAdapter:
             values, moments = self._views.of(name, self._optimizer, group, parameter)
             piece = ParamSlice(values, tuple(parameter.shape))
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
-        return Shard(operators, self._others())
+        return Shard(operators, named_buffers(self._module), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
         if not self._views.unchanged(self._optimizer, self._masters()):
             return None
-        return Shard(shard.operators, self._others() if shard.others else {})
+        return Shard(shard.operators, named_buffers(self._module) if shard.others else {}, shard.frozen)
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:
@@ -174,9 +175,9 @@ class TorchAdapter:
         for group, parameter in self._grouped():
             optimizer_state.create_absent(self._optimizer, group, parameter)
 
-    def _others(self) -> dict[str, torch.Tensor]:
-        frozen = {name: parameter.detach() for parameter, name in self._outside()}
-        return frozen | named_buffers(self._module)
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Views of the parameters outside the optimizer."""
+        return {name: parameter.detach() for parameter, name in self._outside()}
 
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         trained = {id(parameter) for parameter in self._masters()}
