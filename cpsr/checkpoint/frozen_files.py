@@ -329,8 +329,8 @@ class FrozenFiles:
                 _log.debug("%s does not have the frozen weights of the snapshot: %r", info.directory, error)
         raise CheckpointError(
             f"{len(names)} parameters outside the optimizer (the first is {min(names, default='')!r}) have other "
-            "values in this job than they had with the saved state, and no checkpoint of the run has those. The script must "
-            "load the same base weights as before"
+            "values in this job than they had with the saved state, and no checkpoint of the run has those. The script "
+            "must load the same base weights as before"
         )
 
     def _in_extra(self, record: RankManifest) -> set[str]:

@@ -86,6 +86,12 @@ class Shard:
         for name, values in self.others.items():
             yield f"other/{name}", values
 
+    def all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors`, and those outside the optimizer as `frozen/<name>`."""
+        yield from self.tensors()
+        for name, values in self.frozen.items():
+            yield f"frozen/{name}", values
+
     @property
     def parameters(self) -> int:
         """Weights that this rank owns."""

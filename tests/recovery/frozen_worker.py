@@ -139,7 +139,7 @@ def train(
         if recovery.iteration == options.merge_at:
             for layer in module.layers[:2]:
                 layer.merge(through_data=options.merge_through_data)
-        ended["losses"][recovery.iteration] = float(loss)
+        ended["losses"][recovery.iteration] = loss.detach().item()
         if recovery.iteration == options.fault and rank == options.failing_rank:
             leave(options.committed)
         if recovery.iteration == options.iterations:
