@@ -18,6 +18,7 @@ from cpsr import CPSRRecovery, TorchAdapter
 from tests.device import DEVICE
 
 FEATURES, RANK = 32, 2
+WAIT_SECONDS = 60.0
 MOVING = 0.9  # share of itself that the teacher keeps in a step
 
 
@@ -60,7 +61,8 @@ class Adapted(nn.Module):
         self.up = nn.Parameter(torch.zeros(FEATURES, RANK))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
+        adapted: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return adapted
 
     def merge(self, *, through_data: bool) -> None:
         """Add the product to the frozen layer, and begin with nothing beside it."""
@@ -73,20 +75,22 @@ class Adapted(nn.Module):
 
 
 class Net(nn.Module):
-    """Two such layers, whose bases are tied to each other; a mean of the inputs as a buffer."""
+    """Three such layers, the last on the base of the first; a mean of the inputs as a buffer."""
 
     def __init__(self, *, teacher: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Adapted(), Adapted(), Adapted()])
-        self.layers[2].base = self.layers[0].base
+        self.adapted = [Adapted(), Adapted(), Adapted()]
+        self.layers = nn.ModuleList(self.adapted)
+        self.adapted[2].base = self.adapted[0].base
         self.teacher = nn.Linear(FEATURES, RANK, bias=False).requires_grad_(False) if teacher else None
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(FEATURES))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.seen.mul_(0.9).add_(x.mean(0))
         hidden = x
-        for layer in self.layers:
+        for layer in self.adapted:
             hidden = torch.tanh(layer(hidden))
         loss = nn.functional.mse_loss(hidden, y)
         return loss if self.teacher is None else loss + self.teacher(hidden).square().mean()
@@ -95,7 +99,7 @@ class Net(nn.Module):
         """Move the teacher towards the trained weights."""
         if self.teacher is not None:
             with torch.no_grad():
-                self.teacher.weight.mul_(MOVING).add_(self.layers[0].down, alpha=1 - MOVING)
+                self.teacher.weight.mul_(MOVING).add_(self.adapted[0].down, alpha=1 - MOVING)
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
@@ -106,7 +110,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
     module = Net(teacher=options.teacher).to(DEVICE)
     torch.manual_seed(11)
     with torch.no_grad():
-        for layer in module.layers:
+        for layer in module.adapted:
             layer.down.normal_(std=0.2)
     called = nn.parallel.DistributedDataParallel(module) if ranks > 1 else module
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-2)
@@ -135,9 +139,12 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        # The state of the step before is durable by now, however busy the machine is.
+        recovery.life.saver.drain(WAIT_SECONDS)
+        recovery.life.saver.pool.settle()
         module.follow()
         if recovery.iteration == options.merge_at:
-            for layer in module.layers[:2]:
+            for layer in module.adapted[:2]:
                 layer.merge(through_data=options.merge_through_data)
         ended["losses"][recovery.iteration] = loss.detach().item()
         if recovery.iteration == options.fault and rank == options.failing_rank:
@@ -147,7 +154,8 @@ def train(
 
 
 def leave(committed: Path | None) -> None:
-    while committed is not None and not committed.exists():
+    deadline = time.monotonic() + WAIT_SECONDS
+    while committed is not None and not committed.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
