@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from cpsr.benchmarks.faults.frozen import freeze, frozen_scalars
 from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
@@ -60,7 +61,10 @@ def snapshot_of(rank: int, iteration: int, run_id: str = RUN_ID) -> Snapshot:
 
 def open_run(run_dir: Path, life: int, run_id: str = RUN_ID, missing: Missing | None = None) -> list[CheckpointStore]:
     """The store of each rank."""
-    return [CheckpointStore(run_dir, rank, RANKS, run_id, life, missing=missing) for rank in range(RANKS)]
+    stores = [CheckpointStore(run_dir, rank, RANKS, run_id, life, missing=missing) for rank in range(RANKS)]
+    for store in stores:
+        freeze(run_dir, store)
+    return stores
 
 
 def commit(stores: Sequence[CheckpointStore], iteration: int, run_id: str = RUN_ID) -> None:
@@ -69,7 +73,10 @@ def commit(stores: Sequence[CheckpointStore], iteration: int, run_id: str = RUN_
     Raises:
         CPSRError: it was not committed.
     """
-    commit_snapshots(stores, [snapshot_of(store.rank, iteration, run_id) for store in stores])
+    snapshots = [snapshot_of(store.rank, iteration, run_id) for store in stores]
+    for store, snapshot in zip(stores, snapshots, strict=True):
+        snapshot.scalars |= frozen_scalars(store, iteration)
+    commit_snapshots(stores, snapshots)
 
 
 def commit_snapshots(stores: Sequence[CheckpointStore], snapshots: Sequence[Snapshot]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cpsr.benchmarks.faults.frozen import frozen_bits, spoil
 from cpsr.benchmarks.faults.job import INTERVAL, KEEP_ALL, RANKS, commit, open_run, same_bits, scalars_of, shard_of
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError
@@ -81,7 +82,7 @@ def is_right(rank: int, iteration: int, found: Shard, scalars: Any) -> bool:
 
     The experts of a sparse one are those of the iterations that the job itself noted, and say so.
     """
-    meant = {"ages": scalars["ages"]} if "ages" in scalars else {}
+    meant = {name: scalars[name] for name in ("ages", "frozen") if name in scalars}
     ages = {name: operator.iteration for name, operator in found.operators.items()}
     saved = {name: shard_of(rank, age).operators[name] for name, age in ages.items()}
     return (
@@ -99,11 +100,12 @@ def _load(stores: list[CheckpointStore], iteration: int) -> str | None:
     """What is wrong with a checkpoint, None where it is bit for bit what was saved."""
     for rank in range(RANKS):
         shard = shard_of(rank, FOREIGN)
+        spoil(stores[rank])
         try:
             scalars = stores[rank].load(iteration, shard)
         except (CheckpointError, RunMismatchError) as error:
             return f"checkpoint {iteration} of rank {rank} is refused: {error}"
-        if not is_right(rank, iteration, shard, scalars):
+        if not is_right(rank, iteration, shard, scalars) or not frozen_bits(stores[rank], iteration):
             return f"checkpoint {iteration} of rank {rank} differs from what was saved"
     return None
 

@@ -14,6 +14,7 @@ from cpsr.benchmarks.faults.experts import (
     sparse_snapshot,
     write_sparse,
 )
+from cpsr.benchmarks.faults.frozen import frozen_scalars
 from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, scalars_of, shard_of, snapshot_of, write_run
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -52,13 +53,14 @@ class RankWriter:
         self.pool = SnapshotPool(shard_of(store.rank, 0))
         self.writer = CheckpointWriter(store, self.pool, config)
         self.handed_over_seconds = 0.0
-        self._rank = store.rank
+        self._store = store
         self._experts = experts
 
     def begin(self, iteration: int, contents: Contents = WHOLE) -> bool:
         """Take a snapshot and hand it to the writer; False where no buffer was free."""
-        shard, save = shard_of(self._rank, iteration), self._experts.get(iteration)
+        shard, save = shard_of(self._store.rank, iteration), self._experts.get(iteration)
         scalars = scalars_of(iteration) if save is None else sparse_scalars(iteration, save)
+        scalars |= frozen_scalars(self._store, iteration)
         started = time.perf_counter()
         self.pool.begin(shard, iteration, scalars, contents if save is None else save.contents)
         snapshot = self.pool.finish()

@@ -175,7 +175,7 @@ def _keep_pace(part: Part, began_at: int, iteration: int) -> None:
 
 def _state(adapter: EngineAdapter) -> str:
     digest = hashlib.sha256()
-    for _, tensor in sorted(adapter.shard().tensors()):
+    for _, tensor in sorted(adapter.shard().all_tensors()):
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

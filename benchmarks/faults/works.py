@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cpsr.benchmarks.faults.experts import open_sparse, write_sparse
 from cpsr.benchmarks.faults.forked import POLL_SECONDS, Gate
+from cpsr.benchmarks.faults.frozen import MERGED, frozen_scalars, mark
 from cpsr.benchmarks.faults.job import (
     COMMITTED,
     INTERVAL,
@@ -207,6 +208,27 @@ def _save_sparse_of_both(run_dir: Path, gate: Gate) -> None:
     gate.note(done=True, outcomes=_save_by_both(ranks, 60))
 
 
+def _write_frozen(run_dir: Path) -> None:
+    mark(run_dir)
+    write_run(run_dir)
+
+
+def _save_frozen(run_dir: Path, gate: Gate) -> None:
+    """A save that writes other frozen weights than the run had, and one that links them."""
+    stores, iterations = open_run(run_dir, LIFE), (MERGED, MERGED + INTERVAL)
+    for iteration in iterations:
+        snapshot = snapshot_of(1, iteration)
+        snapshot.scalars |= frozen_scalars(stores[1], iteration)
+        stores[1].write(snapshot)
+    rank_0 = RankWriter(stores[0])
+    gate.note(newest=[MERGED - INTERVAL, MERGED], kept=COMMITTED)
+    gate.wait()
+    for iteration in iterations:
+        outcomes = rank_0.save(iteration)
+        gate.note(newest=[iteration, iteration + INTERVAL], kept=[*COMMITTED, iteration], outcomes=outcomes)
+    gate.note(done=True)
+
+
 def _with_a_sparse_save_under_way(run_dir: Path) -> None:
     """What the other rank wrote names files of a committed checkpoint."""
     write_sparse(run_dir)
@@ -237,6 +259,7 @@ WORKS = (
     Work("roll-back", _with_a_save_under_way, _abandon, frozenset({20, 30, 40}), 20, frozenset({10, 20})),
     Work("setting aside", write_run, _quarantine, frozenset({30, 40}), 30, frozenset({10, 20, 30})),
     Work("restart", _with_damage_and_remains, _restart, frozenset({30}), 30, frozenset({10, 20, 30}), damaged=True),
+    Work("saves with frozen weights", _write_frozen, _save_frozen, frozenset(), 60),
     Work("sparse chain", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80})),
     Work("sparse chain by copies", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80}), always=(NO_LINKS,)),
     Work("sparse save of both ranks", write_sparse, _save_sparse_of_both, frozenset({50, 60}), 60, _SPARSE_KEPT),

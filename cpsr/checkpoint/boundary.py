@@ -12,7 +12,7 @@ from cpsr.state.shard import Shard
 __all__ = ["BoundaryBuffers", "EarlierStep"]
 
 # Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
-# (attention masks, frozen weights) are copied when their version has changed.
+# (attention masks) are copied when their version has changed.
 SMALL_BYTES = 1 << 16
 
 
@@ -85,6 +85,13 @@ class BoundaryBuffers:
                 else:
                     self._copies[name] = tensor.detach().clone()
 
+    def watch(self, changing: Mapping[str, torch.Tensor]) -> None:
+        """From now on also copy these tensors whenever they have changed at a boundary."""
+        for name, tensor in changing.items():
+            if name not in self._others:
+                self._others[name] = self._large[name] = tensor
+                self._versions[name] = _version(tensor)
+
     def at_boundary(
         self, others: Mapping[str, torch.Tensor], earlier: EarlierStep | None = None
     ) -> dict[str, torch.Tensor]:
@@ -98,7 +105,7 @@ class BoundaryBuffers:
 
     def _value(self, name: str, tensor: torch.Tensor, earlier: EarlierStep | None) -> torch.Tensor:
         known = self._others.get(name)
-        if known is None or known.data_ptr() != tensor.data_ptr():  # a frozen parameter is a new view every time
+        if known is None or known.data_ptr() != tensor.data_ptr():  # a view may be a new one every time
             raise SaveError(f"the buffer '{name}' was replaced since the start of this life")
         boundary = self._boundary if earlier is None else earlier.boundary
         first, last = self._copied.get(name, (0, 0))

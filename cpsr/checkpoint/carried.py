@@ -25,7 +25,7 @@ from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files, file_name
 from cpsr.errors import SaveError
 
-__all__ = ["CarriedFiles"]
+__all__ = ["CarriedFiles", "put_files"]
 
 # How many checkpoints are searched, newest first; retention never removes the newest two.
 _REMEMBERED_PLACES = 8
@@ -88,7 +88,7 @@ class CarriedFiles:
                 names = [file_name(written.rank, "params")]
                 records = {name: one.model_copy(update={"moments": {}}) for name, one in records.items()}
             files = {name: written.files[name] for name in names}
-            if _put_into(directory, source, files, fsync=fsync):
+            if put_files(directory, source, files, fsync=fsync):
                 return files, records
             # It was abandoned, or retention was there.
         if not contents.moments:
@@ -99,7 +99,7 @@ class CarriedFiles:
         )
 
 
-def _put_into(directory: Path, source: Path, files: Mapping[str, FileRecord], *, fsync: bool) -> bool:
+def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *, fsync: bool) -> bool:
     """Give files of one checkpoint the same names in another one; False, and no new name, where one is not there.
 
     Args:

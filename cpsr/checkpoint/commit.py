@@ -22,6 +22,7 @@ from cpsr.checkpoint.manifest import (
     RankManifest,
     RankRecord,
     commit_record,
+    frozen_writer,
     rank_manifest_name,
 )
 from cpsr.checkpoint.replicated import DriftedError, drifted, missing_among
@@ -158,6 +159,12 @@ def seal(
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
     _check_parts(directory, records, missing)
     writers = {writer for record in records.values() for writer in record.by_writer()}
+    writers |= {
+        frozen_writer(file)
+        for rank, record in records.items()
+        for file in record.frozen_files()
+        if frozen_writer(file) != rank
+    }
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(
@@ -217,7 +224,9 @@ def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:
     trained: dict[str, SavedSlice] = {
         name: (one.global_shape, one.offset, one.numel) for name, one in record.operators.items()
     }
-    return {name: (one.shape, 0, math.prod(one.shape)) for name, one in record.others.items()} | trained
+    shapes = {name: one.shape for name, one in record.others.items()}
+    shapes |= {name: one.shape for name, one in record.frozen.items()}
+    return {name: (shape, 0, math.prod(shape)) for name, shape in shapes.items()} | trained
 
 
 def _skip_name(rank: int) -> str:

@@ -24,15 +24,25 @@ from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode, decode_without_tensors
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record", "tensor_record"]
+__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record", "place"]
+__all__ += ["tensor_record"]
 
 Kind = Literal["params", "moments", "extra"]
 
 SCALARS = "scalars"  # the names of their tensors begin with it
 
 
-def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> Any:
+def load_shard(
+    directory: Path, manifest: Manifest, rank: int, into: Shard, frozen: Mapping[str, torch.Tensor] | None = None
+) -> Any:
     """Copy one rank's tensors into the views of `into` and return the scalars.
+
+    Args:
+        directory: the checkpoint.
+        manifest: of all ranks.
+        rank: whose part.
+        into: views to be written.
+        frozen: the engine's parameters outside the optimizer, which are compared by name and shape alone here.
 
     Raises:
         CheckpointCorruptError: a file is damaged; `into` holds anything, as its bytes are hashed on the way there.
@@ -40,14 +50,16 @@ def load_shard(directory: Path, manifest: Manifest, rank: int, into: Shard) -> A
         RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
     """
     record = read_rank_manifest(directory, manifest, rank)
-    _require_same_state(directory, record, into)
+    _require_same_state(directory, record, into, frozen or {})
     tensors = _read(directory, manifest, record, ("params", "moments", "extra"), into)
     scalars = _decoded(directory / rank_manifest_name(rank), record.scalars, tensors)
     _take_ages(record, into)
     return scalars
 
 
-def load_weights(directory: Path, manifest: Manifest, rank: int, into: Shard) -> Any:
+def load_weights(
+    directory: Path, manifest: Manifest, rank: int, into: Shard, frozen: Mapping[str, torch.Tensor] | None = None
+) -> Any:
     """Copy one rank's weights into the views of `into`, and return the scalars with `LOST` in the place of tensors.
 
     Moments and buffers of `into` stay as they are. The files of moments and buffers need not be there.
@@ -61,7 +73,7 @@ def load_weights(directory: Path, manifest: Manifest, rank: int, into: Shard) ->
     if manifest.partial:
         raise CheckpointError(f"{directory} is partial: some ranks' weights are older than it is")
     record = read_rank_manifest(directory, manifest, rank)
-    _require_same_state(directory, record, into)
+    _require_same_state(directory, record, into, frozen or {})
     _read(directory, manifest, record, ("params",), weights_of(into))
     scalars = _decoded(directory / rank_manifest_name(rank), record.scalars)
     _take_ages(record, into)
@@ -117,19 +129,25 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> None:
+def _require_same_state(directory: Path, record: RankManifest, into: Shard, frozen: Mapping[str, torch.Tensor]) -> None:
     wanted: dict[str, object] = {
         f"param/{name}": operator_record(operator).described for name, operator in into.operators.items()
     }
     wanted |= {f"other/{name}": tensor_record(tensor) for name, tensor in into.others.items()}
+    wanted |= {f"frozen/{name}": tensor_record(tensor) for name, tensor in frozen.items()}
     saved: dict[str, object] = {f"param/{name}": operator.described for name, operator in record.operators.items()}
-    saved |= {f"other/{name}": tensor for name, tensor in record.others.items()}
+    # Earlier versions kept frozen parameters with the buffers.
+    saved |= {f"{'frozen' if name in frozen else 'other'}/{name}": tensor for name, tensor in record.others.items()}
+    saved |= {f"frozen/{name}": TensorRecord(shape=one.shape, dtype=one.dtype) for name, one in record.frozen.items()}
     for key in [*wanted, *saved]:
         if saved.get(key) != wanted.get(key):
+            name = key.partition("/")[2]
+            changed = {f"{kind}/{name}" for kind in ("param", "frozen")} <= wanted.keys() | saved.keys()
+            why = " A weight that begins or ceases to train makes another run." if changed else ""
             raise RunMismatchError(
                 f"{directory} is of another model or another split over ranks; the first difference is {key}: saved "
-                f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. Nothing was changed; "
-                "use the model it was saved from, or another run_dir"
+                f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}.{why} Nothing was "
+                "changed; use the model it was saved from, or another run_dir"
             )
 
 
@@ -164,7 +182,7 @@ def _read(
     wanted |= _in_expert_files(record, kinds) | dict.fromkeys(names)
     found: dict[str, torch.Tensor] = {}
     for name, keys in wanted.items():
-        found |= read_tensors(directory / name, record.files[name], partial(_place, targets, keys))
+        found |= read_tensors(directory / name, record.files[name], partial(place, targets, keys))
     found |= _left_to_others(directory, manifest, record, kinds, targets)
     for key, target in targets.items():
         if key not in found:
@@ -175,7 +193,7 @@ def _read(
     return {key: tensor for key, tensor in found.items() if key.startswith(SCALARS)}
 
 
-def _place(
+def place(
     targets: Mapping[str, torch.Tensor],
     wanted: Collection[str] | None,
     key: str,
@@ -229,7 +247,7 @@ def _left_to_others(
         keys = {key for name, one in operators.items() for key in _keys(name, one, kinds)}
         files = files_left_to(directory, manifest, writer, operators.values())
         for name in _of_kinds(files, kinds):
-            found |= read_tensors(directory / name, files[name], partial(_place, targets, keys))
+            found |= read_tensors(directory / name, files[name], partial(place, targets, keys))
         if lacking := keys - found.keys():
             path = directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"leaves {min(lacking)} to rank {writer}, whose files do not hold it")

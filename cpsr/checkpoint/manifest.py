@@ -16,7 +16,8 @@ from pydantic import (
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
-__all__ += ["expert_files", "experts_taken_at", "holds_weights", "thinned_record"]
+__all__ += ["FrozenRecord", "expert_files", "experts_taken_at", "frozen_file_name", "frozen_writer", "holds_frozen"]
+__all__ += ["holds_weights", "thinned_record"]
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -26,9 +27,11 @@ _STEP = re.compile(r"step-(\d{10,})")
 
 # A pattern allows known names only, so that no manifest can point out of its own directory.
 _EXPERTS = r"experts-\d{10,}\."
+_FROZEN = r"frozen-[0-9a-f]{32}"
 FileName = Annotated[
-    str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.({_EXPERTS})?(params|moments|extra)\.safetensors$")
+    str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.(({_EXPERTS})?(params|moments|extra)|{_FROZEN})\.safetensors$")
 ]
+FrozenFileName = Annotated[str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.{_FROZEN}\.safetensors$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -61,10 +64,21 @@ class FileRecord(_Record):
 
 
 class TensorRecord(_Record):
-    """One buffer or parameter outside the optimizer."""
+    """One buffer. Earlier versions described parameters outside the optimizer so, and kept them with the buffers."""
 
     shape: tuple[Count, ...]
     dtype: str
+
+
+class FrozenRecord(_RecordOfSome):
+    """One parameter outside the optimizer (see `cpsr.state.frozen`)."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+    file: FrozenFileName | None = Field(
+        default=None, description="of any rank, in this checkpoint; absent: its values are in the small state"
+    )
+    xxh3_128: Xxh3 | None = Field(default=None, description="hash of its bytes, where a file has it")
 
 
 class OperatorRecord(_RecordOfSome):
@@ -116,6 +130,7 @@ class RankManifest(_Record):
     iteration: Count
     operators: dict[str, OperatorRecord]
     others: dict[str, TensorRecord]
+    frozen: dict[str, FrozenRecord] = Field(default_factory=dict)
     files: dict[FileName, FileRecord]
     scalars: Any = Field(description="`cpsr.state.codec` JSON; its tensors are in the extra file")
 
@@ -137,6 +152,14 @@ class RankManifest(_Record):
         for name, operator in self.operators.items():
             if operator.saved_by is not None:
                 found.setdefault(operator.saved_by, {})[name] = operator
+        return found
+
+    def frozen_files(self) -> dict[str, set[str]]:
+        """Parameters outside the optimizer by the file that has them."""
+        found: dict[str, set[str]] = {}
+        for name, one in self.frozen.items():
+            if one.file is not None:
+                found.setdefault(one.file, set()).add(name)
         return found
 
     @property
@@ -192,10 +215,10 @@ class Manifest(_Record):
         records = self.ranks.values()
         return sum(size for record in records for name, size in record.files.items() if holds_weights(name))
 
-    def expert_files(self) -> dict[str, int]:
-        """Files of all ranks with experts of their own, and their bytes; other checkpoints may share them."""
+    def shared_files(self) -> dict[str, int]:
+        """Files of all ranks that other checkpoints may share, and their bytes: of experts, and of frozen weights."""
         files = ((name, size) for record in self.ranks.values() for name, size in record.files.items())
-        return {name: size for name, size in files if experts_taken_at(name) is not None}
+        return {name: size for name, size in files if experts_taken_at(name) is not None or holds_frozen(name)}
 
     def state_bytes(self) -> int:
         """Bytes of all tensor files of all ranks."""
@@ -250,6 +273,26 @@ def experts_taken_at(name: str) -> int | None:
     """Iteration at which the experts in a file were saved; None of a file that has no experts of its own."""
     match = re.match(rf"rank-\d+\.{_EXPERTS}", name)
     return int(name.split(".")[1].removeprefix("experts-")) if match else None
+
+
+def frozen_file_name(rank: int, word: str) -> str:
+    """File of parameters outside the optimizer.
+
+    Args:
+        rank: that writes it.
+        word: hash of names and content (`cpsr.state.frozen.word_of`): files of one name are the same.
+    """
+    return f"rank-{rank:05d}.frozen-{word}.safetensors"
+
+
+def holds_frozen(name: str) -> bool:
+    """Whether a file holds parameters outside the optimizer."""
+    return re.match(rf"rank-\d+\.{_FROZEN}\.", name) is not None
+
+
+def frozen_writer(name: str) -> int:
+    """The rank that writes a file of parameters outside the optimizer."""
+    return int(name.split(".")[0].removeprefix("rank-"))
 
 
 def commit_record(manifest: bytes) -> bytes:

@@ -8,6 +8,7 @@ import torch
 from cpsr.checkpoint.carried import CarriedFiles
 from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
 from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.replicated import records_of_others, state_hash
@@ -33,7 +34,14 @@ class RankPartWriter:
         self._fsync = fsync
         self._carried = CarriedFiles()
 
-    def write(self, directory: Path, snapshot: Snapshot, attempt: Attempt, refuse_abandoned: Callable[[], None]) -> int:
+    def write(
+        self,
+        directory: Path,
+        snapshot: Snapshot,
+        attempt: Attempt,
+        refuse_abandoned: Callable[[], None],
+        frozen: FrozenFiles | None = None,
+    ) -> int:
         """Write the files of one part, its manifest last; returns the bytes that were new.
 
         Args:
@@ -41,18 +49,22 @@ class RankPartWriter:
             snapshot: what to write.
             attempt: of the save.
             refuse_abandoned: raises where rank 0 has abandoned it; called before each file.
+            frozen: files of the parameters outside the optimizer; None: there are none.
 
         Raises:
             SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
             OSError: the file system refused.
         """
         contents, shard = snapshot.contents, snapshot.contents.written(snapshot.shard)
-        data, scalar_tensors = encode(snapshot.scalars, prefix=SCALARS)
         refuse_abandoned()
+        outside = FrozenPart(snapshot.scalars)
+        if frozen is not None and contents.moments:
+            outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
+        data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
         same = attempt.life, attempt.attempt
         files, operators = self._carried.put_into(directory, same, contents, fsync=self._fsync)
         operators |= records_of_others(contents, snapshot.shard, snapshot.iteration, self._carried.newest(same))
-        written = 0
+        written, files = outside.written_bytes, files | outside.files
         for name, part in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
             digest = write_tensors(directory / name, part, fsync=self._fsync)
@@ -69,6 +81,7 @@ class RankPartWriter:
             iteration=snapshot.iteration,
             operators=_described(snapshot) | operators,
             others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
+            frozen=outside.records,
             files=files,
             scalars=data,
         )

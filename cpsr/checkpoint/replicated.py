@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from cpsr.checkpoint.contents import Contents
-from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, expert_files, file_name
+from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, expert_files, file_name, frozen_writer
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState, Shard
 
@@ -96,12 +96,18 @@ def is_written(writer: RankManifest, name: str, operator: OperatorRecord) -> boo
 
 
 def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, str]]:
-    """Operators that ranks left to others which did not write them: the rank, and what is wrong, as a clause.
+    """State that ranks left to others which did not write it: the rank, and what is wrong, as a clause.
 
     Args:
-        records: of all ranks; operators of an absent rank are not judged.
+        records: of all ranks; state of an absent rank is not judged.
     """
     for rank, record in records.items():
+        for file, names in record.frozen_files().items():
+            writer = frozen_writer(file)
+            if (writer in records or writer >= record.world_size) and (
+                writer not in records or file not in records[writer].files
+            ):
+                yield rank, f"leaves {min(names)!r} to rank {writer}, which did not save {file}"
         for name, one in record.operators.items():
             if one.saved_by is None or (one.saved_by not in records and one.saved_by < record.world_size):
                 continue

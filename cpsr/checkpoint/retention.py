@@ -47,7 +47,7 @@ def plan_retention(
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
         pinned: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
-        carried: iteration -> files of experts in it, with their bytes; those of one name are one on the disk.
+        carried: iteration -> files that others may share, with their bytes; those of one name are one on the disk.
     """
     if not checkpoints:
         return RetentionPlan([], [])
@@ -126,7 +126,7 @@ def retain(
     remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
     manifests = {info.iteration: read_manifest(info.directory) for info in catalogue.checkpoints}
     remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
-    carried = {iteration: manifest.expert_files() for iteration, manifest in manifests.items()}
+    carried = {iteration: manifest.shared_files() for iteration, manifest in manifests.items()}
     other_bytes = sum(aside.bytes for aside in asides)
     plan = plan_retention(catalogue.checkpoints, config, remaining, other_bytes, pinned, copied, carried)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}

@@ -21,6 +21,7 @@ from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
 from cpsr.errors import SaveError
 from cpsr.state.arrival import Deadline
+from cpsr.state.frozen import FrozenWeights
 from cpsr.state.shard import Shard
 from cpsr.state.small_state import SmallState
 
@@ -221,6 +222,7 @@ class SnapshotPool:
         iteration: int,
         scalars: Callable[[], Any],
         earlier: Callable[[], EarlierStep | None] = lambda: None,
+        frozen: FrozenWeights | None = None,
     ) -> int:
         """Copy the state into shared memory at once, for an emergency dump; from any thread.
 
@@ -232,6 +234,7 @@ class SnapshotPool:
             iteration: of the last complete step.
             scalars: plain data to go with it, see `SmallState`; called likewise.
             earlier: the last step that the device has completed; used where it hangs in a later one.
+            frozen: parameters outside the optimizer; those that have moved go with the small state.
 
         Returns:
             The iteration of the state.
@@ -253,7 +256,8 @@ class SnapshotPool:
                     if step is not None and step.iteration in self.occupancy.whole_iterations:
                         return step.iteration
                     views = shard()
-                    small = SmallState(scalars() if step is None else step.scalars)
+                    tree = scalars() if step is None else step.scalars
+                    small = SmallState(tree if frozen is None else {**tree, "frozen": self._moved(frozen, step)})
                     snapshot = self._copied(views, iteration, small, deadline, step)
                 choice = lambda: None  # noqa: E731 - the device was only slow
         except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
@@ -265,6 +269,14 @@ class SnapshotPool:
         finally:
             self._free(snapshot)
         return snapshot.iteration
+
+    def watch(self, frozen: Mapping[str, torch.Tensor]) -> None:
+        """Keep the values of these parameters at each step boundary, too, since they are written to."""
+        self._boundary_buffers.watch(frozen)
+
+    def _moved(self, frozen: FrozenWeights, step: EarlierStep | None) -> dict[str, Any]:
+        moved = {name: frozen.tensors[name] for name in frozen.moved()}
+        return {"moved": self._boundary_buffers.at_boundary(moved, step)} if moved else {}
 
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars."""

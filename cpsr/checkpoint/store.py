@@ -6,6 +6,7 @@
         rank-00000.params.safetensors    weights
         rank-00000.moments.safetensors   the optimizer's tensors
         rank-00000.extra.safetensors     buffers, and the tensors among the scalars
+        rank-00000.frozen-<hash>.safetensors      see `cpsr.checkpoint.frozen_files`
         rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.carried`
         rank-00000.json                  what this rank wrote, with sizes and hashes
         manifest.json                    the SHA-256 of every rank's manifest
@@ -18,10 +19,13 @@ A partial checkpoint (see `cpsr.checkpoint.carried`) holds no moments and no ext
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cpsr.checkpoint import retention
 from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, scan, set_aside, set_aside_list
@@ -36,10 +40,12 @@ from cpsr.checkpoint.commit import (
     seal,
     wait_for_ranks,
 )
-from cpsr.checkpoint.files import make_directory, remove_tree, sync_directory, write_bytes
+from cpsr.checkpoint.files import make_directory, write_bytes
+from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.loading import load_shard, load_weights
 from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
+from cpsr.checkpoint.replacement import replace, settle_replacements
 from cpsr.checkpoint.replicated import Drifted, DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import (
@@ -60,7 +66,6 @@ __all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Pr
 
 # In the run's directory: replicas that a commit found to differ.
 DIFFERING = "ranks-differ"
-_REPLACED = "replaced-"  # before the name of a checkpoint, while a newer state of its iteration is being saved
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +95,7 @@ class CheckpointStore:
         pinned_iteration: a checkpoint that `retain` keeps whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         drifted: replicas that a commit found to differ (rank 0); None: none so far.
+        frozen: files of this rank's parameters outside the optimizer; None: it has none.
         attempt: every rank increases it when the job rolls back within its life, with the writers drained. So shards of
             two passes over the same iterations never form one checkpoint.
     """
@@ -111,6 +117,7 @@ class CheckpointStore:
         self.pinned_iteration: int | None = None
         self.copied_iteration: int | None = None
         self.drifted: Drifted | None = None
+        self.frozen: FrozenFiles | None = None
         self._rank = rank
         self._world_size = world_size
         self._run_id = run_id
@@ -165,9 +172,8 @@ class CheckpointStore:
             raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
         try:
             self._remove_own(directory)
-            written = self._part.write(
-                directory, snapshot, attempt, partial(self._refuse_abandoned, directory, attempt)
-            )
+            refuse = partial(self._refuse_abandoned, directory, attempt)
+            written = self._part.write(directory, snapshot, attempt, refuse, self.frozen)
             self._refuse_abandoned(directory, attempt)
         except (OSError, SaveError) as error:
             self._remove_own(directory)
@@ -264,7 +270,7 @@ class CheckpointStore:
         return scan(self.directory).problems
 
     def load(self, iteration: int, into: Shard) -> Any:
-        """Copy this rank's part of a committed checkpoint into the views of `into`.
+        """Copy this rank's part of a committed checkpoint into the views of `into`, and frozen weights into the engine.
 
         Returns:
             The scalars that were saved with it.
@@ -279,7 +285,10 @@ class CheckpointStore:
         directory, manifest = self._of_this_run(iteration)
         if manifest.partial or is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
-        return load_shard(directory, manifest, self._rank, into)
+        scalars = load_shard(directory, manifest, self._rank, into, self._frozen_tensors())
+        if self.frozen is not None:
+            self.frozen.load(directory)
+        return scalars
 
     def load_weights(self, iteration: int, into: Shard) -> Any:
         """Copy this rank's weights of a thinned checkpoint into the views of `into`; see `loading.load_weights`.
@@ -288,7 +297,7 @@ class CheckpointStore:
             CheckpointError: as `load`; or it is partial, and has no scalars to restart from.
         """
         directory, manifest = self._of_this_run(iteration)
-        return load_weights(directory, manifest, self._rank, into)
+        return load_weights(directory, manifest, self._rank, into, self._frozen_tensors())
 
     def verify(self, iteration: int) -> list[Problem]:
         """Everything that is wrong with one committed checkpoint; reads all bytes of all ranks."""
@@ -327,25 +336,12 @@ class CheckpointStore:
         """
         if self._rank == 0:
             self._newest_sequence()  # counts it
-            step = self._step(iteration)
-            step.rename(step.with_name(f"{_REPLACED}{step.name}"))
-            if self._fsync:
-                sync_directory(self.directory)
+            replace(self._step(iteration), fsync=self._fsync)
 
     def settle_replacement(self) -> None:
         """Remove replaced checkpoints whose successor was committed, and put others back; rank 0 alone acts."""
-        if self._rank != 0:
-            return
-        for old in self.directory.glob(f"{_REPLACED}*"):
-            step = old.with_name(old.name.removeprefix(_REPLACED))
-            if is_there(step / COMMIT):
-                remove_tree(old, first=COMMIT, fsync=self._fsync)
-                continue
-            if step.is_dir():
-                remove_tree(step, first=COMMIT, fsync=self._fsync)
-            old.rename(step)
-            if self._fsync:
-                sync_directory(self.directory)
+        if self._rank == 0:
+            settle_replacements(self.directory, fsync=self._fsync)
 
     def retain(self, config: CheckpointConfig) -> retention.RetentionPlan:
         """Thin and delete old checkpoints; by rank 0 alone, after a commit.
@@ -364,6 +360,9 @@ class CheckpointStore:
             write_bytes(self.directory.parent / DIFFERING, str(drifted).encode(), fsync=self._fsync)
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
+
+    def _frozen_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.frozen is None else self.frozen.weights.tensors
 
     def _of_this_run(self, iteration: int) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""

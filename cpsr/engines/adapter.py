@@ -139,6 +139,9 @@ class EngineAdapter(Protocol):
         It takes a fraction of the time. The operators' `iteration` stays that of `shard`.
         """
 
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
+
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
 

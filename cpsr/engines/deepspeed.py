@@ -140,8 +140,9 @@ class DeepSpeedAdapter:
             for piece in master_slices(engine.optimizer)
         }
         shapes = {name: frozen_shape(engine.optimizer, parameter) for parameter, name in self._outside()}
+        outside = self.frozen() | named_buffers(engine.module, self._rename)
         tensors |= {
-            name: tensor_identity(value, shapes.get(name, tuple(value.shape))) for name, value in self._others().items()
+            name: tensor_identity(value, shapes.get(name, tuple(value.shape))) for name, value in outside.items()
         }
         return {
             "engine": type(engine).__name__,
@@ -163,14 +164,15 @@ class DeepSpeedAdapter:
             values, moments = self._views.of(name, optimizer, groups[id(piece.master)], piece.master, owned)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
-        return Shard(operators, self._others())
+        return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
         updated = [master for _, master in masters(self._engine.optimizer)]
         if not self._views.unchanged(torch_optimizer(self._engine), updated):
             return None
-        return Shard(shard.operators, self._others() if shard.others else {})
+        buffers = named_buffers(self._engine.module, self._rename) if shard.others else {}
+        return Shard(shard.operators, buffers, shard.frozen)
 
     def _pieces(self, updated: list[torch.Tensor]) -> list[tuple[str, MasterSlice]]:
         """What this rank owns of the masters, with the operators' names; looked up where these are not as last time."""
@@ -184,11 +186,9 @@ class DeepSpeedAdapter:
         for group, master in masters(self._engine.optimizer):
             optimizer_state.create_absent(optimizer, optimizer.param_groups[group], master)
 
-    def _others(self) -> dict[str, torch.Tensor]:
-        others = {}
-        for parameter, name in self._outside():
-            others[name] = owned_frozen(self._engine.optimizer, parameter)
-        return others | named_buffers(self._engine.module, self._rename)
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
+        return {name: owned_frozen(self._engine.optimizer, parameter) for parameter, name in self._outside()}
 
     def _frozen(self) -> set[str]:
         return {name for _, name in self._outside()}

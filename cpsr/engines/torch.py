@@ -150,7 +150,9 @@ class TorchAdapter:
     def describe(self) -> dict[str, Any]:
         """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
         tensors = {self._names[id(p)]: self._identity(p) for p in self._masters()}
-        tensors |= {name: tensor_identity(value, tuple(value.shape)) for name, value in self._others().items()}
+        tensors |= {
+            name: tensor_identity(value, tuple(value.shape)) for name, value in named_buffers(self._module).items()
+        }
         tensors |= {name: self._identity(parameter) for parameter, name in self._outside()}
         return {
             "engine": "torch",
@@ -178,7 +180,7 @@ class TorchAdapter:
                 values, moments = self._views.of(name, self._optimizer, group, parameter)
                 piece = ParamSlice(values, part.global_shape, part.offset, part.block)
                 operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
-        return Shard(operators, self._others())
+        return Shard(operators, named_buffers(self._module), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
@@ -187,7 +189,7 @@ class TorchAdapter:
             masters = [master for master in masters if id(master) not in self._absent]
         if not self._views.unchanged(self._optimizer, masters):
             return None
-        return Shard(shard.operators, self._others() if shard.others else {})
+        return Shard(shard.operators, named_buffers(self._module) if shard.others else {}, shard.frozen)
 
     def _grouped(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
         for group in self._optimizer.param_groups:
@@ -201,9 +203,9 @@ class TorchAdapter:
         for group, parameter in self._grouped():
             optimizer_state.create_absent(self._optimizer, group, parameter)
 
-    def _others(self) -> dict[str, torch.Tensor]:
-        frozen = {name: local(one) for one, name in self._outside() if id(one) not in self._absent}
-        return frozen | named_buffers(self._module)
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Views of this rank's parts of the parameters outside the optimizer."""
+        return {name: local(one) for one, name in self._outside() if id(one) not in self._absent}
 
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Parameters that the optimizer does not move, with their names."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,8 +52,11 @@ class WholeState:
         parameters: names of the trained parameters, in the order in which they are saved.
     """
 
-    def __init__(self, info: CheckpointInfo, identity: RunIdentity, parts: Sequence[_Part]) -> None:
+    def __init__(
+        self, info: CheckpointInfo, identity: RunIdentity, parts: Sequence[_Part], frozen: Mapping[str, Any]
+    ) -> None:
         self.info = info
+        self._frozen_files = frozen
         self.identity = identity
         self._parts = parts
         self._records = self._operators()
@@ -88,12 +91,12 @@ class WholeState:
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
         frozen = self.identity.module.frozen
-        absent = sorted(frozen.keys() - self._parts[0].manifest.others.keys())
+        absent = sorted(frozen.keys() - set(_outside(self._parts[0].manifest)))
         if absent and self.identity.engine == "torch":
             raise self._refused_split(absent[0])
         return {
             name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
-            for name in self._parts[0].manifest.others
+            for name in _outside(self._parts[0].manifest)
         }
 
     def scalars(self) -> dict[str, Any]:
@@ -102,12 +105,15 @@ class WholeState:
         Raises:
             CheckpointCorruptError: it cannot be decoded.
         """
-        path = self.info.directory / rank_manifest_name(0)
-        file = self._parts[0].files["extra"]
+        return self._scalars_of(0)
+
+    def _scalars_of(self, rank: int) -> dict[str, Any]:
+        path = self.info.directory / rank_manifest_name(rank)
+        file = self._parts[rank].files["extra"]
         try:
             keys = [key for key in file.keys() if key.startswith("scalars")]  # noqa: SIM118 - not a mapping
             tensors = {key: file.get_tensor(key).clone() for key in keys}
-            found = decode(self._parts[0].manifest.scalars, tensors)
+            found = decode(self._parts[rank].manifest.scalars, tensors)
         except (KeyError, ValueError, TypeError, IndexError, RecursionError, SafetensorError) as error:
             raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
         if not isinstance(found, dict):
@@ -131,7 +137,7 @@ class WholeState:
                         f"or dtype ({record.global_shape}, {record.dtype}) than the ranks before it "
                         f"({first.global_shape}, {first.dtype}). Nothing was exported"
                     )
-        for name in self._parts[0].manifest.others:
+        for name in _outside(self._parts[0].manifest):
             _require_name(self.info.directory, name)
         return found
 
@@ -179,8 +185,22 @@ class WholeState:
             )
 
     def _other(self, rank: int, name: str) -> torch.Tensor:
-        record = self._parts[rank].manifest.others[name]
-        return self._read(rank, "extra", f"other/{name}", record.shape, record.dtype).clone()
+        """A buffer of a rank, or what it has of a frozen parameter: in a file, in its small state, or with buffers."""
+        manifest = self._parts[rank].manifest
+        frozen = manifest.frozen.get(name)
+        if frozen is None:
+            record = manifest.others[name]
+            return self._read(rank, "extra", f"other/{name}", record.shape, record.dtype).clone()
+        if frozen.file is not None:
+            path = self.info.directory / frozen.file
+            found = _tensor(self._frozen_files[frozen.file], path, f"frozen/{name}", frozen.shape, frozen.dtype)
+            return found.clone()
+        try:
+            values: torch.Tensor = self._scalars_of(rank)["frozen"]["moved"][name]
+        except (KeyError, TypeError) as error:
+            path = self.info.directory / rank_manifest_name(rank)
+            raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}") from error
+        return values
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Whole on every rank, or (under ZeRO-3) in consecutive parts, one a rank."""
@@ -189,7 +209,7 @@ class WholeState:
             return first
         if self.identity.engine == "torch":
             raise self._refused_split(name)
-        ranks = [rank for rank, part in enumerate(self._parts) if name in part.manifest.others]
+        ranks = [rank for rank, part in enumerate(self._parts) if name in _outside(part.manifest)]
         joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
         if joined.dim() != 1 or joined.numel() != math.prod(shape):
             raise UnsupportedEngineError(
@@ -206,16 +226,7 @@ class WholeState:
         )
 
     def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        path = self.info.directory / file_name(rank, kind)
-        try:
-            found: torch.Tensor = self._parts[rank].files[kind].get_tensor(key)
-        except SafetensorError as error:
-            raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
-        if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
-            raise DamagedFileError(
-                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
-            )
-        return found
+        return _tensor(self._parts[rank].files[kind], self.info.directory / file_name(rank, kind), key, shape, dtype)
 
 
 def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeState:
@@ -281,7 +292,8 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
     for record in records:
         for kind in kinds:
             _check(info.directory, record, kind)
-    return WholeState(info, identity, [_Part(record, _files(info.directory, record, kinds)) for record in records])
+    parts = [_Part(record, _files(info.directory, record, kinds)) for record in records]
+    return WholeState(info, identity, parts, _frozen_files(info.directory, records) if info.full else {})
 
 
 def _require_weights_are_enough(
@@ -292,7 +304,7 @@ def _require_weights_are_enough(
             f"{info.directory} was thinned: it keeps the weights and no moments, which this format needs. Name a whole "
             "checkpoint, or another format"
         )
-    gone = sorted(name for name in records[0].others if name not in identity.module.transient)
+    gone = sorted(name for name in _outside(records[0]) if name not in identity.module.transient)
     if gone:
         raise CheckpointError(
             f"{info.directory} was thinned: its {len(gone)} buffers and frozen parameters (the first is {gone[0]}) are "
@@ -309,6 +321,35 @@ def _check(directory: Path, record: RankManifest, kind: Kind) -> None:
 
 def _files(directory: Path, record: RankManifest, kinds: Sequence[Kind]) -> dict[Kind, Any]:
     return {kind: open_tensors(directory / file_name(record.rank, kind)) for kind in kinds}
+
+
+def _frozen_files(directory: Path, records: Sequence[RankManifest]) -> dict[str, Any]:
+    """Files of frozen parameters that some rank refers to, opened, with their hashes checked."""
+    described = {name: one for record in records for name, one in record.files.items()}
+    wanted = sorted({file for record in records for file in record.frozen_files()})
+    for name in wanted:
+        if name not in described:
+            raise DamagedFileError(directory / name, "is not listed in its manifest")
+        check_file(directory / name, described[name])
+    return {name: open_tensors(directory / name) for name in wanted}
+
+
+def _outside(record: RankManifest) -> list[str]:
+    """Buffers and frozen parameters."""
+    return [*record.others, *record.frozen]
+
+
+def _tensor(file: Any, path: Path, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """A tensor of an open file, which must be as its manifest describes it."""
+    try:
+        found: torch.Tensor = file.get_tensor(key)
+    except SafetensorError as error:
+        raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
+    if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
+        raise DamagedFileError(
+            path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
+        )
+    return found
 
 
 def _target(whole: torch.Tensor, record: OperatorRecord) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """Step boundaries: when the state is consistent, its publication, and its emergency dump."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+
+import torch
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -36,6 +39,7 @@ class Boundary(Part):
     def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
         self.may_dump = True
+        state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
         counter, copier = ProgressCounter(progress_path(config.run_dir, rank)), pool.copier
         # Alone, no step waits for another rank.
@@ -152,9 +156,21 @@ class Boundary(Part):
         """Dump the state before this rank leaves a broken group; returns its iteration."""
         if not self.may_dump:
             raise SaveError("a predicted state is being watched, and could not be discarded later")
-        dumped = self._pool.dump(self._job.adapter.shard, iteration, self._state.left, self._publication.earlier)
+        state, adapter = self._state, self._job.adapter
+        dumped = self._pool.dump(adapter.shard, iteration, state.left, self._publication.earlier, frozen=state.frozen)
         self._publication.poll()  # the dump waited for the device, which has completed the step
         return dumped
+
+    def _on_frozen_moved(self, moved: Mapping[str, torch.Tensor]) -> None:
+        """Parameters outside the optimizer were written to: from now on an emergency dump has them, too."""
+        self._pool.watch(moved)
+        self._job.journal.event(
+            "frozen weights changed",
+            f"{len(moved)} parameters outside the optimizer (the first is {min(moved)!r}) were written to: snapshots "
+            f"have their {sum(values.nbytes for values in moved.values())} bytes as they then are. Once they have "
+            "rested from one checkpoint to the next they are written to a file of their own",
+            self._job.adapter.iteration,
+        )
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -1,7 +1,8 @@
 """Opens a run before the restore: its directory, journal, store and host memory."""
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.commit import Missing
+from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
@@ -35,6 +37,7 @@ from cpsr.ranks.group import Group
 from cpsr.ranks.link import Opened, report
 from cpsr.saving.saver import disk_bytes
 from cpsr.service.process import ServiceProcess
+from cpsr.state.frozen import FrozenWeights
 from cpsr.state.shard import Shard
 
 __all__ = ["OpenRun", "open_for_life"]
@@ -123,7 +126,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
     _start_beside(job, opened)
-    store = _open_store(job)
+    store = _open_store(job, loop.state.frozen)
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
     turns = experts is not None and config.memory.interval_iterations is not None
@@ -144,15 +147,32 @@ def _open_directory(
     Returns:
         The directory, and the bytes of host memory that are left for this rank.
     """
-    run = open_run(config.run_dir, group, config.mode, adapter.describe())
+    description = adapter.describe()
+    run = open_run(config.run_dir, group, config.mode, description)
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
     reusable_bytes = bytes_in_memory(run.run_id, run.local_ranks)
     required_bytes = SnapshotPool.required_bytes(shard, config.memory.buffers)
     free_bytes = check_host_memory(required_bytes, len(run.local_ranks), reusable_bytes)
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
-    check_disk(config.run_dir, max(int(group.sum(disk_bytes(shard, config, share))) - run.checkpoint_bytes(), 0))
+    holders = 1 if config.checkpoint.replicated == "each" else len(adapter.data_parallel_ranks)
+    own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
+    check_disk(config.run_dir, max(int(group.sum(own)) - run.checkpoint_bytes(), 0))
     return run, max(0, free_bytes - config.learning.memory_limit_bytes)
+
+
+def _frozen_bytes(shard: Shard, shapes: Mapping[str, Sequence[int]], holders: int) -> int:
+    """What this rank writes of the parameters outside the optimizer, once in a run.
+
+    Args:
+        shard: of this rank.
+        shapes: of the whole parameters.
+        holders: ranks that share out what they all hold whole.
+    """
+    return sum(
+        values.nbytes // (holders if values.numel() == math.prod(shapes[name]) else 1)
+        for name, values in shard.frozen.items()
+    )
 
 
 def _start_beside(job: Job, opened: ExitStack) -> None:
@@ -188,7 +208,7 @@ def _write_assignment(
     return writes
 
 
-def _open_store(job: Job) -> CheckpointStore:
+def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
     store = CheckpointStore(
         job.config.run_dir,
         job.group.rank,
@@ -198,6 +218,8 @@ def _open_store(job: Job) -> CheckpointStore:
         fsync=job.config.checkpoint.fsync,
         missing=_missing_experts(job),
     )
+    if not job.group.all(not frozen.tensors):  # else no rank has any
+        store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=job.config.checkpoint.fsync)
     if job.group.rank == 0:
         store.prepare()
     job.group.barrier()

@@ -82,7 +82,7 @@ class Job(Protocol):
 
 def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
     """What a checkpoint contains, through the same encoding."""
-    tensors = {key: value.clone() for key, value in adapter.shard().tensors()}
+    tensors = {key: value.clone() for key, value in adapter.shard().all_tensors()}
     small = SmallState({"scalars": adapter.scalars(on_device=True), "random": capture_random_states(adapter)})
     small.wait()
     data, extra = encode(small.tree())
@@ -91,7 +91,7 @@ def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
 
 def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
     """Give an engine the state of a snapshot, in the order of a restart."""
-    views = dict(adapter.shard().tensors())
+    views = dict(adapter.shard().all_tensors())
     assert views.keys() == snapshot["tensors"].keys()
     for key, view in views.items():
         view.copy_(snapshot["tensors"][key])
@@ -104,7 +104,7 @@ def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
 
 def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
     """Copies of weights, optimizer state, buffers, losses and counters, by name."""
-    state: dict[str, Any] = {f"shard/{key}": value.clone() for key, value in job.adapter.shard().tensors()}
+    state: dict[str, Any] = {f"shard/{key}": value.clone() for key, value in job.adapter.shard().all_tensors()}
     state |= {f"module/{name}": local(p).clone() for name, p in job.module.named_parameters()}
     state |= {f"loss/{index}": loss for index, loss in enumerate(recorder.losses)}
     return state | {"scalars": job.adapter.scalars(), "rate": job.adapter.learning_rate(), "steps": recorder.steps()}

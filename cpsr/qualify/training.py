@@ -111,9 +111,9 @@ class Reference:
 
 
 def digest_of(adapter: EngineAdapter) -> str:
-    """SHA-256 of this rank's weights, optimizer state and buffers."""
+    """SHA-256 of this rank's weights, optimizer state, buffers and frozen weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(adapter.shard().tensors(), key=lambda pair: pair[0]):
+    for name, tensor in sorted(adapter.shard().all_tensors(), key=lambda pair: pair[0]):
         digest.update(name.encode())
         digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.adapter import EngineAdapter
@@ -28,18 +29,39 @@ class EngineState:
     Args:
         adapter: the engine.
         predictor: loads its learned state.
+        frozen: the parameters outside the optimizer; None: no rank has any.
     """
 
-    def __init__(self, adapter: EngineAdapter, predictor: StatePredictor) -> None:
+    def __init__(self, adapter: EngineAdapter, predictor: StatePredictor, frozen: FrozenFiles | None = None) -> None:
         self._adapter = adapter
         self._predictor = predictor
+        self._frozen = frozen
 
     def expert_units(self, shard: Shard) -> dict[str, str]:
         """Operator -> its expert, for experts' parameters alone."""
         return experts_of(self._adapter.expert_naming(), shard.operators)
 
+    def bring_frozen(self, scalars: dict[str, Any]) -> None:
+        """Give the engine the parameters outside the optimizer that go with a snapshot.
+
+        Raises:
+            CheckpointError: neither it nor a checkpoint has them; the engine's are as they were.
+        """
+        if self._frozen is not None:
+            self._frozen.bring(scalars.get("frozen", {}))
+
+    def take_moved(self, left: dict[str, Any]) -> None:
+        """Give it those that had moved when an emergency dump was made; the engine has the checkpoint's."""
+        if self._frozen is not None:
+            self._frozen.take(left.get("frozen", {}))
+
     def inject(self, snapshot: Snapshot) -> None:
-        """Put a snapshot's tensors and the engine's scalars back, exactly."""
+        """Put a snapshot's tensors and the engine's scalars back, exactly.
+
+        Raises:
+            CheckpointError: as `bring_frozen`; nothing was changed.
+        """
+        self.bring_frozen(snapshot.scalars)
         live = dict(self._adapter.shard().tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():

@@ -39,14 +39,16 @@ class NearFailure:
         job: of this life.
         ladder: reads emergency dumps in memory.
         prediction: predicts and checks the lost state.
+        engine: has the checkpoint.
 
     Attributes:
         failures: attempts that have raised an error.
         dumps: lives that have continued from an emergency dump.
     """
 
-    def __init__(self, job: Job, ladder: Ladder, prediction: StatePrediction) -> None:
+    def __init__(self, job: Job, ladder: Ladder, prediction: StatePrediction, engine: EngineState) -> None:
         self._job = job
+        self._engine = engine
         self._ladder = ladder
         self._prediction = prediction
         self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION, job.group)
@@ -126,6 +128,7 @@ class NearFailure:
         loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
         self._ladder.bring(sources)
         left = self._ladder.load(sources[self._job.group.rank], adapter.shard())
+        self._engine.take_moved(left)
         adapter.load_scalars(left["engine"])
         adapter.push_down()
         guard: dict[str, Any] = {}
@@ -201,6 +204,8 @@ class NearFailure:
         group, own = self._job.group, sources[self._job.group.rank]
         self._ladder.bring(sources)
         left = self._ladder.load(own, self._job.adapter.shard())
+        if left is not None:
+            self._engine.take_moved(left)
         lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
         return own.entry is not None
 

@@ -68,10 +68,10 @@ class Restorer:
         self._ladder = ladder
         self._prediction = prediction
         self._inexact = inexact
-        self._engine = EngineState(job.adapter, prediction.predictor)
+        self._engine = EngineState(job.adapter, prediction.predictor, store.frozen)
         weights = NewestWeights(job.adapter, job.group, store, pool)
         self._newest = NewestCheckpoint(job.group, store, target, pool, ladder, weights)
-        self._near = NearFailure(job, ladder, prediction)
+        self._near = NearFailure(job, ladder, prediction, self._engine)
 
     @property
     def damaged(self) -> list[str]:
@@ -131,7 +131,9 @@ class Restorer:
         def source(candidate: Candidate) -> StateSource:
             if candidate.in_memory:
                 small = None if checkpoint is None else checkpoint.scalars
-                return FromMemory(candidate, restart, self._engine, group, self._ladder, self._pool, small, catch_up)
+                alone = checkpoint is None and weights is None
+                beside = self._engine, group, self._ladder, self._pool
+                return FromMemory(candidate, restart, *beside, small, catch_up, alone)
             if weights is not None:
                 return FromWeights(candidate, restart, self._engine, weights)
             if checkpoint is None:
@@ -141,8 +143,7 @@ class Restorer:
                 share = candidate.lost_ranks / group.size
                 settings = PredictionSettings(lost, share, older_experts=older is not None)
                 return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
-            beside = catch_up, group, self._ladder
-            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, *beside)
+            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up, group, self._ladder)
 
         return [source(candidate) for candidate in choice.order], choice.refusal
 

@@ -188,6 +188,7 @@ class FromMemory:
         pool: the host buffers.
         checkpoint: small state of the newest checkpoint, for what the snapshot leaves out; None without one.
         catch_up: whether older experts take longer steps until they have caught up.
+        alone: there is no other state to continue from.
     """
 
     candidate: Candidate
@@ -198,6 +199,7 @@ class FromMemory:
     pool: SnapshotPool
     checkpoint: dict[str, Any] | None
     catch_up: bool = False
+    alone: bool = False
 
     def bring(self, refusal: Refusal | None) -> Restored:
         """Load the snapshot into the recovery buffer, and put it into the engine, as it is."""
@@ -218,12 +220,30 @@ class FromMemory:
             differing = differing_operator(snapshot, self.group)
             if differing is not None:
                 raise CheckpointError(f"ranks hold '{differing}' of different iterations: one had skipped a snapshot")
+            self._bring_frozen(snapshot)
         except CheckpointError:
             self.pool.release(snapshot)
             raise
         self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
         self.pool.keep(snapshot)
         return snapshot
+
+    def _bring_frozen(self, snapshot: Snapshot) -> None:
+        """Give the engine its frozen weights; a collective: if one rank has none of them, all raise."""
+        problem = None
+        try:
+            self.engine.bring_frozen(snapshot.scalars)
+        except CheckpointError as error:
+            problem = f"rank {self.group.rank}: {error}"
+        problems = "; ".join(part for part in self.group.gather(problem) if part is not None)
+        if problems and self.alone:
+            raise RecoveryError(
+                f"the state of iteration {snapshot.iteration} in memory is all that is left of this run, and cannot be "
+                f"continued: {problems}. It stays in memory: start again with those weights, or end it with `cpsr "
+                "release` to begin anew"
+            )
+        if problems:
+            raise CheckpointError(problems)
 
 
 def bring(sources: list[StateSource], refusal: Refusal | None) -> Restored | None:

@@ -60,6 +60,7 @@ class NewestWeights:
         self._group = group
         self._store = store
         self._pool = pool
+        self._lost: list[str] = []  # of the checkpoint that was loaded last: frozen parameters
         self.damaged: dict[int, str] = {}
         self.obstacles: dict[int, str] = {}
 
@@ -92,6 +93,7 @@ class NewestWeights:
 
     def _load_into(self, snapshot: Snapshot) -> None:
         snapshot.scalars = self._store.load_weights(snapshot.iteration, snapshot.shard)
+        self._lost = [] if self._store.frozen is None else self._store.frozen.lost(snapshot.iteration)
 
     def _obstacle(self, snapshot: Snapshot) -> str | None:
         """What no rank can replace: state that only a whole checkpoint holds, and that no restart can begin anew."""
@@ -100,7 +102,8 @@ class NewestWeights:
         kept = sorted(snapshot.shard.others.keys() - transient)
         registered = sorted(name for name, state in small.get("registered", {}).items() if lacks_tensors(state))
         found = [
-            f"the module's buffer or frozen parameter {kept[0]!r}" if kept else None,
+            f"the module's buffer {kept[0]!r}" if kept else None,
+            f"the frozen parameter {self._lost[0]!r}" if self._lost else None,
             f"the tensors of the registered object {registered[0]!r}" if registered else None,
             "numbers of the engine" if lacks_tensors(small["engine"]) else None,
             "experts of its own iteration" if older_operators(snapshot) else None,
@@ -122,4 +125,6 @@ class NewestWeights:
         data = DataPosition(**small["data"]).without_random_states()
         anew = {name: empty for name, empty in _BEGIN_ANEW.items() if lacks_tensors(small.get(name))}
         rng = capture_random_states(self._adapter)
-        snapshot.scalars = {**small, **anew, "engine": as_new(small["engine"]), "rng": rng, "data": vars(data)}
+        # The engine has the frozen parameters already.
+        anew |= {"engine": as_new(small["engine"]), "rng": rng, "data": vars(data), "frozen": {}}
+        snapshot.scalars = {**small, **anew}

@@ -16,6 +16,7 @@ from cpsr.learning.learner import Learner
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored
 from cpsr.state import codec
+from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
 from cpsr.state.losses import LossRecorder
 from cpsr.state.scalars import DataPosition, Scalars
@@ -35,6 +36,9 @@ class RunState(Part):
         probes: recent inputs.
         learner: its predictor's state is saved with every checkpoint.
         waiting: as in `ResumableLoader`.
+
+    Attributes:
+        frozen: parameters outside the optimizer.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class RunState(Part):
         self._probes = probes
         self._learner = learner
         self._waiting = waiting
+        self.frozen = FrozenWeights(adapter.frozen)
         self._registered: dict[str, Stateful] = {}
         self.objects: list[Any] = []  # as they were registered
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
@@ -167,6 +172,7 @@ class RunState(Part):
             recent_losses=self._losses.recent_so_far(),
             probes=self._probes.saved() if whole else [],
             learned=self._learner.state_dict() if whole else {},
+            frozen=self.frozen.state(whole=whole),
         )
 
     def place(self) -> dict[str, Any]:
@@ -193,6 +199,7 @@ class RunState(Part):
     def take(self, restored: Restored) -> None:
         """Continue from a restored state; the engine has its own already."""
         scalars = restored.scalars
+        self.frozen.settle()
         self._data = restored.data
         if scalars is None:
             return
@@ -224,6 +231,7 @@ class RunState(Part):
         if to.checkpoint_iteration is None:
             self.history_start = to.iteration
             self._losses.restart([])
+            self.frozen.settle(anew=True)  # the user's own load may have written into them in any way
 
     def put_back(self, scalars: Scalars) -> None:
         """Restore random states and registered objects as they were at `capture`."""

@@ -163,6 +163,8 @@ class Saver(Part):
     def _begin_for_all(self, iteration: int, scalars: Callable[[], Scalars], *, whole: bool) -> None:
         """Start the snapshot for a checkpoint of all ranks, which agree on which rank writes which state."""
         chosen = self._chosen(iteration, whole=whole)
+        if self.store.frozen is not None:
+            self.store.frozen.agree(self._group, shared=self._config.checkpoint.replicated != "each")
         self._begin(iteration, lambda: self._with_plan(scalars()), self._contents(chosen))
 
     def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:

@@ -121,6 +121,7 @@ class Scalars:
         learned: state of the predictor.
         planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
         experts: tokens routed to experts, and those not saved yet, if checkpoints leave experts out.
+        frozen: what `FrozenWeights.state` returned for parameters outside the optimizer; empty without any.
     """
 
     iteration: int
@@ -139,6 +140,7 @@ class Scalars:
     learned: dict[str, Any] = field(default_factory=dict)
     planning: dict[str, Any] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
+    frozen: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.state.codec.encode`."""

@@ -69,14 +69,16 @@ class Shard:
 
     Attributes:
         operators: the tensors that the optimizer updates, and that can be predicted.
-        others: buffers and parameters outside the optimizer, whole and of any dtype; copied, never predicted.
+        others: buffers, whole and of any dtype; copied, never predicted.
+        frozen: parameters outside the optimizer, as the engine has them (`cpsr.state.frozen`); empty in a snapshot.
     """
 
     operators: dict[str, OperatorState]
     others: dict[str, torch.Tensor] = field(default_factory=dict)
+    frozen: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor with its key on disk.
+        """Every tensor of a snapshot, which has no frozen ones, with its key on disk.
 
         Keys: `param/<operator>`, `moment/<moment>/<operator>`, `other/<name>`.
         """
@@ -86,6 +88,12 @@ class Shard:
                 yield f"moment/{moment}/{name}", values
         for name, values in self.others.items():
             yield f"other/{name}", values
+
+    def all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`tensors`, and those outside the optimizer as `frozen/<name>`."""
+        yield from self.tensors()
+        for name, values in self.frozen.items():
+            yield f"frozen/{name}", values
 
     @property
     def parameters(self) -> int:
@@ -108,6 +116,11 @@ class Shard:
         return sum(float(values.double().sum()) for values in sampled) / count if count else None
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the parameters outside the optimizer."""
+        return sum(tensor.nbytes for tensor in self.frozen.values())
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of all tensors together, on the engine's device."""
+        """Bytes of all tensors of a snapshot together, on the engine's device."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())

@@ -192,7 +192,7 @@ def roll_back_from_after_step(stage: int, precision: str, optimizer: str = "adam
     run(job, 3, 1)
     recorder.at_step_end = lambda iteration: None
     assert job.adapter.iteration == 2
-    assert_bitwise(dict(job.adapter.shard().tensors()), wanted)
+    assert_bitwise(dict(job.adapter.shard().all_tensors()), wanted)
     recorder.losses.clear()
     recorder.events.clear()
     run(job, 2, 1)
@@ -246,7 +246,7 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     job.engine.save_checkpoint(paths[0])
     state = capture_random_states(job.adapter)
     run(job, 2, 2)
-    expected = {key: value.clone() for key, value in job.adapter.shard().tensors()}
+    expected = {key: value.clone() for key, value in job.adapter.shard().all_tensors()}
     seed(2)
     job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1), optimizer)), Recorder()
     job.adapter.attach(recorder)
@@ -257,7 +257,7 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     assert recorder.events == [("before_external_load",), ("after_external_load", 2)]
     assert restore_random_states(job.adapter, state) is None
     run(job, 2, 2)
-    assert_bitwise(dict(job.adapter.shard().tensors()), expected)
+    assert_bitwise(dict(job.adapter.shard().all_tensors()), expected)
     torch.distributed.barrier()
     shutil.rmtree(paths[0], ignore_errors=True)
 

@@ -132,8 +132,8 @@ def outside_the_optimizer(build: Callable[[], TorchJob]) -> TorchJob:
 
 def frozen_parameters() -> None:
     result = check_resume(partial(outside_the_optimizer, FSDP))
-    numels = gathered({key: one.numel() for key, one in result["snapshot"]["tensors"].items()})
-    assert [one["other/frozen.weight"] for one in numels] == [4 * 7, 3 * 7]
+    tensors = gathered(result["description"]["tensors"])
+    assert [one["frozen.weight"]["numel"] for one in tensors] == [4 * 7, 3 * 7]
 
 
 def clipping_and_accumulation_are_those_of_the_user() -> None:

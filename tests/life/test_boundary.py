@@ -141,9 +141,9 @@ def test_a_dump_publishes_its_step_before_it_reports_success(
     at_event: dict[str, int] = {}
     dump, event = SnapshotPool.dump, RankJournal.event
 
-    def dump_waits(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any) -> int:
+    def dump_waits(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any, frozen: Any) -> int:
         queue.complete(iteration)  # what it waits for
-        return dump(pool, shard, iteration, scalars, earlier)
+        return dump(pool, shard, iteration, scalars, earlier, frozen)
 
     def reported(journal: RankJournal, kind: str, *given: Any, **more: Any) -> None:
         if kind == "dumped":
@@ -168,7 +168,7 @@ def test_a_dump_may_be_of_an_earlier_step_with_its_small_state(
         assert updates is None, "a rank alone waits for no other"
         return Publication(counter, steps, StepEvents(torch.device("cuda", 0), EVENTS + 1))
 
-    def dump(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any) -> int:
+    def dump(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any, frozen: Any) -> int:
         taken.append(earlier())
         assert not taken[0].overtaken()
         return 3

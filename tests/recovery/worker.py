@@ -297,7 +297,7 @@ def move_weights(recovery: CPSRRecovery) -> None:
 
 def state_digest(recovery: CPSRRecovery) -> str:
     digest = hashlib.sha256()
-    for _, tensor in sorted(recovery.life.job.adapter.shard().tensors()):
+    for _, tensor in sorted(recovery.life.job.adapter.shard().all_tensors()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ def near_failure(run_dir: Path) -> NearFailure:
     unused: Any = None
     adapter = SimpleNamespace(micro_batches_per_iteration=2)
     job: Any = SimpleNamespace(adapter=adapter, group=Group(), config=SimpleNamespace(run_dir=run_dir))
-    return NearFailure(job, unused, unused)
+    return NearFailure(job, unused, unused, unused)
 
 
 @pytest.mark.parametrize(

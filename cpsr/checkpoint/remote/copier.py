@@ -52,6 +52,7 @@ class Copier:
         self._copying: int | None = None
         self._overtaken = self._untidy = False  # each is reported once
         self._failures = 0  # in a row
+        self._known: set[str] = set()  # hashes of files that were read back from the target
         self._refused = False
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -134,7 +135,7 @@ class Copier:
         for folder, owner in found.unfinished.items():
             if owner in (None, identity.run_id):  # otherwise a full target would stay full
                 self._place.remove(folder, first=COMMIT)
-        copied = upload(self._place, info.directory, identity, self._stopped.is_set)
+        copied = upload(self._place, info.directory, identity, self._stopped.is_set, self._known)
         self._report_copied(info, copied.bytes, copied.seconds)
         self._retain(identity.run_id, info.iteration)
 

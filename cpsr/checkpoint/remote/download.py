@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from cpsr.checkpoint.carried import put_files
 from cpsr.checkpoint.files import (
     hash_file,
     make_directory,
@@ -20,7 +21,15 @@ from cpsr.checkpoint.files import (
     temporary_name,
     write_bytes,
 )
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, commit_record, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileRecord,
+    commit_record,
+    holds_frozen,
+    rank_manifest_name,
+    step_name,
+)
 from cpsr.checkpoint.remote.catalogue import Copy, CopyDamagedError, read_rank
 from cpsr.checkpoint.remote.place import Place, TargetAbsentError
 from cpsr.checkpoint.store import CheckpointStore
@@ -78,7 +87,7 @@ def fetch_ranks(place: Place, copy: Copy, ranks: Iterable[int], run_dir: Path) -
     for rank in ranks:
         record, data = read_rank(place, copy, rank)
         for name, expected in record.files.items():
-            if not _is_there(directory / name, expected):
+            if not _is_there(directory / name, expected) and not _linked(run_dir, directory / name, expected):
                 _fetch(place, copy, directory / name, expected)
                 fetched += expected.bytes
         sync_directory(directory)
@@ -117,6 +126,20 @@ def put_in_place(copy: Copy, run_dir: Path, store: CheckpointStore, reason: str)
     shutil.rmtree(
         directory.parent, ignore_errors=True
     )  # only unneeded files are left in it; the next fetch removes them, too
+
+
+def _linked(run_dir: Path, path: Path, expected: FileRecord) -> bool:
+    """Link a file of frozen weights that a checkpoint in the run directory has; False where none has it whole."""
+    if not holds_frozen(path.name):
+        return False
+    for source in sorted((run_dir / "checkpoints").glob(f"step-*/{path.name}"), reverse=True):
+        try:
+            check_file(source, expected)
+            if put_files(path.parent, source.parent, {path.name: expected}, fsync=True):
+                return True
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is not used: %s", source, error)
+    return False
 
 
 def _fetch(place: Place, copy: Copy, path: Path, expected: FileRecord) -> None:

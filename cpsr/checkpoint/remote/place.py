@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import re
 from abc import ABC, abstractmethod
@@ -29,6 +30,8 @@ from cpsr.checkpoint.remote.requests import PART_BYTES, SENDS, copy_file, option
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
 __all__ = ["Place", "TargetAbsentError", "digest_of", "open_place"]
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 << 20  # large enough for a network's bandwidth, small enough to stop between two of them
 _FOLDER = "checkpoints"
@@ -170,6 +173,22 @@ class Place(ABC):
         with self._asking("writing", folder, file):
             return writing.result()
 
+    def duplicate(self, folder: str, file: str, target: str, size: int) -> bool:
+        """Give a file the same name in another folder without sending it; False where the file system cannot.
+
+        Args:
+            folder: where it is.
+            file: its name.
+            target: folder that exists.
+            size: in bytes, that the new file must have.
+        """
+        try:
+            with self._asking("copying", folder, file):
+                return self._duplicate(folder, file, target) == size
+        except TargetError as error:
+            _log.debug("%s is sent again: %s", self.name(target, file), error)
+            return False
+
     def make(self, folder: str) -> None:
         """Create a folder, where there are folders. The target's parent must exist: a mount may be missing."""
         with self._asking("creating", folder):
@@ -207,6 +226,9 @@ class Place(ABC):
 
     @abstractmethod
     def _send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None: ...
+
+    @abstractmethod
+    def _duplicate(self, folder: str, file: str, target: str) -> int: ...
 
     @abstractmethod
     def _make(self, folder: str) -> None: ...
@@ -257,6 +279,13 @@ class LocalPlace(Place):
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         temporary.replace(path)
         sync_directory(path.parent)
+
+    def _duplicate(self, folder: str, file: str, target: str) -> int:
+        path = self._path(target) / file
+        path.unlink(missing_ok=True)
+        os.link(self._path(folder) / file, path, follow_symlinks=False)
+        sync_directory(path.parent)
+        return path.lstat().st_size
 
     def _make(self, folder: str) -> None:
         if not self.root.parent.is_dir():
@@ -318,6 +347,11 @@ class RemotePlace(Place):
         with self._system.open(self._path(folder, file), "wb", block_size=PART_BYTES) as opened:
             for chunk in chunks:
                 opened.write(chunk)
+
+    def _duplicate(self, folder: str, file: str, target: str) -> int:
+        self._system.cp_file(self._path(folder, file), self._path(target, file))  # object stores copy by themselves
+        self._system.invalidate_cache()
+        return int(self._system.info(self._path(target, file))["size"])
 
     def _make(self, folder: str) -> None:
         # Never with parents: on an object store that would create a bucket whose name was mistyped.

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,16 @@ import xxhash
 
 from cpsr.checkpoint.direct_file import read_pieces
 from cpsr.checkpoint.files import Digest, hash_file, open_plain, read_bytes
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord, commit_record, rank_manifest_name
-from cpsr.checkpoint.remote.catalogue import SET_ASIDE, owner_of, scan
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileRecord,
+    commit_record,
+    frozen_writer,
+    holds_frozen,
+    rank_manifest_name,
+)
+from cpsr.checkpoint.remote.catalogue import SET_ASIDE, Copy, owner_of, read_rank, scan
 from cpsr.checkpoint.remote.identity import IDENTITY, Identity
 from cpsr.checkpoint.remote.place import Place, TargetAbsentError, digest_of
 from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
@@ -40,18 +48,23 @@ class Uploaded:
     seconds: float
 
 
-def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool]) -> Uploaded:
+def upload(
+    place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool], known: set[str] | None = None
+) -> Uploaded:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
     Every file is read back from the target and compared with its record. The manifests come after all files, and the
     commit record last. Files of an earlier upload in the folder are removed first. Where the target permits it, several
     parts and files are sent at a time, and one is read back meanwhile.
 
+    A file of frozen weights that an earlier copy of the run has is not sent: the target copies it.
+
     Args:
         place: the target.
         directory: the checkpoint; it must stay whole meanwhile.
         identity: of the run.
         stopped: checked between pieces.
+        known: hashes of files that this process has read back from the target; grows. Others are read back once more.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, gone, or cannot be read now.
@@ -66,7 +79,10 @@ def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[
     place.make(folder)
     place.write(folder, IDENTITY, identity.to_bytes())
     records = {rank: read_rank_manifest(directory, manifest, rank) for rank in sorted(manifest.ranks)}
-    files = ((directory / name, record.files[name]) for record in records.values() for name in sorted(record.files))
+    every = [(directory / name, record.files[name]) for record in records.values() for name in sorted(record.files)]
+    known = set() if known is None else known
+    there = _duplicated(place, folder, [file for file in every if holds_frozen(file[0].name)], identity, known, stopped)
+    files = [(path, record) for path, record in every if path.name not in there]
     if place.sends:
         _copy_beside(place, folder, files, stopped)
     else:
@@ -74,6 +90,7 @@ def upload(place: Place, directory: Path, identity: Identity, stopped: Callable[
             place.send(folder, path.name, _checked(path, record, stopped))
             found = digest_of(_until(place.chunks(folder, path.name), stopped))
             _refuse_other_bytes(place, folder, path, record, found)
+    known |= {record.xxh3_128 for path, record in files if holds_frozen(path.name)}
     for rank in records:
         place.write(folder, rank_manifest_name(rank), _read_local(directory / rank_manifest_name(rank)))
     place.write(folder, MANIFEST, manifest_bytes)
@@ -143,6 +160,46 @@ def _copy_beside(
     finally:
         failed.set()
         wait(under_way)  # nothing of this attempt may reach a name during the next one
+
+
+def _duplicated(
+    place: Place,
+    folder: str,
+    files: Sequence[tuple[Path, FileRecord]],
+    identity: Identity,
+    known: set[str],
+    stopped: Callable[[], bool],
+) -> set[str]:
+    """Names of those of these files that the target has copied from an earlier copy of the run."""
+    done: set[str] = set()
+    for copy in reversed(scan(place, identity.run_id).copies) if files else ():
+        for path, record in files:
+            name = path.name
+            if name in done or copy.folder == folder or name not in copy.manifest.ranks[frozen_writer(name)].files:
+                continue
+            try:
+                if _is_held(place, copy, name, record, known, stopped) and place.duplicate(
+                    copy.folder, name, folder, record.bytes
+                ):
+                    done.add(name)
+            except CopyStoppedError:
+                raise
+            except TargetError as error:
+                _log.info("%s is sent again: %s", path, error)
+    return done
+
+
+def _is_held(
+    place: Place, copy: Copy, name: str, record: FileRecord, known: set[str], stopped: Callable[[], bool]
+) -> bool:
+    """Whether a copy has this file; read back once by each process."""
+    if read_rank(place, copy, frozen_writer(name))[0].files[name] != record:
+        return False
+    if record.xxh3_128 not in known:
+        if not _same(digest_of(_until(place.chunks(copy.folder, name), stopped)), record):
+            return False
+        known.add(record.xxh3_128)
+    return True
 
 
 def _refuse_other_bytes(place: Place, folder: str, path: Path, record: FileRecord, found: Digest) -> None:

@@ -1,0 +1,365 @@
+"""Files of the parameters outside the optimizer, which one checkpoint writes and the later ones link.
+
+::
+
+    rank-00000.frozen-<hash of names and content>.safetensors
+
+A file has its name by its content. So a checkpoint, also the first one of another life, links what an earlier one has
+under that name, and writes what none has. Ranks with the same parameters share them out: the manifest of each names
+the file of any rank that has a parameter. What the loop writes into is not in a file (see `cpsr.state.frozen`).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.carried import put_files
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.files import write_tensors
+from cpsr.checkpoint.loading import dtype_name, place
+from cpsr.checkpoint.manifest import (
+    FileRecord,
+    FrozenRecord,
+    Manifest,
+    RankManifest,
+    file_name,
+    frozen_file_name,
+    frozen_writer,
+    step_name,
+)
+from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest, read_tensors
+from cpsr.errors import CheckpointError, SaveError
+from cpsr.experts.sharding import adaptive_sharding
+from cpsr.ranks.group import Group
+from cpsr.state.frozen import FrozenWeights, hash_of, word_of
+
+__all__ = ["FrozenFiles", "FrozenPart"]
+
+_log = logging.getLogger(__name__)
+
+# Of one file, unless a parameter is larger: so much of a GPU's parameters is on the host at a time, and a parameter
+# that changes has so much written again.
+FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class FrozenPart:
+    """What a checkpoint holds of a rank's parameters outside the optimizer.
+
+    Attributes:
+        scalars: the small state for the disk.
+        records: parameter -> its record for the manifest.
+        files: files of this rank, with what is in them.
+        written_bytes: of those that are new.
+    """
+
+    scalars: Any
+    records: dict[str, FrozenRecord] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    written_bytes: int = 0
+
+
+class FrozenFiles:
+    """The files of one rank, of this life and of earlier ones.
+
+    `agree` belongs to the training thread, `write` to the writer's; loading happens while nothing is written.
+
+    Args:
+        weights: of the engine.
+        rank: this one.
+        checkpoints: the run's directory of them.
+        fsync: force what is written to the disk.
+    """
+
+    def __init__(self, weights: FrozenWeights, rank: int, checkpoints: Path, *, fsync: bool) -> None:
+        self.weights = weights
+        self._rank = rank
+        self._checkpoints = checkpoints
+        self._fsync = fsync
+        self._held: dict[str, tuple[str, str]] = {}  # parameter -> file, and the hash that it has there
+        self._agreed: dict[str, dict[str, str]] = {}  # own files that other ranks may name -> parameters and hashes
+        self._places: dict[str, tuple[FileRecord, list[Path]]] = {}  # own file -> where it is durable, newest last
+
+    def agree(self, group: Group, *, shared: bool) -> None:
+        """Share the parameters out among the ranks that hold the same, unless that holds already; a collective.
+
+        Args:
+            group: all ranks.
+            shared: False lets each rank write its own.
+        """
+        if group.all(self._is_agreed()):
+            return
+        moved = set(self.weights.moved())
+        hashes = {name: one for name, one in self.weights.hashes.items() if name not in moved}
+        words = group.gather(word_of(hashes) if shared and hashes else None)
+        alike = [rank for rank, word in enumerate(words) if word is not None and word == words[self._rank]]
+        sizes = {name: self.weights.tensors[name].nbytes for name in sorted(hashes)}
+        ranks = alike or [self._rank]
+        held: dict[str, tuple[str, str]] = {}
+        agreed: dict[str, dict[str, str]] = {}
+        for rank, part in zip(ranks, adaptive_sharding(sizes, [0] * len(ranks)).parts, strict=True):
+            for names in self._in_files(part):
+                content = {name: hashes[name] for name in names}
+                file = frozen_file_name(rank, word_of(content))
+                held |= {name: (file, one) for name, one in content.items()}
+                if rank == self._rank:
+                    agreed[file] = content
+        self._held, self._agreed = held, agreed
+
+    def _is_agreed(self) -> bool:
+        """Whether every parameter has a file, or moves, and every file that is not written yet can be."""
+        moved, hashes = set(self.weights.moved()), self.weights.hashes
+        unwritten = {name for file, content in self._agreed.items() if file not in self._places for name in content}
+        there = all(name in moved or self._held.get(name, ("", ""))[1] == hashes[name] for name in self.weights.tensors)
+        return there and not unwritten & moved
+
+    def _in_files(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """The parameters for each file, in the engine's order."""
+        wanted, size = set(names), 0
+        found: list[str] = []
+        for name, tensor in self.weights.tensors.items():
+            if name not in wanted:
+                continue
+            if found and size + tensor.nbytes > FILE_BYTES:
+                yield found
+                found, size = [], 0
+            found, size = [*found, name], size + tensor.nbytes
+        if found:
+            yield found
+
+    def write(self, directory: Path, scalars: Any, refuse_abandoned: Callable[[], None]) -> FrozenPart:
+        """Give the files of a snapshot's parameters a name in its checkpoint; the caller forces the directory.
+
+        Args:
+            directory: of the checkpoint.
+            scalars: of the snapshot.
+            refuse_abandoned: see `RankPartWriter.write`.
+
+        Raises:
+            SaveError: a parameter was changed unseen; or as `write_tensors`.
+            OSError: the file system refused.
+        """
+        state = scalars.get("frozen") if isinstance(scalars, dict) else None
+        if not state:
+            return FrozenPart(scalars)
+        moved, tensors = state["moved"], self.weights.tensors
+        self._refuse_altered([name for name in tensors if name not in moved])
+        hashes = {name: one for name, one in self.weights.hashes.items() if name not in moved}
+        rested = {name: hash_of(tensors[name]) for name in self.weights.resting(moved)}
+        hashes |= {name: rested[name] for name in self.weights.resting(rested)}  # those are of the snapshot
+        if lacking := sorted(tensors.keys() - moved.keys() - hashes.keys()):
+            raise SaveError(f"the values that {lacking[0]!r}, outside the optimizer, had at the snapshot are not known")
+        self._hold_alone({name: one for name, one in hashes.items() if self._held.get(name, ("", ""))[1] != one})
+        held = {name: self._held[name][0] for name in hashes}
+        files, written = self._put_files(directory, held, hashes, refuse_abandoned)
+        self.weights.settle_rested({name: one for name, one in rested.items() if name in hashes})
+        left = {name: values for name, values in moved.items() if name not in hashes}
+        records = {
+            name: FrozenRecord(
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                file=held.get(name),
+                xxh3_128=hashes.get(name),
+            )
+            for name, tensor in tensors.items()
+        }
+        return FrozenPart({**scalars, "frozen": {"word": word_of(hashes), "moved": left}}, records, files, written)
+
+    def _refuse_altered(self, names: list[str]) -> None:
+        altered = self.weights.altered(names)
+        if altered:
+            raise SaveError(
+                f"{len(altered)} parameters outside the optimizer (the first is {altered[0]!r}) were changed where "
+                "torch does not count it, through .data: when, is not known, so that this checkpoint is not saved, and "
+                "snapshots since the last one have their old values. From now on they are saved as they are; change "
+                "them inside torch.no_grad() instead"
+            )
+
+    def _hold_alone(self, hashes: Mapping[str, str]) -> None:
+        """Parameters without a file that ranks have agreed on get one of this rank."""
+        for names in self._in_files(hashes):
+            file = frozen_file_name(self._rank, word_of({name: hashes[name] for name in names}))
+            self._held = self._held | {name: (file, hashes[name]) for name in names}
+
+    def _put_files(
+        self,
+        directory: Path,
+        held: Mapping[str, str],
+        hashes: Mapping[str, str],
+        refuse_abandoned: Callable[[], None],
+    ) -> tuple[dict[str, FileRecord], int]:
+        """Link or write this rank's files; returns their records, and the bytes that were written."""
+        wanted = {file: dict(content) for file, content in self._agreed.items()}
+        for name, file in held.items():
+            if frozen_writer(file) == self._rank:
+                wanted.setdefault(file, {})[name] = hashes[name]
+        files, written = {}, 0
+        for file, content in wanted.items():
+            refuse_abandoned()
+            record = self._link(directory, file)
+            if record is None:
+                record = self._write(directory / file, content)
+                written += record.bytes
+            files[file] = record
+            self._places[file] = record, [*self._places.get(file, (record, []))[1][-1:], directory]
+        return files, written
+
+    def _link(self, directory: Path, file: str) -> FileRecord | None:
+        """Link a file that is durable already; None where none is found."""
+        if file in self._places:
+            record, places = self._places[file]
+            for source in reversed(places):
+                if source != directory and put_files(directory, source, {file: record}, fsync=self._fsync):
+                    return record
+        for source, record in self._earlier(file):
+            try:
+                check_file(source / file, record, direct=self._fsync)
+                if put_files(directory, source, {file: record}, fsync=self._fsync):
+                    return record
+            except (CheckpointError, OSError) as error:
+                _log.warning("%s is not linked, and is looked for elsewhere or written again: %s", source / file, error)
+        return None
+
+    def _earlier(self, file: str) -> Iterator[tuple[Path, FileRecord]]:
+        """Committed checkpoints with this file, the newest first; read once in a life for each file."""
+        for info in sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence):
+            try:
+                manifest = read_manifest(info.directory)
+                if info.full and file in manifest.ranks[self._rank].files:
+                    yield info.directory, read_rank_manifest(info.directory, manifest, self._rank).files[file]
+            except (CheckpointError, KeyError) as error:
+                _log.warning("%s is not looked into for %s: %s", info.directory, file, error)
+
+    def _write(self, path: Path, content: Mapping[str, str]) -> FileRecord:
+        tensors = {}
+        for name, xxh3_128 in content.items():
+            values = self.weights.tensors[name].detach().contiguous().cpu()
+            if hash_of(values) != xxh3_128:
+                self.weights.forget([name])
+                raise SaveError(
+                    f"{path}: the parameter {name!r} outside the optimizer was written to before its values were on "
+                    "the disk; from the next checkpoint on its values are saved as they are then"
+                )
+            tensors[f"frozen/{name}"] = values
+        digest = write_tensors(path, tensors, fsync=self._fsync)
+        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+
+    # Loading
+
+    def load(self, directory: Path) -> None:
+        """Bring the engine's settled parameters to those of a checkpoint; reads only what differs.
+
+        Raises:
+            CheckpointCorruptError: a file is damaged; the engine's parameters that are in it hold anything.
+            UnreadableFileError: the file system refuses to give it now; likewise.
+        """
+        manifest = read_manifest(directory)
+        record = read_rank_manifest(directory, manifest, self._rank)
+        wanted = _settled_in(record)
+        present = self.weights.present(wanted)
+        stale = {name: one for name, one in wanted.items() if present[name] != one}
+        for file, names in record.frozen_files().items():
+            if names & stale.keys():
+                found = _record_of(directory, manifest, record, file)
+                self._read(directory / file, found, "frozen", names & stale.keys())
+        self.weights.settle_as(stale)
+        old = self._in_extra(record)
+        if old:
+            extra = file_name(record.rank, "extra")
+            self._read(directory / extra, record.files[extra], "other", old)
+
+    def bring(self, state: Mapping[str, Any]) -> None:
+        """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
+
+        Args:
+            state: what `FrozenWeights.state` returned for it; empty: the engine keeps its own.
+
+        Raises:
+            CheckpointError: neither the engine nor a checkpoint of this run has them.
+        """
+        if state:
+            self._ensure([name for name in self.weights.tensors if name not in state["moved"]], state["word"])
+            self.take(state)
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Put the values of a snapshot's moved parameters into the engine."""
+        moved = state.get("moved", {})
+        with torch.no_grad():
+            for name, values in moved.items():
+                self.weights.tensors[name].copy_(values)
+        self.weights.forget(moved)
+
+    def lost(self, iteration: int) -> list[str]:
+        """Parameters of a thinned checkpoint whose values are gone; the engine has those of all others afterwards.
+
+        Its own files are gone. The engine may have the same weights, or another checkpoint of the run.
+
+        Raises:
+            CheckpointError: a manifest cannot be read.
+        """
+        directory = self._checkpoints / step_name(iteration)
+        record = read_rank_manifest(directory, read_manifest(directory), self._rank)
+        settled = _settled_in(record)
+        gone = [name for name in self.weights.tensors if name not in settled]
+        try:
+            self._ensure(list(settled), word_of(settled))
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            present = self.weights.present(settled)
+            gone += [name for name, one in settled.items() if present[name] != one]
+        return gone
+
+    def _ensure(self, names: list[str], word: str) -> None:
+        """See `bring`."""
+        if word_of(self.weights.present(names)) == word:
+            return
+        for info in sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence):
+            try:
+                record = read_rank_manifest(info.directory, read_manifest(info.directory), self._rank)
+                hashes = _settled_in(record)
+                if info.full and word_of({name: hashes[name] for name in names}) == word:
+                    self.load(info.directory)
+                    return
+            except (CheckpointError, KeyError) as error:
+                _log.debug("%s does not have the frozen weights of the snapshot: %r", info.directory, error)
+        raise CheckpointError(
+            f"{len(names)} parameters outside the optimizer (the first is {min(names, default='')!r}) have other "
+            "values in this job than they had with the saved state, and no checkpoint of the run has those. The script "
+            "must load the same base weights as before"
+        )
+
+    def _in_extra(self, record: RankManifest) -> set[str]:
+        """Parameters that an earlier version has saved with the buffers."""
+        return record.others.keys() & self.weights.tensors.keys()
+
+    def _read(self, path: Path, record: FileRecord, kind: str, names: Iterable[str]) -> None:
+        """Read parameters from a file into the engine."""
+        targets = {f"{kind}/{name}": self.weights.tensors[name] for name in names}
+        self.weights.forget(list(names))
+        found = read_tensors(path, record, partial(place, targets, targets.keys()))
+        for key, target in targets.items():
+            if key not in found:
+                raise DamagedFileError(path, f"holds no {key}, which its manifest describes")
+            if found[key] is not target:
+                with torch.no_grad():
+                    target.copy_(found[key])
+
+
+def _settled_in(record: RankManifest) -> dict[str, str]:
+    """Hashes of the parameters that are in files."""
+    return {name: one.xxh3_128 for name, one in record.frozen.items() if one.xxh3_128 is not None}
+
+
+def _record_of(directory: Path, manifest: Manifest, record: RankManifest, file: str) -> FileRecord:
+    """Size and hash of a file of this or another rank."""
+    if file in record.files:
+        return record.files[file]
+    writer = manifest.ranks.get(frozen_writer(file))
+    if writer is None or file not in writer.files or writer.hashes is None:
+        raise DamagedFileError(directory / file, f"is not described by the manifest of rank {frozen_writer(file)}")
+    return FileRecord(bytes=writer.files[file], xxh3_128=writer.hashes[file])

@@ -1,0 +1,445 @@
+"""Files of the parameters outside the optimizer, on the disk and at a target."""
+
+import errno
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr.checkpoint import frozen_files
+from cpsr.checkpoint.commit import CommitResult
+from cpsr.checkpoint.frozen_files import FrozenFiles
+from cpsr.checkpoint.manifest import holds_frozen, step_name
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.remote.catalogue import scan, verify
+from cpsr.checkpoint.remote.download import fetch_ranks, prepare_fetch
+from cpsr.checkpoint.remote.identity import Identity
+from cpsr.checkpoint.remote.place import LocalPlace, Place, open_place
+from cpsr.checkpoint.remote.upload import retain, upload
+from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.config import CheckpointConfig
+from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
+from cpsr.state.frozen import FrozenWeights, word_of
+from tests.checkpoint.conftest import make_shard, make_snapshot
+from tests.device import DEVICE
+
+Tensors = dict[str, torch.Tensor]
+RUN = "0f" * 16
+IDENTITY = Identity(run_id=RUN, world_size=1, tensors={}, zero_stage=0, precision="fp32", optimizer="Adam")
+
+
+def base_weights(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (40, 8), "layers.0": (8, 8), "layers.1": (8, 8), "scale": (), "none": (0, 3)}
+    weights = {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in shapes.items()}
+    return weights | {"layers.1": weights["layers.1"].to(torch.bfloat16).t()}
+
+
+class Run:
+    """One rank of a run with frozen weights; each instance is a life."""
+
+    def __init__(self, run_dir: Path, weights: Tensors, life: int = 1, rank: int = 0, ranks: int = 1) -> None:
+        self.weights = weights
+        self.store = CheckpointStore(run_dir, rank, ranks, RUN, life, fsync=False)
+        if rank == 0:
+            self.store.prepare()
+        self.frozen = FrozenWeights(lambda: self.weights)
+        self.frozen.settle()
+        self.store.frozen = FrozenFiles(self.frozen, rank, self.store.directory, fsync=False)
+
+    def snapshot(self, iteration: int) -> Snapshot:
+        """As the training thread takes it: nobody changes what it holds."""
+        taken = make_snapshot(iteration)
+        state = self.frozen.state(whole=True)
+        moved = {name: values.detach().cpu().clone() for name, values in state["moved"].items()}
+        taken.scalars |= {"frozen": {"word": state["word"], "moved": moved}}
+        return taken
+
+    def save(self, iteration: int) -> int:
+        """Save and commit; returns the bytes that were new."""
+        written = self.store.write(self.snapshot(iteration)).bytes
+        assert self.commit(iteration).committed
+        return written
+
+    def commit(self, iteration: int) -> CommitResult:
+        return self.store.commit(iteration, 5.0, threading.Event())
+
+    def load(self, iteration: int) -> None:
+        """As a restart does."""
+        assert self.store.frozen is not None
+        scalars = self.store.load(iteration, make_shard(999))
+        self.store.frozen.bring(scalars["frozen"])
+
+    def files(self, iteration: int) -> dict[str, Path]:
+        directory = self.store.directory / step_name(iteration)
+        return {path.name: path for path in sorted(directory.iterdir()) if holds_frozen(path.name)}
+
+    def inodes(self, iteration: int) -> set[int]:
+        return {path.stat().st_ino for path in self.files(iteration).values()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, base_weights())
+
+
+def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def spoil(path: Path) -> None:
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def test_the_first_checkpoint_writes_them_and_the_next_one_links(run: Run) -> None:
+    written = [run.save(10), run.save(20)]
+    for iteration, new in zip((10, 20), written, strict=True):
+        sizes = {path.name: path.stat().st_size for path in (run.store.directory / step_name(iteration)).iterdir()}
+        tensors = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
+        assert new == sum(size for name, size in tensors.items() if iteration == 10 or not holds_frozen(name))
+    assert run.inodes(10) == run.inodes(20)
+    assert verify_run(run.store.directory.parent) == []
+
+
+def test_every_dtype_shape_and_stride_comes_back(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    again = Run(tmp_path, base_weights(1), life=2)
+    again.load(10)
+    assert same(again.weights, base_weights())
+    assert again.weights["layers.1"].stride() == (1, 8)
+
+
+def test_another_life_links_what_it_has_verified(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    again = Run(tmp_path, base_weights(), life=2)
+    again.save(20)
+    assert again.inodes(20) == run.inodes(10)
+
+
+def test_another_life_writes_anew_what_is_damaged(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    spoil(*run.files(10).values())
+    again = Run(tmp_path, base_weights(), life=2)
+    again.save(20)
+    assert again.inodes(20) != run.inodes(10)
+    assert {problem.iteration for problem in verify_run(tmp_path)} == {10}
+
+
+def test_without_links_they_are_copied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    run.save(10)
+    run.save(20)
+    assert run.inodes(10) != run.inodes(20)
+    assert verify_run(run.store.directory.parent) == []
+
+
+def test_they_outlive_the_checkpoint_that_wrote_them_and_count_once(run: Run, tmp_path: Path) -> None:
+    costs = [run.save(iteration) for iteration in (10, 20, 30, 40)]
+    kept = CheckpointConfig(
+        full_checkpoints=3,
+        history_span_iterations=20,
+        history_min_checkpoints=2,
+        disk_limit_bytes=sum(costs[:3]) + 1000,  # the small state is not always as large
+    )
+    assert run.store.retain(kept).delete == [10]
+    assert [info.iteration for info in run.store.catalogue() if info.full] == [20, 30, 40], "the limit counts them once"
+    assert verify_run(tmp_path) == []
+    again = Run(tmp_path, base_weights(1), life=2)
+    again.load(30)
+    assert same(again.weights, base_weights())
+
+
+def test_one_that_was_changed_is_in_the_small_state_and_then_in_a_file_of_its_own(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_files, "FILE_BYTES", 300)
+    run.save(10)
+    assert len(run.files(10)) == 3, "each file has at most so many bytes, or one parameter"
+    run.weights["layers.0"].add_(1)
+    expected = {name: values.clone() for name, values in run.weights.items()}
+    for iteration in (20, 30, 40):
+        run.save(iteration)
+    assert run.files(20).keys() < run.files(10).keys(), "its values are with the small state"
+    assert run.files(30).keys() > run.files(20).keys(), "it has rested"
+    assert run.inodes(40) == run.inodes(30)
+    for iteration in (20, 30, 40):
+        again = Run(tmp_path, base_weights(1), life=2)
+        again.load(iteration)
+        assert same(again.weights, expected), iteration
+    assert verify_run(tmp_path) == []
+
+
+def test_one_that_changes_before_it_is_on_the_disk_fails_the_save_alone(run: Run, tmp_path: Path) -> None:
+    taken = run.snapshot(10)
+    run.weights["layers.0"].add_(1)
+    with pytest.raises(SaveError, match=r"'layers.0' outside the optimizer was written to before its values were on"):
+        run.store.write(taken)
+    run.save(20)
+    again = Run(tmp_path, base_weights(1), life=2)
+    again.load(20)
+    assert same(again.weights, run.weights)
+
+
+def test_one_that_is_changed_past_the_count_of_versions_is_found_at_the_next_checkpoint(run: Run) -> None:
+    run.save(10)
+    run.weights["layers.0"].data += 1
+    taken = run.snapshot(20)
+    with pytest.raises(SaveError, match=r"\(the first is 'layers.0'\) were changed where torch does not count it"):
+        run.store.write(taken)
+    run.save(30)
+    assert list(run.snapshot(40).scalars["frozen"]["moved"]) == ["layers.0"]
+
+
+def test_nothing_is_read_where_the_engine_has_the_same(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    spoil(*run.files(10).values())
+    Run(tmp_path, base_weights(), life=2).load(10)
+    with pytest.raises(CheckpointCorruptError, match="xxh3-128"):
+        Run(tmp_path, base_weights(1), life=3).load(10)
+
+
+def test_a_snapshot_whose_weights_nobody_has_is_refused(run: Run, tmp_path: Path) -> None:
+    state = run.snapshot(10).scalars["frozen"]
+    other = Run(tmp_path, base_weights(1), life=2)
+    assert other.store.frozen is not None
+    with pytest.raises(CheckpointError, match="The script must load the same base weights as before"):
+        other.store.frozen.bring(state)
+    run.save(10)
+    other.store.frozen.bring(state)
+    assert same(other.weights, base_weights())
+
+
+def test_a_thinned_checkpoint_has_them_where_the_engine_or_another_checkpoint_does(run: Run, tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        run.save(iteration)
+    run.store.retain(CheckpointConfig(full_checkpoints=2))
+    assert not run.files(10)
+    other = Run(tmp_path, base_weights(1), life=2)
+    assert other.store.frozen is not None
+    assert other.store.frozen.lost(10) == []
+    assert same(other.weights, base_weights())
+    spoil(*run.files(20).values())  # and so 30's
+    other = Run(tmp_path, base_weights(1), life=2)
+    assert other.store.frozen is not None
+    assert sorted(other.store.frozen.lost(10)) == sorted(base_weights().keys() - {"none"})
+    same_again = Run(tmp_path, base_weights(), life=2)
+    assert same_again.store.frozen is not None
+    assert same_again.store.frozen.lost(10) == []
+
+
+def test_a_weight_that_begins_to_train_makes_another_run(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    unfrozen = {name: values for name, values in base_weights().items() if name != "embed"}
+    with pytest.raises(RunMismatchError, match=r"frozen/embed: saved was float32 of shape \(40, 8\), this job has not"):
+        Run(tmp_path, unfrozen, life=2).load(10)
+    with pytest.raises(RunMismatchError, match="A weight that begins or ceases to train makes another run"):
+        Run(tmp_path, base_weights() | {"layers.0/weight é": torch.zeros(5)}, life=2).load(10)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Run]:
+    return [Run(tmp_path, base_weights(), rank=rank, ranks=2) for rank in range(2)]
+
+
+def agree(runs: list[Run], *, shared: bool = True) -> None:
+    """Let two ranks agree, each in a thread."""
+
+    class Meeting:
+        def __init__(self, rank: int) -> None:
+            self._rank = rank
+
+        def all(self, condition: bool) -> bool:
+            return all(self.gather(condition))
+
+        def gather(self, value: Any) -> list[Any]:
+            parts[self._rank] = value
+            barrier.wait()
+            gathered = list(parts)
+            barrier.wait()
+            return gathered
+
+    parts: list[Any] = [None, None]
+    barrier = threading.Barrier(2)
+
+    def one(run: Run) -> None:
+        group: Any = Meeting(run.store.rank)
+        assert run.store.frozen is not None
+        run.store.frozen.agree(group, shared=shared)
+
+    threads = [threading.Thread(target=one, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def save_both(two: list[Run], iteration: int) -> list[int]:
+    written = [run.store.write(run.snapshot(iteration)).bytes for run in two]
+    assert two[0].commit(iteration).committed
+    return written
+
+
+def test_two_ranks_with_the_same_write_a_part_each(two: list[Run], tmp_path: Path) -> None:
+    agree(two)
+    save_both(two, 10)
+    names = list(two[0].files(10))
+    assert [name[:10] for name in names] == ["rank-00000", "rank-00001"]
+    for rank in range(2):
+        again = Run(tmp_path, base_weights(1), life=2, rank=rank, ranks=2)
+        again.load(10)
+        assert same(again.weights, base_weights())
+    assert verify_run(tmp_path) == []
+    spoil(two[0].files(10)[names[1]])
+    with pytest.raises(CheckpointCorruptError, match=names[1]):
+        Run(tmp_path, base_weights(1), life=2, rank=0, ranks=2).load(10)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_ranks_that_differ_or_are_told_to_write_all_their_own(two: list[Run], tmp_path: Path, shared: bool) -> None:
+    if shared:
+        two[1].weights = base_weights() | {"scale": torch.tensor(7.0, device=DEVICE)}
+        two[1].frozen.settle()
+    agree(two, shared=shared)
+    save_both(two, 10)
+    for rank in range(2):
+        again = Run(tmp_path, base_weights(1), life=2, rank=rank, ranks=2)
+        again.load(10)
+        assert same(again.weights, two[rank].weights)
+
+
+def test_what_one_rank_leaves_to_another_that_has_moved_on_is_agreed_on_again(two: list[Run], tmp_path: Path) -> None:
+    """Before it was written: the rank that was to write it cannot any more."""
+    agree(two)
+    for run in two:
+        run.weights["embed"].add_(1)
+    agree(two)
+    save_both(two, 10)
+    for rank in range(2):
+        again = Run(tmp_path, base_weights(1), life=2, rank=rank, ranks=2)
+        again.load(10)
+        assert same(again.weights, two[rank].weights)
+
+
+def test_nothing_is_committed_where_a_rank_did_not_write_its_part(two: list[Run]) -> None:
+    agree(two)
+    two[0].store.write(two[0].snapshot(10))
+    agree(two, shared=False)  # nothing to agree on: both keep their parts
+    two[1].store.frozen = FrozenFiles(two[1].frozen, 1, two[1].store.directory, fsync=False)  # it has forgotten
+    two[1].store.write(two[1].snapshot(10))
+    with pytest.raises(SaveError, match=r"rank 0 leaves '.*' to rank 1, which did not save rank-00001.frozen-"):
+        two[0].commit(10)
+
+
+# At a target
+
+
+def sent_to(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are sent from now on."""
+    sent: list[str] = []
+    send = type(place)._send
+
+    def counted(self: Place, folder: str, file: str, chunks: Any) -> None:
+        sent.append(file)
+        send(self, folder, file, chunks)
+
+    monkeypatch.setattr(type(place), "_send", counted)
+    return sent
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_target_gets_them_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    place = open_place(f"{kind}://{tmp_path / 'target'}")
+    sent = sent_to(place, monkeypatch)
+    known: set[str] = set()
+    for iteration in (10, 20):
+        run.save(iteration)
+        upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False, known)
+    assert sum(map(holds_frozen, sent)) == 1
+    assert sent.count("rank-00000.params.safetensors") == 2
+    assert verify(place) == []
+    run.save(30)
+    upload(place, run.store.directory / step_name(30), IDENTITY, lambda: False)  # another process
+    assert sum(map(holds_frozen, sent)) == 1
+    retain(place, RUN, 1)
+    assert verify(place) == []
+
+
+def test_a_target_whose_file_is_damaged_gets_it_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = open_place(f"file://{tmp_path / 'target'}")
+    assert isinstance(place, LocalPlace)
+    sent = sent_to(place, monkeypatch)
+    for iteration in (10, 20):
+        run.save(iteration)
+        upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False)
+        (name,) = run.files(iteration)
+        spoil(place.root / "checkpoints" / step_name(iteration) / name)
+    assert sum(map(holds_frozen, sent)) == 2
+
+
+def test_a_fetch_links_what_the_run_directory_has(run: Run, tmp_path: Path) -> None:
+    place = open_place(f"file://{tmp_path.parent / (tmp_path.name + '-target')}")
+    for iteration in (10, 20):
+        run.save(iteration)
+    upload(place, run.store.directory / step_name(20), IDENTITY, lambda: False)
+    (copy,) = scan(place, RUN).copies
+    prepare_fetch(tmp_path, copy)
+    fetched = fetch_ranks(place, copy, [0], tmp_path)
+    sizes = sum(path.stat().st_size for path in (run.store.directory / step_name(20)).glob("*.safetensors"))
+    assert fetched == sizes - sum(path.stat().st_size for path in run.files(20).values())
+
+
+# In an emergency dump
+
+
+def test_a_dump_has_what_moves_as_it_was_at_the_boundary(run_id: str) -> None:
+    weights = base_weights()
+    shard = make_shard(3, device=DEVICE)
+    frozen = FrozenWeights(lambda: weights)
+    frozen.settle()
+    memory = SharedMemory(run_id, 0, 1)
+    pool = SnapshotPool(shard, 3, memory)
+    frozen.on_moved = pool.watch
+    pool.mark_boundary()
+    assert pool.dump(lambda: shard, 5, dict, frozen=frozen) == 5
+    for _ in range(2):  # the second change is watched
+        weights["embed"].add_(1)
+        frozen.state(whole=False)
+        pool.mark_boundary()
+    expected = weights["embed"].cpu().clone()
+    weights["embed"].add_(1)  # in the step that is interrupted
+    assert pool.dump(lambda: shard, 6, dict, frozen=frozen) == 6
+    (state,) = (one for one in memory_states(run_id) if one.iteration == 6)
+    left = load_memory_state(state, make_shard(9))
+    assert list(left["frozen"]["moved"]) == ["embed"]
+    assert torch.equal(left["frozen"]["moved"]["embed"], expected)
+    pool.close()
+
+
+def test_the_word_of_weights_is_of_names_dtypes_shapes_and_bytes() -> None:
+    def word(weights: Tensors) -> str:
+        frozen = FrozenWeights(lambda: weights)
+        frozen.settle()
+        return word_of(frozen.hashes)
+
+    ones = {"a": torch.ones(4), "b": torch.ones(2)}
+    words = [
+        word(ones),
+        word({"b": torch.ones(4), "a": torch.ones(2)}),
+        word(ones | {"a": torch.ones(2, 2)}),
+        word(ones | {"a": torch.ones(4).view(torch.int32)}),
+        word(ones | {"a": torch.tensor([1.0, 1, 1, 2])}),
+    ]
+    assert len(set(words)) == len(words)
+    assert word({"b": torch.ones(2), "a": torch.ones(4)}) == words[0]

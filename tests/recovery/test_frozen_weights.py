@@ -1,0 +1,229 @@
+"""Weights outside the optimizer are saved once in a run, and come back with every state of it."""
+
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from cpsr.checkpoint.manifest import Manifest, RankManifest, holds_frozen, rank_manifest_name, step_name
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.checkpoint.store import verify_run
+from cpsr.journal import JournalReader
+from tests.recovery.job import Ended, Job
+
+ITERATIONS = 14
+# Every step is in host memory, and no checkpoint comes before the end.
+IN_MEMORY = {"checkpoint": {"shared_memory": True, "interval_iterations": 50}, "memory": {"interval_iterations": 1}}
+OTHER_BASE = 4
+
+
+class FrozenJob(Job):
+    def run(self, *, ranks: int = 1, fails: bool = False, **options: Any) -> Ended:
+        """One life of adapters beside frozen weights; `fails`: it ends by its fault."""
+        ended = self.launch(
+            worker="tests.recovery.frozen_worker", ranks=ranks, **({"iterations": ITERATIONS} | options)
+        )
+        assert (set(ended.statuses) == {0}) is not fails, ended.output[0][-3000:]
+        return ended
+
+    def files(self, iteration: int) -> Mapping[str, os.stat_result]:
+        """Files of frozen weights in a checkpoint."""
+        directory = self.run_dir / "checkpoints" / step_name(iteration)
+        return {path.name: path.stat() for path in directory.iterdir() if holds_frozen(path.name)}
+
+    def record(self, iteration: int, rank: int = 0) -> RankManifest:
+        directory = self.run_dir / "checkpoints" / step_name(iteration)
+        return RankManifest.parse((directory / rank_manifest_name(rank)).read_bytes())
+
+    def events(self, kind: str) -> list[str]:
+        with JournalReader(self.run_dir / "journal.db") as journal:
+            return [event.message for event in journal.events() if event.kind == kind]
+
+    def free_memory(self) -> None:
+        remove_memory_states(run_id(self.run_dir))
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> FrozenJob:
+    return FrozenJob(tmp_path / "job")
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs that nothing happened to, by options."""
+    known: dict[str, tuple[FrozenJob, Ended]] = {}
+
+    def of(**options: Any) -> tuple[FrozenJob, Ended]:
+        name = repr(sorted(options.items()))
+        if name not in known:
+            job = FrozenJob(tmp_path_factory.mktemp("alone"))
+            known[name] = job, job.run(**options)
+        return known[name]
+
+    return of
+
+
+def same_end(ended: Ended, expected: Ended) -> bool:
+    """Whether the losses of this life and the last state are those of another run, on every rank."""
+    return all(
+        one["state"] == other["state"] and one["losses"].items() <= other["losses"].items()
+        for one, other in zip(ended.results, expected.results, strict=True)
+        if one is not None and other is not None
+    )
+
+
+def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Any) -> None:
+    job, _ = left_alone()
+    (name,) = job.files(12)
+    assert {one.st_ino for one in job.files(12).values()} == {one.st_ino for one in job.files(ITERATIONS).values()}
+    record = job.record(ITERATIONS)
+    assert not record.others.keys() & record.frozen.keys()
+    held = load_file(job.run_dir / "checkpoints" / step_name(ITERATIONS) / name)
+    assert {f"frozen/{one}" for one in record.frozen} == held.keys(), "tied weights are there once"
+    trained = sum(one.numel * 4 * (1 + len(one.moments)) for one in record.operators.values())
+    new = {file: one.bytes for file, one in record.files.items() if not holds_frozen(file)}
+    # Three headers of whole blocks, the buffer, random states, and the predictor's numbers.
+    assert sum(new.values()) < trained + 32 * 1024
+    assert verify_run(job.run_dir) == []
+
+
+@pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
+def test_after_a_kill_they_are_as_they_were_whatever_the_script_loads(
+    frozen: FrozenJob, left_alone: Any, base_seed: int
+) -> None:
+    _, expected = left_alone()
+    frozen.run(fault=10, committed=8, fails=True)
+    before = frozen.files(8)
+    ended = frozen.run(base_seed=base_seed)
+    assert ended.result()["started"] == 8
+    assert same_end(ended, expected)
+    assert frozen.files(12).keys() == before.keys()
+    assert {one.st_ino for one in frozen.files(12).values()} == {one.st_ino for one in before.values()}
+
+
+def test_nothing_is_read_where_the_script_has_loaded_the_same(frozen: FrozenJob, left_alone: Any) -> None:
+    """Then damage in the file is not met; the next checkpoint does not link it, and has a whole one."""
+    _, expected = left_alone()
+    frozen.run(fault=10, committed=8, fails=True)
+    (name,) = frozen.files(8)
+    path = frozen.run_dir / "checkpoints" / step_name(8) / name
+    path.write_bytes(b"\0" * path.stat().st_size)
+    ended = frozen.run()
+    assert same_end(ended, expected)
+    assert {problem.iteration for problem in verify_run(frozen.run_dir)} <= {4, 8}
+    assert list(frozen.files(12)) == [name]
+
+
+def test_a_damaged_file_that_is_needed_is_refused(frozen: FrozenJob) -> None:
+    frozen.run(fault=10, committed=8, fails=True)
+    (name,) = frozen.files(8)
+    path = frozen.run_dir / "checkpoints" / step_name(8) / name
+    path.write_bytes(b"\0" * path.stat().st_size)
+    ended = frozen.run(base_seed=OTHER_BASE, fails=True)
+    assert "none of the checkpoints of this run can be restored" in ended.output[0]
+    assert name in ended.output[0]
+
+
+@pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
+def test_a_state_in_memory_takes_them_from_a_checkpoint(frozen: FrozenJob, left_alone: Any, base_seed: int) -> None:
+    _, expected = left_alone()
+    settings = {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}
+    frozen.run(fault=11, committed=8, fails=True, settings=settings)
+    ended = frozen.run(base_seed=base_seed, settings=settings)
+    assert ended.result()["started"] == 10
+    assert same_end(ended, expected)
+
+
+def test_without_a_checkpoint_a_state_in_memory_needs_the_same_base_weights(frozen: FrozenJob, left_alone: Any) -> None:
+    _, expected = left_alone()
+    frozen.run(fault=9, fails=True, settings=IN_MEMORY)
+    refused = frozen.run(base_seed=OTHER_BASE, fails=True, settings=IN_MEMORY)
+    assert "The script must load the same base weights as before" in refused.output[0]
+    assert "It stays in memory" in refused.output[0]
+    ended = frozen.run(settings=IN_MEMORY)
+    assert ended.result()["started"] == 8
+    assert same_end(ended, expected)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}]
+)
+def test_a_part_that_moves_in_every_step_is_in_every_snapshot(
+    frozen: FrozenJob, left_alone: Any, settings: dict[str, Any]
+) -> None:
+    _, expected = left_alone(teacher=True)
+    frozen.run(teacher=True, fault=11, committed=8, fails=True, settings=settings)
+    ended = frozen.run(teacher=True, base_seed=OTHER_BASE, settings=settings)
+    assert ended.result()["started"] == (10 if settings else 8)
+    assert same_end(ended, expected)
+    record = frozen.record(ITERATIONS)
+    assert record.frozen["teacher.weight"].file is None
+    assert all(one.file for name, one in record.frozen.items() if name != "teacher.weight")
+    assert len(frozen.files(ITERATIONS)) == 1
+    assert [message[:40] for message in frozen.events("frozen weights changed")] == [
+        "1 parameters outside the optimizer (the "
+    ] * 2, "once in each life"
+
+
+@pytest.mark.parametrize("iteration", [8, 12])
+def test_weights_that_are_written_to_once_get_a_new_file(frozen: FrozenJob, left_alone: Any, iteration: int) -> None:
+    """Merged after step 6: checkpoint 8 has them in its small state, and 12, when they have rested, in a file."""
+    _, expected = left_alone(merge_at=6)
+    frozen.run(merge_at=6, fault=iteration + 1, committed=iteration, fails=True)
+    record = frozen.record(iteration)
+    written = {name for name, one in record.frozen.items() if one.file is not None}
+    assert ("layers.0.base.weight" in written) is (iteration == 12)
+    ended = frozen.run(base_seed=OTHER_BASE)
+    assert ended.result()["started"] == iteration
+    assert same_end(ended, expected)
+    assert len(frozen.events("frozen weights changed")) == 1
+    assert verify_run(frozen.run_dir) == []
+
+
+def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
+    frozen: FrozenJob, left_alone: Any
+) -> None:
+    """Merged after step 6 through `.data`: checkpoint 8 is not saved, 12 has the new values."""
+    _, expected = left_alone(merge_at=6)
+    failed = frozen.run(merge_at=6, merge_through_data=True, fault=13, committed=12, fails=True)
+    assert "were changed where torch does not count it, through .data" in failed.output[0]
+    assert not (frozen.run_dir / "checkpoints" / step_name(8) / "COMMIT").exists()
+    ended = frozen.run(base_seed=OTHER_BASE)
+    assert ended.result()["started"] == 12
+    assert same_end(ended, expected)
+
+
+@pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
+def test_a_checkpoint_of_the_version_that_kept_them_with_the_buffers_goes_on(
+    frozen: FrozenJob, left_alone: Any, base_seed: int
+) -> None:
+    """`frozen_with_buffers.tar.gz` is the run directory of this worker after 8 iterations with that version."""
+    _, expected = left_alone()
+    with tarfile.open(Path(__file__).with_name("frozen_with_buffers.tar.gz")) as archive:
+        archive.extractall(frozen.directory, filter="data")
+    assert "layers.0.base.weight" in frozen.record(8).others
+    ended = frozen.run(base_seed=base_seed)
+    assert ended.result()["started"] == 8
+    assert same_end(ended, expected)
+    assert frozen.record(ITERATIONS).frozen.keys() == frozen.record(8).others.keys() - {"seen"}
+    assert verify_run(frozen.run_dir) == []
+
+
+def test_ranks_that_hold_the_same_share_them_out(frozen: FrozenJob, left_alone: Any) -> None:
+    _, expected = left_alone(ranks=2)
+    frozen.run(ranks=2, fault=10, committed=8, failing_rank=1, fails=True)
+    records = [frozen.record(8, rank) for rank in range(2)]
+    assert records[0].frozen == records[1].frozen
+    assert {name[:10] for name in frozen.files(8)} == {"rank-00000", "rank-00001"}
+    manifest = Manifest.parse((frozen.run_dir / "checkpoints" / step_name(8) / "manifest.json").read_bytes())
+    held = [load_file(frozen.run_dir / "checkpoints" / step_name(8) / name).keys() for name in frozen.files(8)]
+    assert sum(map(len, held)) == len(records[0].frozen), "each is written by one rank"
+    assert all(record.hashes is not None for record in manifest.ranks.values())
+    ended = frozen.run(ranks=2, base_seed=OTHER_BASE)
+    assert same_end(ended, expected)
+    assert verify_run(frozen.run_dir) == []
