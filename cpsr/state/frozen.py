@@ -5,7 +5,8 @@ has these bytes. One that was written to since it was settled has *moved*: every
 the small state, until it has rested for a whole interval between two checkpoints.
 
 Torch counts changes in place, so that looking for them costs a comparison of integers. It does not count what is
-written through `.data`: a few elements of each parameter are therefore compared at every checkpoint.
+written through `.data`. At every checkpoint the writer's thread therefore compares a sum over all bits, on a GPU at the
+speed of its memory, or the hash, on the host.
 """
 
 import json
@@ -19,7 +20,7 @@ import xxhash
 __all__ = ["FrozenWeights", "hash_of", "word_of"]
 
 _PIECE_BYTES = 64 << 20  # from a device to the host at a time
-_SAMPLED_ELEMENTS = 64  # of each parameter
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class _Mark(NamedTuple):
@@ -35,11 +36,11 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class _Settled:
-    """A parameter with known bytes: its mark, their hash, and the hash of some of its elements."""
+    """A parameter with known bytes: its mark, their hash, and on a device their sum."""
 
     mark: _Mark
     xxh3_128: str
-    sample: str
+    bits: int | None
 
 
 class FrozenWeights:
@@ -101,7 +102,7 @@ class FrozenWeights:
         resting, found = self._resting, {}
         for name, xxh3_128 in hashes.items():
             if name in resting:
-                found[name] = _Settled(resting[name], xxh3_128, _sample(self._tensors[name]))
+                found[name] = _Settled(resting[name], xxh3_128, _sum_of_bits(self._tensors[name]))
         self._settled = {**self._settled, **found}
 
     def forget(self, names: Collection[str]) -> None:
@@ -150,7 +151,7 @@ class FrozenWeights:
         return [name for name in names if name in resting and resting[name] == _Mark.of(self._tensors[name])]
 
     def altered(self, names: Collection[str]) -> list[str]:
-        """Those of these settled parameters that were changed unseen, by a few of their elements; from any thread.
+        """Those of these settled parameters that were changed unseen; reads all of them, from any thread.
 
         They count as moved from now on.
         """
@@ -160,7 +161,7 @@ class FrozenWeights:
             for name in names
             if name in settled
             and settled[name].mark == _Mark.of(self._tensors[name])
-            and settled[name].sample != _sample(self._tensors[name])
+            and not _is_as_settled(self._tensors[name], settled[name])
         ]
         self.forget(found)
         return found
@@ -190,10 +191,18 @@ def word_of(hashes: Mapping[str, str]) -> str:
 
 def _settled(tensor: torch.Tensor, xxh3_128: str | None = None) -> _Settled:
     mark = _Mark.of(tensor)  # before: what is written meanwhile counts as moved
-    return _Settled(mark, hash_of(tensor) if xxh3_128 is None else xxh3_128, _sample(tensor))
+    return _Settled(mark, hash_of(tensor) if xxh3_128 is None else xxh3_128, _sum_of_bits(tensor))
 
 
-def _sample(tensor: torch.Tensor) -> str:
-    """Hash of some elements, always the same ones."""
-    flat = tensor.detach().reshape(-1)
-    return hash_of(flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)])
+def _is_as_settled(tensor: torch.Tensor, settled: _Settled) -> bool:
+    """Whether it has the bytes that it was settled with, or was written to meanwhile in a way that torch counts."""
+    same = hash_of(tensor) == settled.xxh3_128 if settled.bits is None else _sum_of_bits(tensor) == settled.bits
+    return same or _Mark.of(tensor) != settled.mark
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int | None:
+    """Sum of the elements as integers of their size; None on the host, where a hash is as fast."""
+    if tensor.device.type == "cpu":
+        return None
+    flat = tensor.detach().contiguous().reshape(-1)
+    return int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))

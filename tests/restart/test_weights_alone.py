@@ -37,6 +37,17 @@ class Model(nn.Module):
         return loss
 
 
+class Frozen(Model):
+    """With a weight that does not train, and has the value that the script gives it."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([scale]), requires_grad=False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch * self.scale)
+
+
 class Life:
     """A life of the job: what it registers, which data it reads, and how it ends."""
 
@@ -52,7 +63,7 @@ class Life:
     ) -> None:
         torch.manual_seed(0)
         module = model()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-2)
         checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": memory}
         config = {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint}
         self._run_dir, self._module, self._optimizer, self._data = run_dir, module, optimizer, data
@@ -145,6 +156,21 @@ def test_a_buffer_is_not_reset_unless_the_module_makes_it_itself(
     with pytest.raises(RecoveryError, match="training cannot go on without the module's buffer 'seen'"):
         Life(tmp_path, model=model).until(FAILURE)
     assert sorted((tmp_path / "checkpoints").rglob("*")) == before, "nothing was changed"
+
+
+@pytest.mark.parametrize(("scale", "whole"), [(2.0, False), (3.0, True), (3.0, False)])
+def test_frozen_weights_are_the_scripts_own_or_another_checkpoints(tmp_path: Path, scale: float, whole: bool) -> None:
+    """Those of the checkpoint are gone with its moments; one that is damaged elsewhere may have them."""
+    without_whole_checkpoints(tmp_path, model=lambda: Frozen(2.0))
+    for file in () if whole else tmp_path.glob("checkpoints/*/*.frozen-*"):
+        file.write_bytes(b"rust")
+    if whole or scale == 2.0:
+        module = Frozen(scale)
+        assert Life(tmp_path, model=lambda: module).until(FAILURE).method == "weights"
+        assert module.scale.item() == 2.0
+        return
+    with pytest.raises(RecoveryError, match="training cannot go on without the frozen parameter 'scale'"):
+        Life(tmp_path, model=lambda: Frozen(scale)).until(FAILURE)
 
 
 def test_a_registered_object_is_not_reset(tmp_path: Path) -> None:
