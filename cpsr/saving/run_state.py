@@ -96,7 +96,8 @@ class RunState(Part):
                 position.batch,
             )
         left_early = position.batch > 0
-        follows_a_pass = self._stream is not None and self._stream.loader is loader and not left_early
+        before = self._stream
+        after = before if before is not None and before.loader is loader and not left_early else None
         if self._stream is not None:
             # A new pass in this process: no states to restore, and a pass that the loop left early is over.
             position = replace(position, epoch=position.epoch + left_early, batch=0)
@@ -107,7 +108,7 @@ class RunState(Part):
             until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
             sets_epoch=repeat or epochs is not None,
             hooks=LoaderHooks(self._put_back_rng, self._deal, lambda: self.on_request(), self._waiting),
-            follows_a_pass=follows_a_pass,
+            after=after,
         )
         return self._stream
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
 from cpsr.state.loader_skipping import index_sampler, skipped
-from cpsr.state.loader_state import LoaderState, has_own_iteration
+from cpsr.state.loader_state import LoaderState, has_more, has_own_iteration
 from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
@@ -67,7 +67,7 @@ class ResumableLoader(Iterator[Any]):
         sets_epoch: whether to call `set_epoch` of the samplers at every pass; False if the user's own loop over passes
             does that.
         hooks: callbacks.
-        follows_a_pass: this loader has just given a whole pass in this process, from which its state continues.
+        after: the stream that has given a whole pass of this loader before, in this process.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ResumableLoader(Iterator[Any]):
         until_epoch: int | None,
         sets_epoch: bool = True,
         hooks: LoaderHooks = NO_HOOKS,
-        follows_a_pass: bool = False,
+        after: "ResumableLoader | None" = None,
     ) -> None:
         given = loader
         if is_repeating(loader):
@@ -88,9 +88,10 @@ class ResumableLoader(Iterator[Any]):
         self._loader = loader
         self._length = _length(loader)
         self._generators = _generators(loader)
-        self._state = LoaderState(loader)
-        self._workers: InTurn | None = None  # of the iterator, and after a pass of the last one
-        self._follows_a_pass = follows_a_pass
+        self._state: LoaderState = LoaderState(loader) if after is None else after._state
+        # Of the iterator, and after a pass of the last one.
+        self._workers: InTurn | None = None if after is None else after._workers
+        self._follows_a_pass = after is not None
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
@@ -166,12 +167,13 @@ class ResumableLoader(Iterator[Any]):
             return None
         epoch, batch = self.position.epoch, self.position.batch
         if not between and not self._pass_is_over():
-            found = self._workers.at(batch)
-            return None if found is None else {"epoch": epoch, **found}
+            return {"epoch": epoch, **self._workers.at(batch)}
         if not getattr(self._loader, "persistent_workers", False):
             return None  # those of the next pass get new seeds
         states = self._workers.between if between else self._workers.at_end(batch)
-        return None if states is None else {"epoch": epoch + (not between), "batch": 0, "states": states}
+        if states is None:
+            return None
+        return {"epoch": epoch + (not between), "batch": 0, "workers": len(states), "states": states}
 
     def _normalised(self, position: DataPosition) -> DataPosition:
         """A position at the end of a pass becomes the start of the next one."""
@@ -209,9 +211,17 @@ class ResumableLoader(Iterator[Any]):
         return self._begin_pass(skip=position.batch if moved else 0, workers=position.workers if moved else None)
 
     def _begin_pass(self, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
-        position = self.position
-        self.position = replace(position, states=self._capture(), states_epoch=position.epoch)
-        return self._pass(position.epoch, skip, workers)
+        position, states = self.position, self._capture()
+        self.position = replace(position, states=states, states_epoch=position.epoch)
+        iterator = self._pass(position.epoch, skip, workers)
+        if not self._state.was_loaded:
+            return iterator
+        self._state.was_loaded = False
+        begun = has_more(iterator)
+        if begun is not None:
+            return begun
+        self._restore(states)  # the loaded state was that of the end of the last pass
+        return self._pass(position.epoch)
 
     def _open_saved(self, target: DataPosition) -> Iterator[Any]:
         """Continue from the newest state of the loader: it is loaded, and what was trained after it is skipped."""
@@ -246,21 +256,12 @@ class ResumableLoader(Iterator[Any]):
     def _open_between(self, saved: dict[str, Any]) -> Iterator[Any]:
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
-        if self._state.is_torchdata:
+        if self._state.is_torchdata and not getattr(self._loader, "persistent_workers", False):
             with self._following(WithState()):
-                self._state.iterate(saved)  # its own end of the last pass; what it draws is restored
-            self._restore_generators(saved["generators"])
-            self._hooks.on_positioned()
-            return self._begin_pass()
+                self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
         self._restore_generators(saved["generators"])
         self._hooks.on_positioned()
-        states = self._capture()
-        self.position = replace(self.position, states=states, states_epoch=self.position.epoch)
-        iterator = self._state.next_pass(saved)
-        if iterator is None:
-            self._restore(states)
-            iterator = self._pass(self.position.epoch)
-        return iterator
+        return self._begin_pass()
 
     def _skip(self, batches: int) -> None:
         """Fetch and drop further batches, also across the ends of passes."""
@@ -326,7 +327,7 @@ class ResumableLoader(Iterator[Any]):
         loader, first, resumed = self._loader, skip, None
         if loader.num_workers and workers is not None and workers["epoch"] == epoch:
             ahead = skip - workers["batch"]
-            if len(workers["states"]) == loader.num_workers and 0 <= ahead < loader.num_workers:
+            if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
                 first, resumed = workers["batch"], workers["states"]
         follower = InTurn(loader, first, resumed) if loader.num_workers and getattr(loader, "in_order", True) else None
         with self._following(follower):

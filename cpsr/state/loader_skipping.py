@@ -36,11 +36,12 @@ def skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
         persistent_workers=loader.persistent_workers,
         in_order=getattr(loader, "in_order", True),
     )
-    iterator: Iterator[Any] = iter(rest)
+    iterator: Any = iter(rest)
     skipping.deal()
     if loader.persistent_workers:
         loader._iterator = iterator  # its workers go on with the next pass, which skips nothing
-    return iterator
+    rest_of_pass: Iterator[Any] = iterator
+    return rest_of_pass
 
 
 class _Skipping:

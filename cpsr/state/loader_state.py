@@ -11,13 +11,13 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from cpsr.errors import RecoveryError, UnsupportedEngineError
 from cpsr.state import codec
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["LoaderState", "has_own_iteration", "is_hugging_face"]
+__all__ = ["LoaderState", "has_more", "has_own_iteration"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,13 @@ class LoaderState:
 
     Attributes:
         is_torchdata: whether this is torchdata's StatefulDataLoader.
+        was_loaded: a state was, and no pass has begun since.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self.is_torchdata = _is_torchdata(loader)
+        self.was_loaded = False
         self._holder = _holder(loader)
         if self._holder is not None and (obstacle := _obstacle(loader)) is not None:
             self._give_up(obstacle)
@@ -54,8 +56,8 @@ class LoaderState:
             position: that of the batch.
             between: the pass is over, and the next has not begun.
         """
-        if self._holder is None or (between and is_hugging_face(_dataset(self._loader))):
-            return None  # the state of a Hugging Face dataset is the place in a pass, and nothing else
+        if self._holder is None or (between and _is_of_one_pass(self._loader)):
+            return None
         name = type(self._holder).__name__
         try:
             state = self._holder.state_dict()
@@ -68,6 +70,9 @@ class LoaderState:
             logger.debug("state_dict() of the %s failed", name, exc_info=True)
             return None
         if not state:
+            return None
+        if self.is_torchdata and isinstance(_dataset(self._loader), IterableDataset) and not _is_of_dataset(state):
+            self._give_up(f"the {type(_dataset(self._loader)).__name__} has neither state_dict nor load_state_dict.")
             return None
         return {
             "state": state,
@@ -103,6 +108,7 @@ class LoaderState:
             RecoveryError: the loader does not take it.
         """
         assert self._holder is not None
+        self.was_loaded = True
         try:
             self._holder.load_state_dict(saved["state"])
         except Exception as error:
@@ -119,16 +125,7 @@ class LoaderState:
         except Exception as error:  # StatefulDataLoader looks at the state here
             raise self._refused(saved, error) from error
         dataset = _dataset(self._loader)
-        return _forgetting(iterator, dataset) if is_hugging_face(dataset) else iterator
-
-    def next_pass(self, saved: dict[str, Any]) -> Iterator[Any] | None:
-        """A whole pass after `load` of a state between two passes; None: the iterator had nothing left.
-
-        Some loaders begin the next pass then, others are still at the end of the last one.
-        """
-        iterator = self.iterate(saved)
-        first = next(iterator, _NOTHING)
-        return None if first is _NOTHING else chain([first], iterator)
+        return _forgetting(iterator, dataset) if _is_hugging_face(dataset) else iterator
 
     def _give_up(self, why: str) -> None:
         self._holder = None
@@ -142,12 +139,37 @@ class LoaderState:
         )
 
 
-def is_hugging_face(given: Any) -> bool:
+def has_more(iterator: Iterator[Any]) -> Iterator[Any] | None:
+    """The same batches, of which the first is fetched; None where there are none."""
+    first = next(iterator, _NOTHING)
+    return None if first is _NOTHING else chain([first], iterator)
+
+
+def _is_hugging_face(given: Any) -> bool:
     """Whether this is an iterable dataset of the package `datasets`."""
     return any(
         base.__name__ == "IterableDataset" and base.__module__.split(".")[0] == "datasets"
         for base in type(given).__mro__
     )
+
+
+def _is_of_dataset(state: dict[str, Any]) -> bool:
+    """Whether the state of a StatefulDataLoader has one of the iterable dataset or its iterator.
+
+    Without, torchdata loads all batches again, and counts them twice.
+    """
+    return any(
+        _is_of_dataset(part) if isinstance(part, dict) and not name.startswith("dataset") else part is not None
+        for name, part in state.items()
+        if isinstance(part, dict) or name.startswith("dataset")
+    )
+
+
+def _is_of_one_pass(loader: Any) -> bool:
+    """Whether nothing of the state goes on in the next pass."""
+    in_workers = getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", False)
+    dataset = _dataset(loader)
+    return _is_hugging_face(dataset) or bool(in_workers and isinstance(dataset, IterableDataset))
 
 
 def _is_torchdata(given: Any) -> bool:
@@ -211,7 +233,7 @@ def _obstacle(loader: Iterable[Any]) -> str | None:
 
 
 def _dataset_obstacle(dataset: Any, *, persistent: bool) -> str | None:
-    if not is_hugging_face(dataset):
+    if not _is_hugging_face(dataset):
         return None
     kinds = {type(part).__name__ for part in _parts(getattr(dataset, "_ex_iterable", None))}
     if "BufferShuffledExamplesIterable" in kinds or "NoneType" in kinds:
@@ -239,11 +261,13 @@ def _parts(examples: Any) -> Iterator[Any]:
 def _order_obstacle(loader: DataLoader[Any]) -> str | None:
     """A sampler that StatefulDataLoader would run again, after random numbers that are not those of the first time."""
     index: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    inner = getattr(index, "sampler", None) if _is_of("torchdata", index) else index
+    inner = getattr(index, "sampler", index) if _is_of("torchdata", index) else index
     if _has_state(index) or _has_state(inner) or _is_of("torchdata", inner):
         return None
+    if isinstance(inner, SequentialSampler | DistributedSampler) and _is_of("torch", inner):
+        return None  # in an order of their own
     # torchdata's own batches run the sampler when the state is loaded. Generator functions draw nothing before.
-    if inner is not index and (_is_of("torch", inner) or inspect.isgeneratorfunction(type(inner).__iter__)):
+    if inner is not index and inspect.isgeneratorfunction(getattr(type(inner), "__iter__", None)):
         return None
     return (
         f"the state of the {type(loader).__name__} may not hold the order of the {type(inner).__name__}. To continue "

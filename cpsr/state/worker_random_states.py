@@ -102,18 +102,18 @@ class InTurn:
         self._noted = torch.zeros((self._workers, slots, STATE_BYTES), dtype=torch.uint8)
         self._noted.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def at(self, batch: int) -> dict[str, Any] | None:
-        """The states at the beginning of the round of this batch, the last that was yielded; None: those of the seeds.
+    def at(self, batch: int) -> dict[str, Any]:
+        """The states at the beginning of the round of this batch, the last that was yielded.
 
         Args:
             batch: batches of the pass, with those left out.
 
         Returns:
-            The batches of the pass at that beginning, and the states.
+            The batches of the pass at that beginning, the number of workers, and the states; None: those of the seeds.
         """
         rounds = (batch - self._first) // self._workers
         states = self._noted[:, rounds % self._noted.shape[1]].clone() if rounds else self._resumed
-        return None if states is None else {"batch": self._first + rounds * self._workers, "states": states}
+        return {"batch": self._first + rounds * self._workers, "workers": self._workers, "states": states}
 
     def at_end(self, batch: int) -> torch.Tensor:
         """The states after a whole pass of so many batches."""

@@ -1,0 +1,378 @@
+"""A loader that has a state continues from it: the same batches, the same random numbers, and nothing loaded twice."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import Value
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from cpsr.errors import RecoveryError
+from cpsr.state import codec, loader_state
+from cpsr.state.loader import LoaderHooks, ResumableLoader
+from cpsr.state.scalars import DataPosition, capture_rng, restore_rng
+from tests.state.test_loader import Permuted
+
+ITEMS, BATCH = 23, 4  # six batches in a pass, the last one of three items
+WORKERS = 2
+READ: Any = Value("l")  # items that all processes have read
+
+
+def noise() -> float:
+    """As augmentations draw it: of each library's global state."""
+    return float(torch.rand(())) + float(numpy.random.rand()) + random.random() + random.gauss(0, 1)
+
+
+def read(item: int) -> tuple[int, float]:
+    with READ.get_lock():
+        READ.value += 1
+    return item, noise()
+
+
+class Items(Dataset[Any]):
+    """Map-style, with augmentation."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return read(index)
+
+
+class Stream(IterableDataset[Any]):
+    """Has a state, as torchdata's guide shows it; worker 0 has more items than the others."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items, self.at, self.start = items, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        start, self.start = self.start, 0
+        first, more = (0, self.items) if info is None else ((0, 15), (15, 8))[info.id]
+        for place in range(start, more if info is None or self.items == ITEMS else self.items):
+            self.at = place + 1
+            yield read(first + place)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.at = state["at"]
+
+
+class Stateless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(read, range(ITEMS))
+
+
+class Written:
+    """A loader written by hand: it shuffles with a generator of its own, and its state says where it is."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items, self.passes, self.at = items, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = numpy.random.default_rng(self.passes).permutation(self.items)
+        while self.at < self.items:
+            self.at += BATCH
+            yield [read(int(item)) for item in order[self.at - BATCH : self.at]]
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+
+
+class OneShot(Written):
+    """An iterator that cannot begin anew, and never ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        return [read(self.at)]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(make: Any = StatefulDataLoader, **more: Any) -> Any:
+    return make(Items(), BATCH, shuffle=True, **more)
+
+
+# Loaders that go on from their state, reading nothing twice.
+AT_ONCE: dict[str, Callable[[], Any]] = {
+    "written": Written,
+    "one-shot": OneShot,
+    "stream": lambda: DataLoader(Stream(), BATCH),
+    "stream, unbatched": lambda: DataLoader(Stream(), None),
+    "torchdata, in order": lambda: StatefulDataLoader(Items(), BATCH),
+    "torchdata, shuffled": shuffled,
+    "torchdata, one generator for all": lambda: shuffled(generator=seeded(1)),
+    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
+    "torchdata, replacement": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=RandomSampler(range(ITEMS), replacement=True, generator=seeded(2))
+    ),
+    "torchdata, global generator": lambda: StatefulDataLoader(Items(), BATCH, sampler=RandomSampler(range(ITEMS))),
+    "torchdata, distributed": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=DistributedSampler(range(ITEMS), 2, 1, seed=3)
+    ),
+    "torchdata, its own distributed": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
+    ),
+    "torchdata, stream": lambda: StatefulDataLoader(Stream(), BATCH),
+}
+WITH_WORKERS: dict[str, Callable[[], Any]] = {
+    "torchdata, workers": lambda: shuffled(num_workers=WORKERS),
+    "torchdata, one generator for all, workers": lambda: shuffled(num_workers=WORKERS, generator=seeded(1)),
+    "torchdata, persistent workers": lambda: shuffled(num_workers=WORKERS, persistent_workers=True),
+    "torchdata, rare snapshots": lambda: shuffled(num_workers=WORKERS, snapshot_every_n_steps=4),
+    "torchdata, global generator, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=RandomSampler(range(ITEMS)), num_workers=WORKERS
+    ),
+    "torchdata, distributed, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=DistributedSampler(range(ITEMS), 2, 1, seed=3), num_workers=WORKERS
+    ),
+    "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
+    "torchdata, stream, rare snapshots": lambda: StatefulDataLoader(
+        Stream(), BATCH, num_workers=WORKERS, snapshot_every_n_steps=3
+    ),
+    "torchdata, stream without a state": lambda: StatefulDataLoader(Stateless(), BATCH, num_workers=WORKERS),
+    "torchdata, custom sampler": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS
+    ),
+    "shuffled, workers": lambda: shuffled(DataLoader, num_workers=WORKERS, generator=seeded(4)),
+    "shuffled, more workers": lambda: shuffled(DataLoader, num_workers=3),
+    "shuffled, persistent workers": lambda: shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True),
+    "custom sampler, workers": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS),
+    "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
+}
+LOADERS = AT_ONCE | WITH_WORKERS
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    numpy.random.seed(number)
+    random.seed(number)
+
+
+def values(batch: Any) -> list[float]:
+    if isinstance(batch, torch.Tensor):
+        return [float(item) for item in batch.reshape(-1)]
+    return [one for part in batch for one in values(part)] if isinstance(batch, list | tuple) else [float(batch)]
+
+
+def train(stream: ResumableLoader, steps: int) -> list[list[float]]:
+    dealt = []
+    for _ in range(steps):
+        dealt.append(values(next(stream)))
+        noise()  # training draws, too
+    return dealt
+
+
+def saved(stream: ResumableLoader) -> tuple[DataPosition, dict[str, Any]]:
+    """What a checkpoint keeps, as it comes back from the disk."""
+    tree = codec.decode(*codec.encode({"data": stream.saved_position().advanced(0).to_tree(), "rng": capture_rng()}))
+    return DataPosition(**tree["data"]), tree["rng"]
+
+
+def restarted(kind: str, position: DataPosition, rng: dict[str, Any], number: int) -> ResumableLoader:
+    """The stream of the next life."""
+    seed(number)
+    hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
+    return ResumableLoader(LOADERS[kind](), position, until_epoch=None, hooks=hooks)
+
+
+def check_restarts(kind: str, steps: tuple[int, ...]) -> None:
+    """As many restarts in a row as there are numbers of steps; each life ends after one of them."""
+    seed(0)
+    whole = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    expected = train(whole, sum(steps) + 7)
+    del whole
+    seed(0)
+    stream, done = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None), 0
+    for life, more in enumerate(steps):
+        assert train(stream, more) == expected[done : done + more], f"life {life}"
+        done += more
+        position, rng = saved(stream)
+        train(stream, 2)  # lost
+        stream = restarted(kind, position, rng, 90 + life)
+    assert train(stream, 7) == expected[done:]
+    assert stream.position.batches == done + 7
+
+
+STEPS = [(1, 2, 3), (4, 3, 6), (6, 6, 1), (5, 1, 11)]
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_three_restarts_in_a_row_continue_bitwise(kind: str, steps: tuple[int, ...]) -> None:
+    check_restarts(kind, steps)
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_three_restarts_in_a_row_continue_bitwise_with_workers(kind: str, steps: tuple[int, ...]) -> None:
+    check_restarts(kind, steps)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize(
+    "kind",
+    # Where the global generator decides the order of the next pass, it is not that which the failed life would have had.
+    [*(kind for kind in AT_ONCE if "global" not in kind), "torchdata, workers", "torchdata, stream, workers"],
+)
+def test_a_position_after_the_checkpoint_is_reached_from_its_state(kind: str, ahead: int) -> None:
+    """A predicted restart, or one from an emergency dump, goes on after a batch that no checkpoint has seen."""
+    seed(0)
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    train(stream, 4)
+    position, rng = saved(stream)
+    for _ in range(ahead):
+        next(stream)
+    expected = [items(next(stream)) for _ in range(5)]
+    again = restarted(kind, position.advanced(ahead), rng, 99)
+    assert [items(next(again)) for _ in range(5)] == expected
+    assert again.position.batches == stream.position.batches
+
+
+def items(batch: Any) -> list[float]:
+    """Without what was drawn."""
+    flat = values(batch)
+    return [one for one in flat if one == int(one)]
+
+
+@pytest.mark.parametrize("kind", [*AT_ONCE, "torchdata, workers", "torchdata, persistent workers"])
+def test_a_roll_back_goes_back_by_the_state(kind: str) -> None:
+    seed(0)
+    stream = ResumableLoader(
+        LOADERS[kind](), DataPosition(), until_epoch=None, hooks=LoaderHooks(on_positioned=lambda: restore_rng(rng[0]))
+    )
+    train(stream, 4)
+    position, captured = saved(stream)
+    rng = [captured]
+    expected = train(stream, 9)
+    stream.position = replace(stream.position, loader=position.loader)  # as after a restart from it
+    assert stream.can_seek
+    stream.seek(position)
+    assert train(stream, 9) == expected
+
+
+def test_a_one_shot_iterator_without_a_saved_state_cannot_go_back() -> None:
+    stream = ResumableLoader(OneShot(), DataPosition(), until_epoch=None)
+    next(stream)
+    assert not stream.can_seek
+    with pytest.raises(RecoveryError, match="one-shot"):
+        stream.seek(DataPosition())
+
+
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_what_was_trained_is_not_read_again(kind: str) -> None:
+    seed(0)
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    train(stream, 5)
+    position, rng = saved(stream)
+    again = restarted(kind, position, rng, 99)
+    READ.value = 0
+    batch = next(again)
+    assert READ.value == len(items(batch))
+
+
+def test_a_million_batches_in_a_restart_reads_a_few_items() -> None:
+    million = 1_000_000
+
+    def loader() -> Any:
+        return StatefulDataLoader(Stream(8 * million), BATCH, num_workers=WORKERS)
+
+    stream = ResumableLoader(loader(), DataPosition(), until_epoch=None)
+    next(stream)
+    position, _ = saved(stream)
+    assert position.loader is not None
+    for worker in position.loader["state"]["_snapshot"]["_worker_snapshots"].values():
+        worker["dataset_state"]["dataset"] = {"at": million // WORKERS * BATCH}
+    position.loader["batches"] = position.loader["batch"] = million
+    position = replace(position, batches=million, batch=million)
+    READ.value = 0
+    again = ResumableLoader(loader(), position, until_epoch=None)
+    assert items(next(again))[0] > million
+    assert again.position.batches == million + 1
+    prefetched = 2 * WORKERS * BATCH
+    assert READ.value <= prefetched + WORKERS * BATCH
+
+
+def in_passes(
+    kind: str, position: DataPosition, passes: int, stop: float, rng: dict[str, Any] | None = None, draws: bool = True
+) -> Any:
+    """A loop over passes of the user's own: every pass is a stream of its own.
+
+    Args:
+        kind: of the loader.
+        position: where to begin.
+        passes: of the whole run.
+        stop: after so many batches; with a half, after what follows on a pass.
+        rng: saved random states.
+        draws: random numbers are drawn between two passes, as in an evaluation.
+    """
+    loader, dealt, before = LOADERS[kind](), [], None
+    hooks = LoaderHooks(on_positioned=lambda: None if rng is None else restore_rng(rng))
+    for epoch in range(position.advanced(0).epoch, passes):
+        stream = ResumableLoader(loader, position, until_epoch=epoch + 1, sets_epoch=False, hooks=hooks, after=before)
+        for batch in stream:
+            dealt.append(values(batch))
+            noise()
+            if len(dealt) == stop:
+                return dealt, saved(stream)
+        if draws:
+            noise()
+        before = stream
+        position = replace(stream.position.advanced(0), states=None, loader=None, workers=None)
+        if len(dealt) == stop - 0.5:
+            stream = ResumableLoader(loader, position, until_epoch=passes, sets_epoch=False, after=before)
+            return dealt, saved(stream)
+    return dealt, None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "one-shot"])
+@pytest.mark.parametrize("where", ["inside", "between", "last batch"])
+def test_passes_of_a_loop_of_the_users_own(kind: str, where: str) -> None:
+    """Stopped in the second of four passes."""
+    draws = where != "last batch"  # SIGTERM came there: what follows a pass is not repeated
+    seed(0)
+    expected, _ = in_passes(kind, DataPosition(), 4, -1, draws=draws)
+    length = len(expected) // 4
+    assert len(expected) == 4 * length
+    seed(0)
+    stop = {"inside": length + 2, "between": 2 * length + 0.5, "last batch": 2 * length}[where]
+    dealt, (position, rng) = in_passes(kind, DataPosition(), 4, stop, draws=draws)
+    seed(99)
+    rest, _ = in_passes(kind, position, 4, -1, rng, draws=draws)
+    assert dealt + rest == expected
+
+
+def test_a_pass_that_the_loop_left_early_is_over_after_a_restart_too() -> None:
+    """The loader was not at its end: its state is not that of the next pass."""
+    loader = shuffled(generator=seeded(1))
+    first = ResumableLoader(loader, DataPosition(), until_epoch=1, sets_epoch=False)
+    train(first, 2)
+    left = replace(first.position, epoch=1, batch=0, states=None)
+    second = ResumableLoader(loader, left, until_epoch=2, sets_epoch=False)
+    position, rng = saved(second)
+    assert position.loader is None
+    expected = train(second, 6)
+    hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
+    again = ResumableLoader(shuffled(generator=seeded(1)), position, until_epoch=2, sets_epoch=False, hooks=hooks)
+    assert train(again, 6) == expected
