@@ -8,19 +8,27 @@ already trained, without loading them. A loader that has a state of its own cont
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
-from cpsr.state.loader_skipping import index_sampler, skipped
-from cpsr.state.loader_state import LoaderState, has_more, has_own_iteration
+from cpsr.state.loader_parts import (
+    generators_of,
+    index_sampler,
+    is_plain,
+    is_repeating,
+    length_of,
+    with_epochs,
+)
+from cpsr.state.loader_skipping import skipped
+from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
@@ -86,8 +94,8 @@ class ResumableLoader(Iterator[Any]):
             loader = repeating.loader
         self.loader = given
         self._loader = loader
-        self._length = _length(loader)
-        self._generators = _generators(loader)
+        self._length = length_of(loader)
+        self._generators = generators_of(loader)
         self._state: LoaderState = LoaderState(loader) if after is None else after._state
         # Of the iterator, and after a pass of the last one.
         self._workers: InTurn | None = None if after is None else after._workers
@@ -95,6 +103,7 @@ class ResumableLoader(Iterator[Any]):
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
+        self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
         self._moved = position.states is not None
         self._until_epoch = until_epoch
@@ -202,6 +211,8 @@ class ResumableLoader(Iterator[Any]):
             if position.states_epoch == position.epoch:
                 self._restore_epoch(position.states)
             if position.states_epoch == position.epoch and position.batch:
+                if "epochs_of_data" not in position.states:
+                    self._untold_epoch = position.epoch
                 iterator = self._pass(position.epoch, skip=position.batch, workers=position.workers)
                 self._hooks.on_positioned()
                 return iterator
@@ -292,8 +303,8 @@ class ResumableLoader(Iterator[Any]):
         """
         if position.states is not None and position.states_epoch == position.epoch:
             self._restore_epoch(position.states)
-        plain, iterator = _is_plain(self._loader), None
-        if _is_plain(self._loader):
+        plain, iterator = is_plain(self._loader), None
+        if is_plain(self._loader):
             self._set_epoch(position.epoch)
             next(islice(index_sampler(self._loader), position.batch - 1, None), None)
         elif not isinstance(self._loader, DataLoader):
@@ -319,7 +330,7 @@ class ResumableLoader(Iterator[Any]):
             workers: saved random states of workers, of any position.
         """
         self._set_epoch(epoch)
-        if not _is_plain(self._loader):
+        if not is_plain(self._loader):
             with self._following(WithState() if self._state.usable else None):
                 iterator = iter(self._loader)
             next(islice(iterator, skip, skip), None)
@@ -349,7 +360,7 @@ class ResumableLoader(Iterator[Any]):
     def _walk(self, epoch: int) -> None:
         """Run through a whole pass without loading it, to bring the generators to their states after it."""
         self._set_epoch(epoch)
-        if not _is_plain(self._loader):
+        if not is_plain(self._loader):
             for _ in self._loader:
                 pass
             return
@@ -361,21 +372,22 @@ class ResumableLoader(Iterator[Any]):
     def _set_epoch(self, epoch: int) -> None:
         if not self._sets_epoch:
             return
-        for holder in _with_epochs(self._loader):
+        for holder in with_epochs(self._loader, of_data=epoch != self._untold_epoch):
             holder.set_epoch(epoch)
 
     def _capture(self) -> dict[str, Any]:
         generators = [item.get_state() for item in self._generators]
-        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs()}
+        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs(), "epochs_of_data": True}
 
     def _epochs(self) -> list[int]:
         """The epochs last set with `set_epoch`, for samplers and data sets that expose them."""
-        holders = _with_epochs(self._loader)
+        holders = with_epochs(self._loader)
         return [holder.epoch for holder in holders if isinstance(getattr(holder, "epoch", None), int)]
 
     def _restore_epoch(self, states: dict[str, Any]) -> None:
         """Continue a pass in its own order, even if the user's loop has set another epoch."""
-        now, saved = self._epochs(), states["epochs"]
+        saved = states["epochs"]
+        now = self._epochs()[: len(saved)]  # earlier versions saved those of samplers alone, which come first
         if self._sets_epoch or now == saved or len(set(saved)) != 1:
             return
         logger.warning(
@@ -384,7 +396,7 @@ class ResumableLoader(Iterator[Any]):
             now[0] if now else None,
             saved[0],
         )
-        for holder in _with_epochs(self._loader):
+        for holder in with_epochs(self._loader):
             holder.set_epoch(saved[0])
 
     def _restore(self, states: dict[str, Any]) -> None:
@@ -399,45 +411,3 @@ class ResumableLoader(Iterator[Any]):
             )
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-
-
-def is_repeating(loader: Any) -> bool:
-    """Whether this is DeepSpeed's RepeatingLoader, which hides the end of a pass."""
-    return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # its len() is only a guess
-    return len(loader) if isinstance(loader, Sized) else None
-
-
-def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-    """Whether this is a map-style DataLoader with torch's own iteration: its sampler alone decides the order."""
-    return (
-        isinstance(loader, DataLoader)
-        and not has_own_iteration(loader)
-        and not isinstance(loader.dataset, IterableDataset)
-    )
-
-
-def _samplers(loader: Iterable[Any]) -> list[Any]:
-    if not isinstance(loader, DataLoader):
-        return [loader]
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
-
-
-def _with_epochs(loader: Iterable[Any]) -> list[Any]:
-    """The samplers, and the data set, that have `set_epoch`."""
-    dataset = [loader.dataset] if isinstance(loader, DataLoader) else []
-    return [one for one in (*_samplers(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
-
-
-def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
-    found: list[torch.Generator] = []
-    for holder in (loader, *_samplers(loader)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found

@@ -6,14 +6,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from cpsr.state.loader_parts import index_sampler
 from cpsr.state.loader_workers import seeding_generator
 
-__all__ = ["index_sampler", "skipped"]
-
-
-def index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What deals the indices of each batch."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+__all__ = ["skipped"]
 
 
 def skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from cpsr.errors import RecoveryError, UnsupportedEngineError
 from cpsr.state import codec
+from cpsr.state.loader_parts import has_own_iteration, index_sampler
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["LoaderState", "has_more", "has_own_iteration"]
+__all__ = ["LoaderState", "has_more"]
 
 logger = logging.getLogger(__name__)
 
@@ -184,11 +185,6 @@ def _dataset(loader: Iterable[Any]) -> Any:
     return loader.dataset if isinstance(loader, DataLoader) else loader
 
 
-def has_own_iteration(loader: DataLoader[Any]) -> bool:
-    """Whether this subclass of DataLoader iterates in a way of its own."""
-    return type(loader).__iter__ is not DataLoader.__iter__
-
-
 @cache
 def _report(why: str) -> None:
     logger.warning("%s %s", why, _BATCHES_ARE_SKIPPED)
@@ -260,7 +256,7 @@ def _parts(examples: Any) -> Iterator[Any]:
 
 def _order_obstacle(loader: DataLoader[Any]) -> str | None:
     """A sampler that StatefulDataLoader would run again, after random numbers that are not those of the first time."""
-    index: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    index: Any = index_sampler(loader)
     inner = getattr(index, "sampler", index) if _is_of("torchdata", index) else index
     if _has_state(index) or _has_state(inner) or _is_of("torchdata", inner):
         return None

@@ -1,10 +1,10 @@
 """A loader that has a state continues from it: the same batches, the same random numbers, and nothing loaded twice."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import Value
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,6 +18,7 @@ from cpsr.errors import RecoveryError
 from cpsr.state import codec, loader_state
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.scalars import DataPosition, capture_rng, restore_rng
+from cpsr.state.worker_random_states import STATE_BYTES, pack, unpack
 from tests.state.test_loader import Permuted
 
 ITEMS, BATCH = 23, 4  # six batches in a pass, the last one of three items
@@ -129,7 +130,7 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     ),
     "torchdata, global generator": lambda: StatefulDataLoader(Items(), BATCH, sampler=RandomSampler(range(ITEMS))),
     "torchdata, distributed": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=DistributedSampler(range(ITEMS), 2, 1, seed=3)
+        Items(), BATCH, sampler=DistributedSampler(Items(), 2, 1, seed=3)
     ),
     "torchdata, its own distributed": lambda: StatefulDataLoader(
         Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
@@ -145,7 +146,7 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
         Items(), BATCH, sampler=RandomSampler(range(ITEMS)), num_workers=WORKERS
     ),
     "torchdata, distributed, workers": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=DistributedSampler(range(ITEMS), 2, 1, seed=3), num_workers=WORKERS
+        Items(), BATCH, sampler=DistributedSampler(Items(), 2, 1, seed=3), num_workers=WORKERS
     ),
     "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
     "torchdata, stream, rare snapshots": lambda: StatefulDataLoader(
@@ -233,7 +234,7 @@ def test_three_restarts_in_a_row_continue_bitwise_with_workers(kind: str, steps:
 @pytest.mark.parametrize("ahead", [1, 4])
 @pytest.mark.parametrize(
     "kind",
-    # Where the global generator decides the order of the next pass, it is not that which the failed life would have had.
+    # Where the global generator decides the order of the next pass, it is not the one of the failed life.
     [*(kind for kind in AT_ONCE if "global" not in kind), "torchdata, workers", "torchdata, stream, workers"],
 )
 def test_a_position_after_the_checkpoint_is_reached_from_its_state(kind: str, ahead: int) -> None:
@@ -376,3 +377,173 @@ def test_a_pass_that_the_loop_left_early_is_over_after_a_restart_too() -> None:
     hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
     again = ResumableLoader(shuffled(generator=seeded(1)), position, until_epoch=2, sets_epoch=False, hooks=hooks)
     assert train(again, 6) == expected
+
+
+class Clumsy(Written):
+    """Its state is no plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"where": {"passes": self.passes, "at": {self.at}}}
+
+
+class Failing(Written):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("not now")
+
+
+class Asking(Written):
+    """Its `state_dict` needs to be told something, as those of some streaming datasets."""
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
+        raise AssertionError(num_samples)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            Clumsy,
+            r"state of the Clumsy is not saved: cannot save state_dict\(\).where.at: builtins.set is not plain data",
+        ),
+        (Failing, r"state_dict\(\) of the Failing raised ValueError: not now"),
+        (Asking, None),
+    ],
+)
+def test_a_loader_whose_state_cannot_be_saved_is_named_once_and_skipped(
+    make: Any, why: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader_state._report.cache_clear()
+    stream = ResumableLoader(make(), DataPosition(), until_epoch=None)
+    train(stream, 3)
+    position, rng = saved(stream)
+    saved(stream)
+    assert position.loader is None
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == (why is not None)
+    assert why is None or re.search(why, messages[0])
+    expected = train(stream, 5)
+    hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
+    assert train(ResumableLoader(make(), position, until_epoch=None, hooks=hooks), 5) == expected
+
+
+def stopped(make: Callable[[], Any], steps: int) -> DataPosition:
+    stream = ResumableLoader(make(), DataPosition(), until_epoch=None)
+    train(stream, steps)
+    return saved(stream)[0]
+
+
+def test_a_loader_that_does_not_take_its_state_is_an_error_that_says_what_to_do() -> None:
+    position = stopped(lambda: StatefulDataLoader(Items(), BATCH), 2)
+    assert position.loader is not None
+    del position.loader["state"]["_num_yielded"]
+    with pytest.raises(RecoveryError, match=r"does not take .* after batch 2 .*_num_yielded.*give resume"):
+        next(ResumableLoader(StatefulDataLoader(Items(), BATCH), position, until_epoch=None))
+
+
+def test_other_workers_may_load_a_map_style_dataset(caplog: pytest.LogCaptureFixture) -> None:
+    loader_state._report.cache_clear()
+    order: Any = DistributedSampler(Items(), 2, 1, seed=3)
+    make: Any = lambda workers: StatefulDataLoader(Items(), 1, sampler=order, num_workers=workers)  # noqa: E731
+    stream = ResumableLoader(make(2), DataPosition(), until_epoch=None)
+    train(stream, 3)
+    position, _ = saved(stream)
+    expected = [items(next(stream)) for _ in range(5)]
+    again = ResumableLoader(make(1), position, until_epoch=None)
+    assert [items(next(again)) for _ in range(5)] == expected
+    assert "another num_workers" in caplog.text
+
+
+def test_other_workers_cannot_divide_a_stream_anew() -> None:
+    position = stopped(WITH_WORKERS["torchdata, stream, workers"], 3)
+    with pytest.raises(RecoveryError, match=r"0 workers, and had 2 when its state .* start the job with num_workers=2"):
+        next(ResumableLoader(StatefulDataLoader(Stream(), BATCH), position, until_epoch=None))
+
+
+def test_a_loader_without_a_state_is_skipped_to_the_place_of_a_saved_one(caplog: pytest.LogCaptureFixture) -> None:
+    loader_state._report.cache_clear()
+    position = stopped(lambda: StatefulDataLoader(Items(), BATCH), 3)
+    again = ResumableLoader(DataLoader(Items(), BATCH), position, until_epoch=None)
+    assert items(next(again)) == list(range(3 * BATCH, 4 * BATCH))
+    assert "the checkpoint has a state of the data loader, this DataLoader takes none" in caplog.text
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_checkpoint_of_an_earlier_version_is_skipped_to(kind: str) -> None:
+    """It has the position alone."""
+    seed(0)
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    train(stream, 3)
+    position, rng = saved(stream)
+    expected = [items(next(stream)) for _ in range(2)]
+    old = {name: value for name, value in position.to_tree().items() if name not in ("loader", "workers")}
+    again = restarted(kind, DataPosition(**old), rng, 99)
+    assert [items(next(again)) for _ in range(2)] == expected
+
+
+def test_a_loader_without_a_state_of_its_own_leaves_no_trace_in_a_checkpoint() -> None:
+    """An earlier version can read it."""
+    assert stopped(lambda: DataLoader(Items(), BATCH), 3).to_tree().keys().isdisjoint({"loader", "workers"})
+
+
+@pytest.mark.parametrize("kind", ["written", "stream", "torchdata, stream"])
+def test_a_state_without_tensors_outlives_a_checkpoint_of_weights_alone(kind: str) -> None:
+    position = stopped(LOADERS[kind], 4)
+    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
+    expected = [items(next(stream)) for _ in range(9)][4:]
+    data, _ = codec.encode(position.to_tree())
+    left = DataPosition(**codec.decode_without_tensors(data)).without_random_states()
+    again = ResumableLoader(LOADERS[kind](), left, until_epoch=None)
+    assert [items(next(again)) for _ in range(5)] == expected
+
+
+def test_a_state_with_tensors_does_not() -> None:
+    data, _ = codec.encode(stopped(shuffled, 4).to_tree())
+    left = DataPosition(**codec.decode_without_tensors(data)).without_random_states()
+    with pytest.raises(RecoveryError, match=r"the order of pass 0 is lost"):
+        next(ResumableLoader(shuffled(), left, until_epoch=None))
+
+
+class Reshuffled(Stream):
+    """Depends on the pass, as `set_epoch` tells it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((item + 100 * self.epoch, drawn) for item, drawn in super().__iter__())
+
+
+def test_set_epoch_reaches_the_dataset() -> None:
+    stream = ResumableLoader(DataLoader(Reshuffled(), BATCH), DataPosition(), until_epoch=2)
+    train(stream, 8)
+    position, _ = saved(stream)
+    expected = [items(batch) for batch in stream]
+    assert expected[-1] == [120, 121, 122]
+    again = ResumableLoader(DataLoader(Reshuffled(), BATCH), position, until_epoch=2)
+    assert [items(batch) for batch in again] == expected
+
+
+def test_a_pass_that_an_earlier_version_began_ends_as_it_began() -> None:
+    """It did not tell the dataset the number of the pass."""
+    stream = ResumableLoader(DataLoader(Reshuffled(), BATCH), DataPosition(), until_epoch=3)
+    train(stream, 8)
+    position, _ = saved(stream)
+    assert position.states is not None
+    states = {name: value for name, value in position.states.items() if name != "epochs_of_data"}
+    position = replace(position, states=states, loader=None)
+    again = ResumableLoader(DataLoader(Reshuffled(), BATCH), position, until_epoch=3)
+    dealt = [items(batch) for batch in again]
+    assert dealt[:4] == [[8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22]]
+    assert dealt[4] == [200, 201, 202, 203]
+
+
+def test_the_bytes_of_random_states_are_all_of_them() -> None:
+    seed(3)
+    random.gauss(0, 1)  # keeps a second number
+    packed = pack()
+    expected = [noise() for _ in range(3)]
+    unpack(packed)
+    assert [noise() for _ in range(3)] == expected
+    assert len(packed) == STATE_BYTES
