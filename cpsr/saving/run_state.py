@@ -100,15 +100,20 @@ class RunState(Part):
                 "over. Pass only training data to resume()",
                 position.batch,
             )
+        left_early = position.batch > 0
+        before = self._stream
+        after = before if before is not None and before.loader is loader and not left_early else None
         if self._stream is not None:
             # A new pass in this process: no states to restore, and a pass that the loop left early is over.
-            position = replace(position, epoch=position.epoch + (position.batch > 0), batch=0, states=None)
+            position = replace(position, epoch=position.epoch + left_early, batch=0)
+            position = replace(position, states=None, loader=None, workers=None)
         self._stream = ResumableLoader(
             loader,
             position,
             until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
             sets_epoch=repeat or epochs is not None,
             hooks=LoaderHooks(self._put_back_rng, self._deal, lambda: self.on_request(), self._waiting),
+            after=after,
         )
         return self._stream
 

@@ -3,23 +3,35 @@
 Random states at the start of a pass decide the order of a shuffled loader: those of the loader's and the sampler's own
 generators, else the global ones of torch, NumPy and Python. They are captured at the start of every pass, and restored
 before a pass is continued, so that the sampler yields the same batches again. The sampler skips batches that were
-already trained, without loading them.
+already trained, without loading them. A loader that has a state of its own continues from that instead: see
+`cpsr.state.loader_state`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
-from cpsr.state.loader_workers import seeding_generator
+from cpsr.state.loader_parts import (
+    generators_of,
+    index_sampler,
+    is_plain,
+    is_repeating,
+    length_of,
+    with_epochs,
+)
+from cpsr.state.loader_skipping import skipped
+from cpsr.state.loader_state import LoaderState, has_more
+from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
+from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
 
 __all__ = ["LoaderHooks", "ResumableLoader", "is_repeating"]
 
@@ -63,6 +75,7 @@ class ResumableLoader(Iterator[Any]):
         sets_epoch: whether to call `set_epoch` of the samplers at every pass; False if the user's own loop over passes
             does that.
         hooks: callbacks.
+        after: the stream that has given a whole pass of this loader before, in this process.
     """
 
     def __init__(
@@ -73,6 +86,7 @@ class ResumableLoader(Iterator[Any]):
         until_epoch: int | None,
         sets_epoch: bool = True,
         hooks: LoaderHooks = NO_HOOKS,
+        after: "ResumableLoader | None" = None,
     ) -> None:
         given = loader
         if is_repeating(loader):
@@ -80,11 +94,16 @@ class ResumableLoader(Iterator[Any]):
             loader = repeating.loader
         self.loader = given
         self._loader = loader
-        self._length = _length(loader)
-        self._generators = _generators(loader)
+        self._length = length_of(loader)
+        self._generators = generators_of(loader)
+        self._state: LoaderState = LoaderState(loader) if after is None else after._state
+        # Of the iterator, and after a pass of the last one.
+        self._workers: InTurn | None = None if after is None else after._workers
+        self._follows_a_pass = after is not None
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
+        self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
         self._moved = position.states is not None
         self._until_epoch = until_epoch
@@ -92,8 +111,9 @@ class ResumableLoader(Iterator[Any]):
 
     @property
     def can_seek(self) -> bool:
-        """Whether the loader can be restarted from its beginning in this process."""
-        return not isinstance(self._loader, Iterator) or hasattr(self._loader, "__len__")
+        """Whether the loader can be moved back in this process: to its beginning, or to a saved state."""
+        again = not isinstance(self._loader, Iterator) or hasattr(self._loader, "__len__")
+        return again or self._state.continues(self.position.loader, self.position)
 
     def seek(self, position: DataPosition) -> None:
         """Continue from `position`: the next batch is the one after it.
@@ -107,6 +127,8 @@ class ResumableLoader(Iterator[Any]):
                 "give resume() the DataLoader itself"
             )
         self._iterator = None
+        if getattr(self._loader, "persistent_workers", False):
+            setattr(self._loader, "_iterator", None)  # noqa: B010 - its workers have drawn random numbers since
         self._moved = position.states is not None
         self.position = self._normalised(position)
 
@@ -137,10 +159,30 @@ class ResumableLoader(Iterator[Any]):
         return self._length is not None and self.position.batch >= self._length
 
     def saved_position(self) -> DataPosition:
-        """The position for a checkpoint: before the first batch of a pass, with the random states that decide it."""
-        if self._iterator is None and self.position.states is None and self.position.batches:
-            return replace(self.position, states=self._capture(), states_epoch=self.position.epoch)
-        return self.position
+        """The position for a checkpoint, with the states from which the loader continues there."""
+        position, between = self.position, self._iterator is None
+        if self._moved or not position.batches:
+            return position
+        if between and position.states is None:
+            position = replace(position, states=self._capture(), states_epoch=position.epoch)
+        loader = self._state.take(position, between=between) if not between or self._follows_a_pass else None
+        if loader is not None:
+            loader["generators"] = [item.get_state() for item in self._generators]
+        return replace(position, loader=loader, workers=self._worker_states(between))
+
+    def _worker_states(self, between: bool) -> dict[str, Any] | None:
+        """Random states of workers that take the batches in turn, at the newest round that is known."""
+        if self._workers is None:
+            return None
+        epoch, batch = self.position.epoch, self.position.batch
+        if not between and not self._pass_is_over():
+            return {"epoch": epoch, **self._workers.at(batch)}
+        if not getattr(self._loader, "persistent_workers", False):
+            return None  # those of the next pass get new seeds
+        states = self._workers.between if between else self._workers.at_end(batch)
+        if states is None:
+            return None
+        return {"epoch": epoch + (not between), "batch": 0, "workers": len(states), "states": states}
 
     def _normalised(self, position: DataPosition) -> DataPosition:
         """A position at the end of a pass becomes the start of the next one."""
@@ -151,32 +193,104 @@ class ResumableLoader(Iterator[Any]):
             raise RecoveryError(
                 f"the data loader gave no batch in pass {self.position.epoch}: it is empty or already used up"
             )
+        if self._workers is not None:
+            self._workers.end_pass(self.position.batch)
         self._iterator = None
+        self._follows_a_pass = True
         self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
 
     def _open(self) -> Iterator[Any]:
         position = self.position
         moved, self._moved = self._moved, False
+        if moved and self._state.continues(position.loader, position):
+            return self._open_saved(position)
         if moved and position.lacks_random_states:
             return self._open_without_states(position)
         if moved and position.states is not None:
             self._restore(position.states)
             if position.states_epoch == position.epoch:
-                self._restore_epoch(position.states.get("epochs", []))
+                self._restore_epoch(position.states)
             if position.states_epoch == position.epoch and position.batch:
-                iterator = self._pass(position.epoch, skip=position.batch)
+                if "epochs_of_data" not in position.states:
+                    self._untold_epoch = position.epoch
+                iterator = self._pass(position.epoch, skip=position.batch, workers=position.workers)
                 self._hooks.on_positioned()
                 return iterator
             for epoch in range(position.states_epoch, position.epoch):
                 self._walk(epoch)
             self._hooks.on_positioned()
-        self.position = replace(position, states=self._capture(), states_epoch=position.epoch)
-        return self._pass(position.epoch, skip=position.batch if moved else 0)
+        return self._begin_pass(skip=position.batch if moved else 0, workers=position.workers if moved else None)
+
+    def _begin_pass(self, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
+        position, states = self.position, self._capture()
+        self.position = replace(position, states=states, states_epoch=position.epoch)
+        iterator = self._pass(position.epoch, skip, workers)
+        if not self._state.was_loaded:
+            return iterator
+        self._state.was_loaded = False
+        begun = has_more(iterator)
+        if begun is not None:
+            return begun
+        self._restore(states)  # the loaded state was that of the end of the last pass
+        return self._pass(position.epoch)
+
+    def _open_saved(self, target: DataPosition) -> Iterator[Any]:
+        """Continue from the newest state of the loader: it is loaded, and what was trained after it is skipped."""
+        saved: Any = target.loader
+        skip = target.batches - saved["batches"]
+        self.position = replace(target, batches=saved["batches"], epoch=saved["epoch"], batch=saved["batch"])
+        if saved["between"]:
+            self._iterator = self._open_between(saved)
+            trained = capture_host_rng()
+            self._skip(skip)
+            if skip:
+                restore_host_rng(trained)
+        else:
+            self._iterator = self._open_inside(saved, target)
+            self._skip(skip)
+            self._hooks.on_positioned()
+        return self._iterator
+
+    def _open_inside(self, saved: dict[str, Any], target: DataPosition) -> Iterator[Any]:
+        if target.states is not None and not target.lacks_random_states:
+            self._restore(target.states)
+        if target.states is not None and target.states_epoch == target.epoch:
+            self._restore_epoch(target.states)
+        self._set_epoch(saved["epoch"])
+        self._state.load(saved)
+        with self._following(WithState()):
+            iterator = self._state.iterate(saved)
+        if self._state.is_torchdata:
+            self._restore_generators(saved["generators"])
+        return iterator
+
+    def _open_between(self, saved: dict[str, Any]) -> Iterator[Any]:
+        self._set_epoch(saved["epoch"])
+        self._state.load(saved)
+        if self._state.is_torchdata and not getattr(self._loader, "persistent_workers", False):
+            with self._following(WithState()):
+                self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
+        self._restore_generators(saved["generators"])
+        self._hooks.on_positioned()
+        return self._begin_pass()
+
+    def _skip(self, batches: int) -> None:
+        """Fetch and drop further batches, also across the ends of passes."""
+        while batches:
+            if self._iterator is None:
+                self._iterator = self._begin_pass()
+            try:
+                next(self._iterator)
+            except StopIteration:
+                self._end_pass()
+                continue
+            self.position = self.position.after_a_batch()
+            batches -= 1
 
     def _open_without_states(self, position: DataPosition) -> Iterator[Any]:
         """Continue where the random states of the pass are lost."""
         states = self._capture()
-        iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch, skip=0)
+        iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch)
         self._hooks.on_positioned()
         self.position = replace(position, states=states, states_epoch=position.epoch)
         return iterator
@@ -188,11 +302,11 @@ class ResumableLoader(Iterator[Any]):
             RecoveryError: they are, or that cannot be seen: some data would be repeated, and other left out.
         """
         if position.states is not None and position.states_epoch == position.epoch:
-            self._restore_epoch(position.states["epochs"])
-        plain, iterator = _is_plain(self._loader), None
-        if _is_plain(self._loader):
+            self._restore_epoch(position.states)
+        plain, iterator = is_plain(self._loader), None
+        if is_plain(self._loader):
             self._set_epoch(position.epoch)
-            next(islice(_index_sampler(self._loader), position.batch - 1, None), None)
+            next(islice(index_sampler(self._loader), position.batch - 1, None), None)
         elif not isinstance(self._loader, DataLoader):
             iterator = self._pass(position.epoch, position.batch)
         drawn = not same([states[name] for name in _DRAWN], [self._capture()[name] for name in _DRAWN])
@@ -207,47 +321,73 @@ class ResumableLoader(Iterator[Any]):
             )
         return self._pass(position.epoch, position.batch) if iterator is None else iterator
 
-    def _pass(self, epoch: int, skip: int) -> Iterator[Any]:
+    def _pass(self, epoch: int, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Iterate over a pass without its first batches.
+
+        Args:
+            epoch: the pass.
+            skip: the number of those batches.
+            workers: saved random states of workers, of any position.
+        """
         self._set_epoch(epoch)
-        if skip == 0:
-            return iter(self._loader)
-        if _is_plain(self._loader):
-            return _skipped(self._loader, skip)
-        iterator = iter(self._loader)
-        next(islice(iterator, skip - 1, skip), None)
+        if not is_plain(self._loader):
+            with self._following(WithState() if self._state.usable else None):
+                iterator = iter(self._loader)
+            next(islice(iterator, skip, skip), None)
+            return iterator
+        loader, first, resumed = self._loader, skip, None
+        if loader.num_workers and workers is not None and workers["epoch"] == epoch:
+            ahead = skip - workers["batch"]
+            if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
+                first, resumed = workers["batch"], workers["states"]
+        follower = InTurn(loader, first, resumed) if loader.num_workers and getattr(loader, "in_order", True) else None
+        with self._following(follower):
+            iterator = skipped(loader, first) if first else iter(loader)
+        self._workers = getattr(iterator, "follower", None)
+        if self._workers is not None and self._workers is not follower:
+            self._workers.begin_pass()
+        next(islice(iterator, skip - first, skip - first), None)
         return iterator
+
+    @staticmethod
+    def _following(follower: Follower | None) -> AbstractContextManager[object]:
+        """Workers that start inside keep their random states."""
+        inside = ExitStack()
+        inside.enter_context(prepared_workers())
+        inside.enter_context(followed(follower))
+        return inside
 
     def _walk(self, epoch: int) -> None:
         """Run through a whole pass without loading it, to bring the generators to their states after it."""
         self._set_epoch(epoch)
-        if not _is_plain(self._loader):
+        if not is_plain(self._loader):
             for _ in self._loader:
                 pass
             return
         # The first draw is the base seed of the loader's workers, as in DataLoader's own iterator.
         torch.empty((), dtype=torch.int64).random_(generator=seeding_generator(self._loader))
-        for _ in _index_sampler(self._loader):
+        for _ in index_sampler(self._loader):
             pass
 
     def _set_epoch(self, epoch: int) -> None:
         if not self._sets_epoch:
             return
-        for sampler in _samplers(self._loader):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        for holder in with_epochs(self._loader, of_data=epoch != self._untold_epoch):
+            holder.set_epoch(epoch)
 
     def _capture(self) -> dict[str, Any]:
         generators = [item.get_state() for item in self._generators]
-        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs()}
+        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs(), "epochs_of_data": True}
 
     def _epochs(self) -> list[int]:
-        """The epochs last set with `set_epoch`, for samplers that expose them."""
-        samplers = [sampler for sampler in _samplers(self._loader) if hasattr(sampler, "set_epoch")]
-        return [sampler.epoch for sampler in samplers if isinstance(getattr(sampler, "epoch", None), int)]
+        """The epochs last set with `set_epoch`, for samplers and data sets that expose them."""
+        holders = with_epochs(self._loader)
+        return [holder.epoch for holder in holders if isinstance(getattr(holder, "epoch", None), int)]
 
-    def _restore_epoch(self, saved: list[int]) -> None:
+    def _restore_epoch(self, states: dict[str, Any]) -> None:
         """Continue a pass in its own order, even if the user's loop has set another epoch."""
-        now = self._epochs()
+        saved = states["epochs"]
+        now = self._epochs()[: len(saved)]  # earlier versions saved those of samplers alone, which come first
         if self._sets_epoch or now == saved or len(set(saved)) != 1:
             return
         logger.warning(
@@ -256,99 +396,18 @@ class ResumableLoader(Iterator[Any]):
             now[0] if now else None,
             saved[0],
         )
-        for sampler in _samplers(self._loader):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(saved[0])
+        for holder in with_epochs(self._loader):
+            holder.set_epoch(saved[0])
 
     def _restore(self, states: dict[str, Any]) -> None:
-        if len(states["generators"]) != len(self._generators):
+        restore_host_rng(states["host"])
+        self._restore_generators(states["generators"])
+
+    def _restore_generators(self, states: list[torch.Tensor]) -> None:
+        if len(states) != len(self._generators):
             raise RecoveryError(
                 f"the data loader has {len(self._generators)} random generators, the saved position "
-                f"{len(states['generators'])}: shuffle with the same sampler and generator as the run did"
+                f"{len(states)}: shuffle with the same sampler and generator as the run did"
             )
-        restore_host_rng(states["host"])
-        for generator, state in zip(self._generators, states["generators"], strict=True):
+        for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-
-
-def is_repeating(loader: Any) -> bool:
-    """Whether this is DeepSpeed's RepeatingLoader, which hides the end of a pass."""
-    return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # its len() is only a guess
-    return len(loader) if isinstance(loader, Sized) else None
-
-
-def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
-    """Whether this is a map-style DataLoader with torch's own iteration: its sampler alone decides the order."""
-    return (
-        isinstance(loader, DataLoader)
-        and type(loader).__iter__ is DataLoader.__iter__
-        and not isinstance(loader.dataset, IterableDataset)
-    )
-
-
-def _index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
-def _samplers(loader: Iterable[Any]) -> list[Any]:
-    if not isinstance(loader, DataLoader):
-        return [loader]
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
-
-
-def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
-    found: list[torch.Generator] = []
-    for holder in (loader, *_samplers(loader)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
-
-
-class _Skipping:
-    """A sampler without its first items: it draws and drops them, so that its generators advance."""
-
-    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
-        self._sampler = sampler
-        self._skip = skip
-        self._rest: Iterator[Any] | None = None
-
-    def deal(self) -> Iterator[Any]:
-        """Draw and drop the skipped items, once; the sampler draws its random numbers here."""
-        if self._rest is None:
-            self._rest = iter(self._sampler)
-            next(islice(self._rest, self._skip - 1, self._skip), None)
-        return self._rest
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.deal()  # a generator: torch's loader draws its base seed before it asks the sampler
-
-
-def _skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
-    """Iterate over a plain loader without its first `skip` batches, every random draw in the loader's own order."""
-    skipping: Any = _Skipping(_index_sampler(loader), skip)
-    sampling: dict[str, Any] = (
-        {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
-    )
-    iterator = iter(
-        DataLoader(
-            loader.dataset,
-            **sampling,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=seeding_generator(loader),
-            prefetch_factor=loader.prefetch_factor,
-        )
-    )
-    skipping.deal()
-    return iterator

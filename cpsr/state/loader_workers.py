@@ -9,10 +9,11 @@ import copy
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from multiprocessing import resource_tracker
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
+from cpsr.state.worker_random_states import Follower, requested_follower
+
 __all__ = ["prepared_workers", "seeding_generator"]
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ THREAD_NAME = "cpsr-orphan"
 WATCH_SECONDS = 1.0
 ORPHAN_EXIT_STATUS = 1  # never read
 _SIGTERM = {signal.SIGTERM}
+_PREPARED = "cpsr_prepared"
 
 
 @contextmanager
@@ -43,32 +47,50 @@ def prepared_workers() -> Iterator[None]:
     This relies on torch 2.6 to 2.13: every iterator over workers is a `_MultiProcessingDataLoaderIter`, which starts
     them in its `__init__` as `_workers`; each worker calls `worker_init_fn` in its main thread, after torch has set its
     handlers. Until then an inherited mask blocks SIGTERM in the worker. It also relies on `multiprocessing`, whose
-    `Process` is ended by `_popen.terminate`. Not covered: workers started before, and the start method `forkserver`,
-    whose server SIGTERM ends.
+    `Process` is ended by `_popen.terminate`. torchdata 0.8 to 0.11 has a copy of that class, which is covered where the
+    package was imported before. Not covered: workers started before, and the start method `forkserver`, whose server
+    SIGTERM ends.
     """
-    iterator: Any = dataloader._MultiProcessingDataLoaderIter
+    with ExitStack() as prepared:
+        for iterator in _iterators():
+            if not hasattr(iterator.__init__, _PREPARED):
+                prepared.enter_context(_prepared(iterator))
+        yield
+
+
+def _iterators() -> list[Any]:
+    """The classes of iterators that start workers."""
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.stateful_dataloader")
+    own = getattr(torchdata, "_StatefulMultiProcessingDataLoaderIter", None)
+    return [dataloader._MultiProcessingDataLoaderIter, *([] if own is None else [own])]
+
+
+@contextmanager
+def _prepared(iterator: Any) -> Iterator[None]:
     start = iterator.__init__
 
     @wraps(start)
-    def start_prepared(self: Any, loader: Any) -> None:
+    def start_prepared(self: Any, loader: Any, *given: Any) -> None:
         prepared = copy.copy(loader)
         prepared.generator = seeding_generator(loader)
         method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
         if method == "forkserver":
             _warn_of_forkserver()
-            start(self, prepared)
+            start(self, prepared, *given)
             return
         if method == "spawn":
             resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
-        prepared.worker_init_fn = _Shield(loader.worker_init_fn, os.getpid())
+        self.follower = requested_follower()
+        prepared.worker_init_fn = _Shield(loader.worker_init_fn, os.getpid(), self.follower)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)  # which the workers inherit
         try:
-            start(self, prepared)
+            start(self, prepared, *given)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for worker in getattr(self, "_workers", ()):
                 worker._popen.terminate = partial(_end, id(self), worker._popen)
 
+    setattr(start_prepared, _PREPARED, True)
     iterator.__init__ = start_prepared
     try:
         yield
@@ -102,10 +124,17 @@ def _default_generator() -> torch.Generator:
 
 @dataclass(frozen=True)
 class _Shield:
-    """The first actions of a worker; `init` is the user's `worker_init_fn`, `rank` the process that it works for."""
+    """The first actions of a worker.
+
+    Attributes:
+        init: the user's `worker_init_fn`.
+        rank: the process that it works for.
+        follower: keeps its random states.
+    """
 
     init: Callable[[int], object] | None
     rank: int
+    follower: Follower | None
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=_end_after, args=(self.rank,), name=THREAD_NAME, daemon=True).start()
@@ -115,6 +144,8 @@ class _Shield:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
         if self.init is not None:
             self.init(worker)
+        if self.follower is not None:
+            self.follower.follow(worker)
 
 
 @cache

@@ -8,8 +8,11 @@ from typing import Any
 import numpy
 import torch
 
+from cpsr.state.codec import lacks_tensors
+
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
+_OF_SOME_LOADERS = ("loader", "workers")
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
@@ -62,6 +65,8 @@ class DataPosition:
         batches_per_epoch: length of the loader; None if it has none.
         states_epoch: the pass at whose start `states` was taken.
         states: random states that decide the order of that pass (see `cpsr.state.loader`).
+        loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
+        workers: random states of the loader's workers (see `cpsr.state.worker_random_states`).
     """
 
     batches: int = 0
@@ -70,11 +75,14 @@ class DataPosition:
     batches_per_epoch: int | None = None
     states_epoch: int = 0
     states: dict[str, Any] | None = None
+    loader: dict[str, Any] | None = None
+    workers: dict[str, Any] | None = None
 
     def without_random_states(self) -> "DataPosition":
         """The position where the random states are lost: a pass goes on only if they do not decide its order."""
         kept = None if self.states is None else {"epochs": self.states.get("epochs", [])}
-        return replace(self, states=kept)
+        loader = None if lacks_tensors(self.loader) else self.loader
+        return replace(self, states=kept, loader=loader, workers=None)
 
     @property
     def lacks_random_states(self) -> bool:
@@ -83,18 +91,24 @@ class DataPosition:
 
     def after_a_batch(self) -> "DataPosition":
         """The position one batch later; at the end of a pass still in that pass."""
-        return DataPosition(
-            self.batches + 1, self.epoch, self.batch + 1, self.batches_per_epoch, self.states_epoch, self.states
-        )
+        return self._at(self.batches + 1, self.epoch, self.batch + 1)
 
     def advanced(self, batches: int) -> "DataPosition":
         """The position so many batches later; crosses the end of a pass if the length is known."""
         epoch, batch = self.epoch, self.batch + batches
         if self.batches_per_epoch:
             epoch, batch = epoch + batch // self.batches_per_epoch, batch % self.batches_per_epoch
-        return DataPosition(
-            self.batches + batches, epoch, batch, self.batches_per_epoch, self.states_epoch, self.states
-        )
+        return self._at(self.batches + batches, epoch, batch)
+
+    def _at(self, batches: int, epoch: int, batch: int) -> "DataPosition":
+        """Another position with the same states; `dataclasses.replace` takes longer."""
+        kept = self.batches_per_epoch, self.states_epoch, self.states, self.loader, self.workers
+        return DataPosition(batches, epoch, batch, *kept)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain data; without what most loaders lack, so that earlier versions can read it."""
+        tree = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in tree.items() if value is not None or name not in _OF_SOME_LOADERS}
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,7 @@ class Scalars:
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.state.codec.encode`."""
         tree = {item.name: getattr(self, item.name) for item in fields(self)}
-        tree["data"] = {item.name: getattr(self.data, item.name) for item in fields(self.data)}
+        tree["data"] = self.data.to_tree()
         return tree
 
     def without_learned(self) -> dict[str, Any]:

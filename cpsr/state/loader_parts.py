@@ -1,0 +1,73 @@
+"""What a loader is made of: its length, its samplers and generators, and what is told the number of the pass."""
+
+from collections.abc import Iterable, Sized
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = [
+    "generators_of",
+    "has_own_iteration",
+    "index_sampler",
+    "is_plain",
+    "is_repeating",
+    "length_of",
+    "samplers_of",
+    "with_epochs",
+]
+
+
+def is_repeating(loader: Any) -> bool:
+    """Whether this is DeepSpeed's RepeatingLoader, which hides the end of a pass."""
+    return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Batches in a pass; None where only the loader itself finds out."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # its len() is only a guess
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """Whether this is a map-style DataLoader with torch's own iteration: its sampler alone decides the order."""
+    return (
+        isinstance(loader, DataLoader)
+        and not has_own_iteration(loader)
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def has_own_iteration(loader: DataLoader[Any]) -> bool:
+    """Whether this subclass of DataLoader iterates in a way of its own."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What deals the indices of each batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def samplers_of(loader: Iterable[Any]) -> list[Any]:
+    """What decides the order of a loader; the loader itself where it is no DataLoader."""
+    if not isinstance(loader, DataLoader):
+        return [loader]
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
+
+
+def with_epochs(loader: Iterable[Any], *, of_data: bool = True) -> list[Any]:
+    """The samplers and, if `of_data`, the data set that have `set_epoch`."""
+    dataset = [loader.dataset] if of_data and isinstance(loader, DataLoader) else []
+    return [one for one in (*samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
+
+
+def generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
+    """The generators of its own that a loader and its samplers draw from, each once."""
+    found: list[torch.Generator] = []
+    for holder in (loader, *samplers_of(loader)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found

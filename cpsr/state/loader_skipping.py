@@ -1,0 +1,74 @@
+"""A map-style DataLoader without its first batches, which the sampler deals and nobody loads."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from cpsr.state.loader_parts import index_sampler
+from cpsr.state.loader_workers import seeding_generator
+
+__all__ = ["skipped"]
+
+
+def skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
+    """Iterate over a plain loader without its first `skip` batches, every random draw in the loader's own order."""
+    skipping: Any = _Skipping(index_sampler(loader), skip)
+    sampling: dict[str, Any] = (
+        {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
+    )
+    rest: Any = DataLoader(
+        loader.dataset,
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=seeding_generator(loader),
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=getattr(loader, "in_order", True),
+    )
+    iterator: Any = iter(rest)
+    skipping.deal()
+    if loader.persistent_workers:
+        loader._iterator = iterator  # its workers go on with the next pass, which skips nothing
+    rest_of_pass: Iterator[Any] = iterator
+    return rest_of_pass
+
+
+class _Skipping:
+    """A sampler without its first items, which it draws and drops; once."""
+
+    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+        self._sampler = sampler
+        self._skip = skip
+        self._rest = _Rest(iter(()), 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, as torch's loader asks: before it draws the seed of its workers, and for those once more after it.
+        self._rest = _Rest(iter(self._sampler), self._skip)
+        return self._rest
+
+    def deal(self) -> None:
+        """Draw and drop the items of this pass now; later passes skip none."""
+        self._rest.deal()
+        self._skip = 0
+
+
+class _Rest(Iterator[Any]):
+    def __init__(self, items: Iterator[Any], skip: int) -> None:
+        self._items = items
+        self._skip = skip
+
+    def deal(self) -> None:
+        next(islice(self._items, self._skip, self._skip), None)
+        self._skip = 0
+
+    def __next__(self) -> Any:
+        if self._skip:
+            self.deal()
+        return next(self._items)

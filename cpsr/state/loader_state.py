@@ -1,0 +1,285 @@
+"""The state of a loader, or of its dataset, that has `state_dict` and `load_state_dict`.
+
+It is taken between two batches, with every checkpoint. A restart loads the newest one, and skips the batches that came
+after it one by one: none after an exact restart. A state that cannot continue a pass exactly is not used.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from cpsr.errors import RecoveryError, UnsupportedEngineError
+from cpsr.state import codec
+from cpsr.state.loader_parts import has_own_iteration, index_sampler
+from cpsr.state.scalars import DataPosition
+
+__all__ = ["LoaderState", "has_more"]
+
+logger = logging.getLogger(__name__)
+
+_BATCHES_ARE_SKIPPED = "After a restart its batches are skipped one by one."
+_NOTHING = object()
+
+
+class LoaderState:
+    """Takes the state of one loader, and continues from it.
+
+    Args:
+        loader: as in `ResumableLoader`.
+
+    Attributes:
+        is_torchdata: whether this is torchdata's StatefulDataLoader.
+        was_loaded: a state was, and no pass has begun since.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self.is_torchdata = _is_torchdata(loader)
+        self.was_loaded = False
+        self._holder = _holder(loader)
+        if self._holder is not None and (obstacle := _obstacle(loader)) is not None:
+            self._give_up(obstacle)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the loader has a state that continues a pass exactly."""
+        return self._holder is not None
+
+    def take(self, position: DataPosition, *, between: bool) -> dict[str, Any] | None:
+        """The state after the last batch that was yielded, as plain data and tensors; None where there is none.
+
+        Args:
+            position: that of the batch.
+            between: the pass is over, and the next has not begun.
+        """
+        if self._holder is None or (between and _is_of_one_pass(self._loader)):
+            return None
+        name = type(self._holder).__name__
+        try:
+            state = self._holder.state_dict()
+            codec.encode(state, "state_dict()")
+        except UnsupportedEngineError as error:
+            self._give_up(f"the state of the {name} is not saved: {error}. Let its state_dict() return those alone.")
+            return None
+        except Exception as error:  # the user's; training does not need it
+            self._give_up(f"state_dict() of the {name} raised {type(error).__name__}: {error}.")
+            logger.debug("state_dict() of the %s failed", name, exc_info=True)
+            return None
+        if not state:
+            return None
+        if self.is_torchdata and isinstance(_dataset(self._loader), IterableDataset) and not _is_of_dataset(state):
+            self._give_up(f"the {type(_dataset(self._loader)).__name__} has neither state_dict nor load_state_dict.")
+            return None
+        return {
+            "state": state,
+            "batches": position.batches,
+            "epoch": position.epoch,
+            "batch": position.batch,
+            "between": between,
+            "workers": getattr(self._loader, "num_workers", 0),
+        }
+
+    def continues(self, saved: dict[str, Any] | None, position: DataPosition) -> bool:
+        """Whether the loader can be brought to a position from a saved state; False: it is skipped to it."""
+        if saved is None or saved["batches"] > position.batches:
+            return False
+        if self._holder is None:
+            _report(f"the checkpoint has a state of the data loader, this {type(self._loader).__name__} takes none.")
+            return False
+        if isinstance(self._loader, DataLoader) and self._loader.num_workers != saved["workers"]:
+            if isinstance(self._loader.dataset, IterableDataset):
+                raise RecoveryError(
+                    f"the data loader has {self._loader.num_workers} workers, and had {saved['workers']} when its "
+                    "state was saved: their data cannot be divided anew in the middle of a pass. Nothing was trained, "
+                    f"the checkpoint is untouched: start the job with num_workers={saved['workers']}"
+                )
+            _report("the data loader has another num_workers than its saved state: that is not used.")
+            return False
+        return True
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Let the next iteration continue after the batch of the saved state.
+
+        Raises:
+            RecoveryError: the loader does not take it.
+        """
+        assert self._holder is not None
+        self.was_loaded = True
+        try:
+            self._holder.load_state_dict(saved["state"])
+        except Exception as error:
+            raise self._refused(saved, error) from error
+
+    def iterate(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """The first iteration after `load`.
+
+        Raises:
+            RecoveryError: the loader does not take the state.
+        """
+        try:
+            iterator = iter(self._loader)
+        except Exception as error:  # StatefulDataLoader looks at the state here
+            raise self._refused(saved, error) from error
+        dataset = _dataset(self._loader)
+        return _forgetting(iterator, dataset) if _is_hugging_face(dataset) else iterator
+
+    def _give_up(self, why: str) -> None:
+        self._holder = None
+        _report(why)
+
+    def _refused(self, saved: dict[str, Any], error: Exception) -> RecoveryError:
+        return RecoveryError(
+            f"the {type(self._loader).__name__} does not take the state that it had after batch {saved['batches']} "
+            f"({type(error).__name__}: {error}). Nothing was trained, the checkpoint is untouched: give resume() the "
+            "loader with the dataset and the settings of the run"
+        )
+
+
+def has_more(iterator: Iterator[Any]) -> Iterator[Any] | None:
+    """The same batches, of which the first is fetched; None where there are none."""
+    first = next(iterator, _NOTHING)
+    return None if first is _NOTHING else chain([first], iterator)
+
+
+def _is_hugging_face(given: Any) -> bool:
+    """Whether this is an iterable dataset of the package `datasets`."""
+    return any(
+        base.__name__ == "IterableDataset" and base.__module__.split(".")[0] == "datasets"
+        for base in type(given).__mro__
+    )
+
+
+def _is_of_dataset(state: dict[str, Any]) -> bool:
+    """Whether the state of a StatefulDataLoader has one of the iterable dataset or its iterator.
+
+    Without, torchdata loads all batches again, and counts them twice.
+    """
+    return any(
+        _is_of_dataset(part) if isinstance(part, dict) and not name.startswith("dataset") else part is not None
+        for name, part in state.items()
+        if isinstance(part, dict) or name.startswith("dataset")
+    )
+
+
+def _is_of_one_pass(loader: Any) -> bool:
+    """Whether nothing of the state goes on in the next pass."""
+    in_workers = getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", False)
+    dataset = _dataset(loader)
+    return _is_hugging_face(dataset) or bool(in_workers and isinstance(dataset, IterableDataset))
+
+
+def _is_torchdata(given: Any) -> bool:
+    return _is_a(given, "torchdata", "StatefulDataLoader")
+
+
+def _is_a(given: Any, package: str, name: str) -> bool:
+    return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(given).__mro__)
+
+
+def _dataset(loader: Iterable[Any]) -> Any:
+    return loader.dataset if isinstance(loader, DataLoader) else loader
+
+
+@cache
+def _report(why: str) -> None:
+    logger.warning("%s %s", why, _BATCHES_ARE_SKIPPED)
+
+
+def _holder(loader: Iterable[Any]) -> Any:
+    """What has the state: the loader, or the dataset of a torch DataLoader that loads in this process."""
+    if _has_state(loader):
+        return loader
+    if not isinstance(loader, DataLoader) or has_own_iteration(loader):
+        return None
+    if not isinstance(loader.dataset, IterableDataset) or not _has_state(loader.dataset):
+        return None
+    if loader.num_workers:
+        _report(
+            f"the state of the {type(loader.dataset).__name__} cannot be read: its copies are in the workers of a "
+            "DataLoader. With num_workers=0, or with torchdata's StatefulDataLoader, a restart would continue at once."
+        )
+        return None
+    return loader.dataset
+
+
+def _has_state(given: Any) -> bool:
+    if not callable(getattr(given, "load_state_dict", None)) or not callable(getattr(given, "state_dict", None)):
+        return False
+    try:
+        parameters = inspect.signature(given.state_dict).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+
+
+def _obstacle(loader: Iterable[Any]) -> str | None:
+    """Why a state would not continue a pass exactly; None where it does."""
+    if not isinstance(loader, DataLoader):
+        return _dataset_obstacle(loader, persistent=False)
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        return "with in_order=False the state of a data loader is not that of the batches that it has yielded."
+    if not isinstance(loader.dataset, IterableDataset):
+        return _order_obstacle(loader) if _is_torchdata(loader) else None
+    return _dataset_obstacle(loader.dataset, persistent=loader.persistent_workers)
+
+
+def _dataset_obstacle(dataset: Any, *, persistent: bool) -> str | None:
+    if not _is_hugging_face(dataset):
+        return None
+    kinds = {type(part).__name__ for part in _parts(getattr(dataset, "_ex_iterable", None))}
+    if "BufferShuffledExamplesIterable" in kinds or "NoneType" in kinds:
+        return (
+            "the state of a Hugging Face dataset with a shuffle buffer leaves out what is in the buffer, which a "
+            "restart would lose. To continue at once, shuffle shards alone, as with buffer_size=1 or in the files."
+        )
+    if persistent:
+        return (
+            "a Hugging Face dataset in persistent workers begins later passes in the middle once its state was "
+            "loaded. To continue at once, give the loader persistent_workers=False."
+        )
+    return None
+
+
+def _parts(examples: Any) -> Iterator[Any]:
+    """The stages of a Hugging Face dataset that change what it yields; None for a version without them."""
+    if getattr(examples, "buffer_size", None) != 1:  # a buffer of one example is always empty
+        yield examples
+    below = [examples.ex_iterable] if hasattr(examples, "ex_iterable") else getattr(examples, "ex_iterables", ())
+    for one in below:
+        yield from _parts(one)
+
+
+def _order_obstacle(loader: DataLoader[Any]) -> str | None:
+    """A sampler that StatefulDataLoader would run again, after random numbers that are not those of the first time."""
+    index: Any = index_sampler(loader)
+    inner = getattr(index, "sampler", index) if _is_of("torchdata", index) else index
+    if _has_state(index) or _has_state(inner) or _is_of("torchdata", inner):
+        return None
+    if isinstance(inner, SequentialSampler | DistributedSampler) and _is_of("torch", inner):
+        return None  # in an order of their own
+    # torchdata's own batches run the sampler when the state is loaded. Generator functions draw nothing before.
+    if inner is not index and inspect.isgeneratorfunction(getattr(type(inner), "__iter__", None)):
+        return None
+    return (
+        f"the state of the {type(loader).__name__} may not hold the order of the {type(inner).__name__}. To continue "
+        "at once, give the sampler state_dict and load_state_dict, or use one of torch's."
+    )
+
+
+def _is_of(package: str, given: Any) -> bool:
+    """Whether its iteration is written in this package."""
+    return str(getattr(getattr(type(given), "__iter__", None), "__module__", "")).split(".")[0] == package
+
+
+def _forgetting(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:
+    """Let a Hugging Face dataset forget the loaded state, from which it would begin every later pass."""
+    first = next(iterator, _NOTHING)
+    dataset.load_state_dict({})
+    if first is not _NOTHING:
+        yield first
+        yield from iterator
