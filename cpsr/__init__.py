@@ -13,17 +13,32 @@ if TYPE_CHECKING:
     from cpsr.config import CPSRConfig
     from cpsr.engines.moe.torch import MixtureOfExperts
     from cpsr.engines.torch import TorchAdapter
+    from cpsr.life.events import Committed, Leaving, Restored, RolledBack
     from cpsr.recovery import CPSRRecovery
 
 refuse_once()
 
-__all__ = ["CPSRConfig", "CPSRError", "CPSRRecovery", "MixtureOfExperts", "TorchAdapter"]
+__all__ = [
+    "CPSRConfig",
+    "CPSRError",
+    "CPSRRecovery",
+    "Committed",
+    "Leaving",
+    "MixtureOfExperts",
+    "Restored",
+    "RolledBack",
+    "TorchAdapter",
+]
 
 # Loaded at first use, so that `import cpsr` (a service, a script that reads a journal) does not pay for torch.
 _LAZY = {
     "CPSRConfig": "cpsr.config",
     "CPSRRecovery": "cpsr.recovery",
+    "Committed": "cpsr.life.events",
+    "Leaving": "cpsr.life.events",
     "MixtureOfExperts": "cpsr.engines.moe.torch",
+    "Restored": "cpsr.life.events",
+    "RolledBack": "cpsr.life.events",
     "TorchAdapter": "cpsr.engines.torch",
 }
 

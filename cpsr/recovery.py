@@ -10,6 +10,7 @@ from cpsr.config import CPSRConfig
 from cpsr.engines import adapt, require_loader
 from cpsr.errors import ConfigError
 from cpsr.journal.terminal import log_to_terminal
+from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
 from cpsr.planner.plan import Plan
@@ -69,6 +70,7 @@ class CPSRRecovery:
     def __enter__(self) -> "CPSRRecovery":
         log_to_terminal(self._loop.adapter.rank)
         self._life = Life(self._loop, self._config)
+        self._loop.events.opened(self._life.restored)
         return self
 
     def __exit__(
@@ -156,6 +158,16 @@ class CPSRRecovery:
             ConfigError: the name is taken, or the object is none of these.
         """
         self._loop.state.register(name, stateful)
+
+    def on_event(self, callback: EventCallback) -> None:
+        """Call this with every event of the run: `Restored`, `RolledBack`, `Committed`, `Leaving` of `cpsr`.
+
+        The first is the `Restored` of this life: when the `with` block is entered, or at once where it has been.
+
+        Args:
+            callback: takes one event, on the training thread of its rank; what it raises is logged and recorded.
+        """
+        self._loop.events.add(callback)
 
 
 def _configuration(

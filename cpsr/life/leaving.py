@@ -12,8 +12,8 @@ from typing import Any
 
 from cpsr.job import Ending, Job
 from cpsr.life.boundary import Boundary
+from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
-from cpsr.saving.run_state import RunState
 from cpsr.saving.saver import Saver
 from cpsr.state.scalars import Scalars
 
@@ -60,7 +60,7 @@ class Leaving:
         job: this rank's.
         boundary: ends the watch over the other ranks.
         saver: commits.
-        state: the small state.
+        loop: the training.
         tail: defers work to the end of the iteration.
         capture: captures the small state.
         ending: learns whether the last state is safe.
@@ -71,7 +71,7 @@ class Leaving:
         job: Job,
         boundary: Boundary,
         saver: Saver,
-        state: RunState,
+        loop: Loop,
         tail: LoopTail,
         capture: Callable[[], Scalars],
         ending: Ending,
@@ -79,7 +79,7 @@ class Leaving:
         self._job = job
         self._boundary = boundary
         self._saver = saver
-        self._state = state
+        self._state, self._events = loop.state, loop.events
         self._tail = tail
         self._capture = capture
         self._ending = ending
@@ -91,6 +91,8 @@ class Leaving:
         self._boundary.leave_in_order()
         self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
         save_seconds = time.monotonic() - agreed
+        self._events.at_step(iteration, self._saver.saved_iteration)
+        self._events.leaving(iteration, saved=self._ending.last_state_is_safe)
         deadline = agreed + LEAVE_SECONDS - save_seconds
         self._tail.defer(partial(self._leave, iteration, self._state.of_loop(), deadline))
 

@@ -20,6 +20,7 @@ from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
 from cpsr.life.lost_tokens import with_lost_tokens
+from cpsr.life.message import diverged_message
 from cpsr.life.opening import open_for_life
 from cpsr.life.outcome import RecoveryOutcome
 from cpsr.life.probation import Probation
@@ -159,11 +160,12 @@ class Life:
         self._agreement = Agreement(job, self.planner, self.saver, self.rehearsals)
         self._tail = LoopTail(job.group, possible=job.adapter.pipeline_stage is None)
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
-        self._leaving = Leaving(job, self.boundary, self.saver, loop.state, self._tail, self._capture, self._ending)
+        self._leaving = Leaving(job, self.boundary, self.saver, loop, self._tail, self._capture, self._ending)
+        loop.events.begin(job, self.saver.saved_iteration, self._tail.defer_here)
         run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
         loop.state.on_batch.append(self._first_batches.on_batch)
-        self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver]
+        self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver, loop.events]
         self._clock = StepClock(job.adapter)
 
     def _attach(self, opened: ExitStack, *, exact: bool) -> None:
@@ -228,7 +230,7 @@ class Life:
         self.planner.step(step.seconds)
         self.run.steps.end(step)
         self.saver.surface()
-        self._follow_background()
+        self._follow_background(iteration)
         if self._probation.active and self._is_given_up(iteration):
             return
         # A predicted state is not committed while it is watched: it may still be discarded, and the checkpoint it came
@@ -278,10 +280,11 @@ class Life:
         if self.run.experts is not None:
             self.run.experts.end_iteration(iteration, applied)
 
-    def _follow_background(self) -> None:
-        """Notify the background threads of the newest checkpoint, and report their failures."""
+    def _follow_background(self, iteration: int) -> None:
+        """Notify the background threads and the user of the newest checkpoint, and report their failures."""
         self.loop.learning.at_step(self.saver.saved_iteration, self.loop.state.history_start)
         self._copies.at_step()
+        self.loop.events.at_step(iteration, self.saver.saved_iteration)
         failure = self.planner.failure()
         if failure is not None:
             self.job.journal.event("planning ended", failure, level=logging.ERROR)
@@ -383,16 +386,8 @@ class Life:
         """Report a diverged state that this process cannot roll back; a restart still can."""
         checkpoint = self.restored.checkpoint_iteration or 0
         self.rewind(Rewind(iteration, checkpoint, DIVERGED))
-        next_checkpoint = iteration + self.saver.plan.interval_iterations
-        self.job.journal.event(
-            "diverged",
-            "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
-            "cannot return to earlier batches: training continues from the diverged state. Stop the job before its "
-            f"next checkpoint (iteration {next_checkpoint}) and restart it with mode 'exact' to recompute from "
-            f"checkpoint {checkpoint}; give resume() the DataLoader itself to have this done for you",
-            iteration,
-            logging.ERROR,
-        )
+        message = diverged_message(checkpoint, iteration + self.saver.plan.interval_iterations)
+        self.job.journal.event("diverged", message, iteration, logging.ERROR)
 
     def _end_probation(self, outcome: Literal["kept", "rolled_back"], watch: dict[str, Any]) -> None:
         self._probation.end()
@@ -435,6 +430,7 @@ class Life:
         iteration = self.job.adapter.iteration
         if self.job.config.checkpoint.final and iteration > 0:
             self._ending.last_state_is_safe = self.saver.save_now(iteration, self._capture)
+        self.loop.events.at_step(iteration, self.saver.saved_iteration)
         self._ending.how = "clean"
         self._end_unfinished_probation()
 

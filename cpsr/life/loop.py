@@ -7,6 +7,7 @@ from typing import Any
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.learning.learning import Learning
+from cpsr.life.events import EventCallbacks
 from cpsr.restart.probes import LossFunction, Probes
 from cpsr.saving.run_state import RunState
 from cpsr.state.losses import LossRecorder
@@ -15,7 +16,7 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """The training without its run: the engine, its losses, and the user's registered objects.
+    """The training without its run: the engine, its losses, the user's registered objects and callbacks.
 
     Args:
         adapter: the engine.
@@ -33,6 +34,7 @@ class Loop:
     ) -> None:
         self.adapter = adapter
         self.loss_fn = loss_fn
+        self.events = EventCallbacks()
         self.losses = LossRecorder(config.journal.flush_iterations)
         self.probes = Probes(self.adapter, config.restart.probe_batches, loss_fn, probe_batches)
         self.learning = Learning(self.adapter, config)

@@ -8,7 +8,7 @@ from cpsr.planner.price import exact_price, predicted_price
 from cpsr.ranks.exits import ranks_named
 from cpsr.restart.restored import Recomputes, Restored
 
-__all__ = ["recovery_message"]
+__all__ = ["diverged_message", "recovery_message"]
 
 WHY_RECOMPUTED = {
     Recomputes.FAILED_BEFORE: ", because an earlier attempt to continue near the failure had failed",
@@ -33,6 +33,21 @@ def recovery_message(restored: Restored, cause: str | None) -> str:
     """
     parts = [_lost(restored, cause), _source(restored), _without_moments(restored), _cost(restored), _check(restored)]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
+
+
+def diverged_message(checkpoint: int, next_checkpoint: int) -> str:
+    """What has happened where a diverged state cannot be rolled back, and what to do.
+
+    Args:
+        checkpoint: iteration of the checkpoint behind the predicted state.
+        next_checkpoint: iteration of the next one, which would keep the diverged state.
+    """
+    return (
+        "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
+        "cannot return to earlier batches: training continues from the diverged state. Stop the job before its "
+        f"next checkpoint (iteration {next_checkpoint}) and restart it with mode 'exact' to recompute from "
+        f"checkpoint {checkpoint}; give resume() the DataLoader itself to have this done for you"
+    )
 
 
 def _lost(restored: Restored, cause: str | None) -> str:
