@@ -1,10 +1,11 @@
 """Which plain torch set-ups CPSR refuses, each by name."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
-from cpsr.engines.optimizer_state import flat_view
+from cpsr.engines.flat_views import flat_view
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_supported", "unwrapped"]
@@ -16,8 +17,10 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return inner.module if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else module
 
 
-def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Check that the parameters are whole, apart in memory and all in the module.
+def require_supported(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]
+) -> None:
+    """Check that the parameters are whole, apart in memory, all in the module and each in one optimizer.
 
     Raises:
         UnsupportedEngineError: they are not; the message names the culprit.
@@ -30,16 +33,37 @@ def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer,
                 f"{type(submodule).__name__} splits parameters over ranks out of sight; use DistributedDataParallel, "
                 "or DeepSpeed's ZeRO-3 for sharded parameters"
             )
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise UnsupportedEngineError(
-                    f"parameter group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    f"is not in {type(module).__name__}; make it a parameter of the module"
-                )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise UnsupportedEngineError("the optimizer has no parameters: there is nothing to train")
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                _require_own(module, optimizer, index, parameter, names, owners)
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise UnsupportedEngineError(
+                f"the optimizer {type(optimizer).__name__} has no parameters: there is nothing to train"
+            )
     _require_no_overlap(module, names)
+
+
+def _require_own(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    parameter: torch.Tensor,
+    names: dict[int, str],
+    owners: dict[int, torch.optim.Optimizer],
+) -> None:
+    if id(parameter) not in names:
+        raise UnsupportedEngineError(
+            f"parameter group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+            f"is not in {type(module).__name__}; make it a parameter of the module"
+        )
+    owner = owners.setdefault(id(parameter), optimizer)
+    if owner is not optimizer:
+        raise UnsupportedEngineError(
+            f"{names[id(parameter)]} is in two optimizers, {type(owner).__name__} and {type(optimizer).__name__}; give "
+            "each parameter to one of them"
+        )
 
 
 def _require_no_overlap(module: torch.nn.Module, names: dict[int, str]) -> None:

@@ -38,18 +38,17 @@ class CatchingUp:
     complete steps: hooks run in the order of registration.
 
     Args:
-        optimizer: torch's, inside of an engine's wrapper.
+        optimizers: torch's, inside of an engine's wrapper.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._more = 0.0
         self._left: dict[str, float] = {}
         self._values: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}  # room of its own for each, so that no step allocates
-        self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._keep),
-            optimizer.register_step_post_hook(self._lengthen),
-        ]
+        self._hooks: list[RemovableHandle] = []
+        for one in optimizers:
+            self._hooks += [one.register_step_pre_hook(self._keep), one.register_step_post_hook(self._lengthen)]
 
     @property
     def left(self) -> Mapping[str, float]:

@@ -90,7 +90,7 @@ def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
 
 def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
     """Give an engine the state of a snapshot, in the order of a restart."""
-    views = dict(adapter.shard().tensors())
+    views = dict(adapter.shard(to_fill=True).tensors())
     assert views.keys() == snapshot["tensors"].keys()
     for key, view in views.items():
         view.copy_(snapshot["tensors"][key])
@@ -215,7 +215,7 @@ def check_longer_steps(build: Callable[[], Job]) -> None:
         run(job, 0, BEFORE)
         operators = job.adapter.shard().operators
         before = {name: one.parameter.values.clone() for name, one in operators.items()}
-        catching_up = CatchingUp(job.adapter.optimizer)
+        catching_up = CatchingUp(*job.adapter.optimizers)
         late = {name: Missed(one.parameter.values, missed) for name, one in operators.items()}
         catching_up.begin(late, factor)
         job.train_step(BEFORE)

@@ -40,7 +40,7 @@ class EngineState:
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly."""
-        live = dict(self._adapter.shard().tensors())
+        live = dict(self._adapter.shard(to_fill=True).tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():
                 live[key].copy_(values)
