@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class Expected:
         group_counts: keys of the parameter group that each step raises by one.
         group_changes: keys of the parameter group that steps change at all.
         attributes: numbers among the optimizer's own attributes that steps change.
+        attribute_counts: of these, what each step raises by one.
         obstacle: why the state at a later step cannot be predicted; None where it can.
     """
 
@@ -66,6 +67,7 @@ class Expected:
     group_counts: frozenset[str]
     group_changes: frozenset[str]
     attributes: frozenset[str]
+    attribute_counts: frozenset[str]
     obstacle: str | None
 
 
@@ -86,8 +88,17 @@ def probe(
     Raises:
         UnsupportedEngineError: the copy can take no step, or its state does not settle; the message says why.
     """
-    name = type(optimizer).__name__
     _require_probeable(optimizer)
+    found = _probed(optimizer, group, master, whole=whole)
+    if master.dim():
+        return found
+    # All that is kept for it is without dimensions, and looks like a count.
+    again = _probed(optimizer, group, torch.nn.Parameter(master.detach().reshape(1)), whole=whole)
+    return replace(found, counts=again.counts, obstacle=again.obstacle)
+
+
+def _probed(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool) -> Expected:
+    name = type(optimizer).__name__
     problems: list[str] = []
     for sparse in (False, True):
         with _untouched(optimizer, master.device):
@@ -254,19 +265,22 @@ def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.
         like = master if per_element and not whole else found
         place = torch.device("cpu") if found.device.type == "cpu" else master.device
         leaves[path] = Leaf(tuple(like.shape), like.stride(), found.dtype, place, per_element)
-    counts = _counts(before.numbers, last.numbers)
-    group_counts = _counts(before.group, last.group)
-    changes = frozenset(key for key, value in last.group.items() if first.group.get(key) != value)
-    attributes = frozenset(key for key, value in last.attributes.items() if first.attributes.get(key) != value)
+    counts, group_counts = _counts(before.numbers, last.numbers), _counts(before.group, last.group)
+    attribute_counts = _counts(before.attributes, last.attributes)
     return Expected(
         leaves,
         last.tree.form,
         counts,
         group_counts,
-        changes,
-        attributes,
-        _obstacle(name, seen, tensor, counts | group_counts),
+        _changed(first.group, last.group),
+        _changed(first.attributes, last.attributes),
+        attribute_counts,
+        _obstacle(name, seen, tensor, counts | group_counts | attribute_counts),
     )
+
+
+def _changed(first: dict[str, Any], last: dict[str, Any]) -> frozenset[str]:
+    return frozenset(key for key, value in last.items() if first.get(key) != value)
 
 
 def _counts(before: dict[str, Any], after: dict[str, Any]) -> frozenset[str]:

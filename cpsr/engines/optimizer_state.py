@@ -156,12 +156,14 @@ class OptimizerState:
                     rise = rises.get(id(updated.master), 1)
                     value = count.item() if isinstance(count, torch.Tensor) else count
                     known.tree.set_number(path, value + iterations * rise)
-        advanced = set[tuple[int, str]]()
-        for updated, known in found:
-            for key in known.expected.group_counts:
-                if key in updated.group and (id(updated.group), key) not in advanced:
-                    advanced.add((id(updated.group), key))
-                    updated.group[key] += iterations
+        for group, keys in {id(one.group): (one.group, known.expected.group_counts) for one, known in found}.values():
+            for key in keys & group.keys():
+                group[key] += iterations
+        own = {
+            (id(one.optimizer), key): one.optimizer for one, known in found for key in known.expected.attribute_counts
+        }
+        for (_, key), optimizer in own.items():
+            setattr(optimizer, key, getattr(optimizer, key) + iterations)
 
     def obstacle(self, every: Sequence[Updated]) -> str | None:
         """Why no step ahead can be predicted; None where weights and step counts are all that moves."""

@@ -163,7 +163,7 @@ class RestoredEntry:
         return torch.device("cpu") if place == "host" else self._device
 
 
-def earlier_form(known: Known, numbers: dict[str, Any]) -> Form:
+def earlier_form(known: Known, numbers: dict[str, Any]) -> Form | None:
     """The form of what earlier versions saved: all tensors, which they created before the first step, and `numbers`."""
     master, expected = known.updated.master, known.expected
     items = []
@@ -172,7 +172,7 @@ def earlier_form(known: Known, numbers: dict[str, Any]) -> Form:
             items.append([key, ["tensor", form[1], list(master.shape), list(master.stride()), form[4]]])
         elif key in numbers:
             items.append([key, form])
-    return ["dict", False, items]
+    return ["dict", False, items] if items else None
 
 
 def require_same_optimizers(every: Sequence[Updated], saved: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks
+from cpsr.engines.hooks import Hooks, StepHooks
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["TorchLoop"]
@@ -36,6 +36,7 @@ class TorchLoop:
         scaler: Any,
     ) -> None:
         self._module, self._optimizers, self._schedulers, self._scaler = module, optimizers, schedulers, scaler
+        self._step_hooks: list[StepHooks] = []
         self._stepped: list[Any] = []  # optimizers and schedulers, in the step in progress
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
@@ -55,9 +56,11 @@ class TorchLoop:
         hooks = self._hooks
         hooks.add(self._module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         hooks.add(self._module.register_forward_hook(self._after_forward))
-        for optimizer in self._optimizers:
-            hooks.add(optimizer.register_step_pre_hook(self._before_optimizer_step))
-            hooks.add(optimizer.register_step_post_hook(self._after_optimizer_step))
+        self._step_hooks = [
+            StepHooks(one, self._before_optimizer_step, self._after_optimizer_step) for one in self._optimizers
+        ]
+        for around in self._step_hooks:
+            hooks.add(around)
         if self._scaler is not None:
             hooks.wrap(self._scaler, "step", self._around_scaler_step)
             hooks.wrap(self._scaler, "update", self._around_scaler_update)
@@ -81,6 +84,8 @@ class TorchLoop:
         self._applied = False
         self._awaits_scheduler = False
         self._stepped = []
+        for around in self._step_hooks:
+            around.forget()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():

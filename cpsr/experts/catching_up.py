@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+
+from cpsr.engines.hooks import StepHooks
 
 __all__ = ["CatchingUp", "Missed"]
 
@@ -46,9 +47,7 @@ class CatchingUp:
         self._left: dict[str, float] = {}
         self._values: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}  # room of its own for each, so that no step allocates
-        self._hooks: list[RemovableHandle] = []
-        for one in optimizers:
-            self._hooks += [one.register_step_pre_hook(self._keep), one.register_step_post_hook(self._lengthen)]
+        self._hooks = [StepHooks(one, self._keep, self._lengthen) for one in optimizers]
 
     @property
     def left(self) -> Mapping[str, float]:
@@ -79,6 +78,8 @@ class CatchingUp:
     def forget(self) -> None:
         """Stop making up for iterations."""
         self._left, self._values, self._before = {}, {}, {}
+        for hook in self._hooks:
+            hook.forget()
 
     def close(self) -> None:
         """Remove the hooks."""

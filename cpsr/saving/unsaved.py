@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from cpsr.engines import EngineAdapter, TorchAdapter
+from cpsr.engines.hooks import StepHooks
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Unsaved"]
@@ -59,7 +60,7 @@ class Unsaved:
         self._report = report
         self._candidates: list[tuple[weakref.ref[Any], _Uses]] | None = None
         self._done = False
-        self._hook = adapter.optimizers[0].register_step_pre_hook(self._before_step)
+        self._hook = StepHooks(adapter.optimizers[0], self._before_step)
 
     def close(self) -> None:
         """Stop searching."""

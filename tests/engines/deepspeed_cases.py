@@ -276,7 +276,6 @@ def refusals() -> None:
     refused(offload, "offload_optimizer")
     autocast = {"enabled": True, "dtype": "bfloat16"}
     refused(configuration(1, "fp32", torch_autocast=autocast), "torch_autocast")
-    refused(configuration(1, "fp32"), "RMSprop", optimizer="rmsprop")
     refused(configuration(1, "fp32", managed_gradient_accumulation=False), "managed_gradient_accumulation")
     engine = initialize(TinyLM(), configuration(1, "fp32"))
     engine.lr_scheduler.extra = object()
