@@ -7,29 +7,11 @@ from operator import getitem, is_
 import torch
 
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.state_tree import StateTree
-from cpsr.errors import UnsupportedEngineError
+from cpsr.engines.state_tree import StateTree, flat_view
 
-__all__ = ["FlatViews", "flat_view"]
+__all__ = ["FlatViews"]
 
 _ALL = slice(None)
-
-
-def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """1-D view of a dense tensor in the order of its memory (so also of `channels_last` tensors).
-
-    Raises:
-        UnsupportedEngineError: the tensor's elements do not fill one block of memory (an expanded or strided view).
-    """
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        raise UnsupportedEngineError(
-            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: not one block of memory, so it has "
-            "no zero-copy view; make it contiguous before building the optimizer"
-        )
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Hooks:
 class StepHooks:
     """Hooks around the complete steps of one optimizer.
 
-    A subclass whose `step` calls that of its base has torch call hooks twice in one step: these come on the outside alone.
+    Where the `step` of a subclass calls that of its base, torch calls hooks twice in one step, and these once.
 
     Args:
         optimizer: torch's.

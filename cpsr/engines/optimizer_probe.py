@@ -19,7 +19,7 @@ from cpsr.engines.state_tree import Form, StateTree
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
-__all__ = ["Expected", "Leaf", "probe"]
+__all__ = ["Expected", "Leaf", "leaf_of", "probe"]
 
 STEPS = 3  # some create a part of their state in the second one; by the last two, counts are known
 # No value that an optimizer starts its state from: a tensor with it is a copy of the weights.
@@ -259,12 +259,10 @@ def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.
             f"what {name} keeps for a tensor changes its shape from step to step, and CPSR's buffers have one layout; "
             "use an optimizer whose state keeps its shape"
         )
-    leaves = {}
-    for path, found in last.tree.tensors.items():
-        per_element = found.shape == tensor.shape
-        like = master if per_element and not whole else found
-        place = torch.device("cpu") if found.device.type == "cpu" else master.device
-        leaves[path] = Leaf(tuple(like.shape), like.stride(), found.dtype, place, per_element)
+    leaves = {path: leaf_of(found, tensor.shape) for path, found in last.tree.tensors.items()}
+    if not whole:
+        shape, stride = tuple(master.shape), master.stride()
+        leaves = {path: replace(one, shape=shape, stride=stride) for path, one in leaves.items() if one.per_element}
     counts, group_counts = _counts(before.numbers, last.numbers), _counts(before.group, last.group)
     attribute_counts = _counts(before.attributes, last.attributes)
     return Expected(
@@ -277,6 +275,11 @@ def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.
         attribute_counts,
         _obstacle(name, seen, tensor, counts | group_counts | attribute_counts),
     )
+
+
+def leaf_of(found: torch.Tensor, shape: torch.Size) -> Leaf:
+    """The description of a tensor that is kept for one of this shape."""
+    return Leaf(tuple(found.shape), found.stride(), found.dtype, found.device, found.shape == shape)
 
 
 def _changed(first: dict[str, Any], last: dict[str, Any]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.optimizer_probe import Expected, probe
+from cpsr.engines.optimizer_probe import Expected, leaf_of, probe
 from cpsr.engines.outside_state import load_outside, outside_state
 from cpsr.engines.restored_entry import (
     Known,
@@ -21,7 +21,7 @@ from cpsr.engines.restored_entry import (
     optimizers_of,
     require_same_optimizers,
 )
-from cpsr.engines.state_tree import StateTree
+from cpsr.engines.state_tree import StateTree, flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
@@ -70,15 +70,16 @@ class OptimizerState:
             to_fill: memory of its own for absent ones: `load` makes it the optimizer's, where they were saved.
         """
         known = self._of(updated)
+        own, shape = known.tree.tensors, updated.master.shape
         found = {}
-        for path, leaf in known.expected.leaves.items():
-            if leaf.per_element or updated.whole:
-                own = known.tree.tensors.get(path)
-                absent = known.room_for if to_fill else known.nothing_for
-                found[path] = absent(path, leaf) if own is None else own
-        for path, tensor in known.tree.tensors.items():
-            if updated.whole or tensor.shape == updated.master.shape:
-                found.setdefault(path, tensor)
+        for path, leaf in (known.expected.leaves | {path: leaf_of(one, shape) for path, one in own.items()}).items():
+            if not (leaf.per_element or updated.whole):
+                continue
+            # What is not per element may be shared by tensors, and is written only where it was saved.
+            if path in own and not (to_fill and not leaf.per_element):
+                found[path] = own[path]
+            else:
+                found[path] = known.room_for(path, leaf) if to_fill else known.nothing_for(path, leaf)
         return found
 
     def scalars(self, every: Sequence[Updated], *, on_device: bool = False) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class OptimizerState:
             if others := {} if known.updated.whole else known.not_per_element():
                 rest[str(index)] = others
         names = [one.name for one in every]
-        saved = {"form": FORM, "forms": list(forms), "of": of, "names": names, "rest": rest}
+        saved = {"form": FORM, "forms": list(forms), "of": of, "names": names, "rest": rest, "strides": _strides(every)}
         return {"optimizer_steps": counts, "optimizer_state": saved | _described(found)}
 
     def load(self, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
@@ -133,8 +134,10 @@ class OptimizerState:
             known, numbers = self._of(updated), counts[index]
             form = earlier_form(known, numbers) if saved is None else json.loads(saved["forms"][saved["of"][index]])
             made.append(RestoredEntry(known, numbers, {} if saved is None else saved["rest"].get(str(index), {}), form))
-        for one in made:
+        for index, one in enumerate(made):
             one.put()
+            if saved is not None:
+                _lay_out(every[index], saved["strides"].get(str(index)))
         for known in self._known.values():
             known.room.clear()
         if saved is not None:
@@ -193,6 +196,22 @@ class OptimizerState:
         if key not in self._expected:  # the group is kept, so that its id is of no other
             self._expected[key] = updated.group, probe(optimizer, updated.group, master, whole=updated.whole)
         return self._expected[key][1]
+
+
+def _strides(every: Sequence[Updated]) -> dict[str, list[int]]:
+    """Of parameters whose memory is not in the order of their elements; some optimizers change that."""
+    whole = ((index, one.master) for index, one in enumerate(every) if one.whole and not one.master.is_contiguous())
+    return {str(index): list(master.stride()) for index, master in whole}
+
+
+def _lay_out(updated: Updated, stride: list[int] | None) -> None:
+    """Read the weights, which were restored in the order of their memory, in the order in which they were saved."""
+    master = updated.master
+    if not updated.whole or (stride is None and master.is_contiguous()) or list(master.stride()) == stride:
+        return
+    with torch.no_grad():
+        order = torch.empty(master.shape, device="meta").stride() if stride is None else stride
+        master.data = flat_view(master, updated.name).as_strided(master.shape, order)
 
 
 def _described(found: Sequence[Known]) -> dict[str, Any]:

@@ -112,14 +112,15 @@ class RestoredEntry:
     def __init__(self, known: Known, numbers: dict[str, Any], more: dict[str, torch.Tensor], form: Form | None) -> None:
         self._known, self._numbers, self._more = known, numbers, more
         self._device = known.updated.master.device
-        self._filled: list[tuple[torch.Tensor, Any]] = []
+        self._filled: list[tuple[torch.Tensor, Any]] = []  # tensors of the optimizer, and what comes into them
         self._state: Any = None if form is None else put_together(form, self._tensor, self._number)
 
     def put(self) -> None:
         """Nothing of what the optimizer had for the tensor stays, but the tensors that are filled."""
         updated = self._known.updated
-        for scalar, value in self._filled:
-            scalar.fill_(value)
+        with torch.no_grad():
+            for own, value in self._filled:
+                own.copy_(value)
         entry, state = updated.optimizer.state.get(updated.master), self._state
         if state is None:
             updated.optimizer.state.pop(updated.master, None)
@@ -132,7 +133,8 @@ class RestoredEntry:
     def _tensor(self, path: str, form: Form) -> torch.Tensor:
         kind, of = self._known.updated.kind, named(self._known.updated)
         dtype, shape, stride = dtype_of(form), tuple(form[2]), tuple(form[3])
-        brought = self._known.tree.tensors.get(path, self._known.room.get(path))
+        own = self._known.tree.tensors.get(path)
+        brought = self._known.room.get(path, own)
         if path in self._more:
             brought = self._more[path].to(self._place(form[4]), copy=True)
         if brought is None:
@@ -145,8 +147,10 @@ class RestoredEntry:
                 f"{path} of {of} was {form[1]} of shape {shape} when saved, and is {brought.dtype} of shape "
                 f"{tuple(brought.shape)} now; build {kind} as it was"
             )
-        if (tuple(brought.shape), brought.stride()) == (shape, stride):
-            return brought
+        if own is not None and (own.dtype, tuple(own.shape), own.stride()) == (dtype, shape, stride):
+            if brought is not own:
+                self._filled.append((own, brought))
+            return own
         return brought.detach().as_strided(shape, stride)  # the elements in the order of the memory, as saved
 
     def _number(self, path: str, form: Form) -> Any:
@@ -155,7 +159,9 @@ class RestoredEntry:
             return value
         own, dtype, place = self._known.tree.scalar(path), dtype_of(form), self._place(form[2])
         if isinstance(own, torch.Tensor) and (own.dtype, own.device) == (dtype, place):
-            self._filled.append((own, value))  # where it is: a CUDA graph may read it there
+            self._filled.append(
+                (own, torch.tensor(value, dtype=dtype, device="cpu"))
+            )  # where it is: a CUDA graph may read it there
             return own
         return torch.tensor(value, dtype=dtype, device=place)
 

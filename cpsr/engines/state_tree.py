@@ -20,7 +20,7 @@ import torch
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import number
 
-__all__ = ["Form", "StateTree", "dtype_of", "put_together"]
+__all__ = ["Form", "StateTree", "dtype_of", "flat_view", "put_together"]
 
 Form = list[Any]
 
@@ -175,6 +175,23 @@ def dtype_of(form: Form) -> torch.dtype:
     found = getattr(torch, form[1])
     assert isinstance(found, torch.dtype)
     return found
+
+
+def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """1-D view of a dense tensor in the order of its memory (so also of `channels_last` tensors).
+
+    Raises:
+        UnsupportedEngineError: the tensor's elements do not fill one block of memory (an expanded or strided view).
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        raise UnsupportedEngineError(
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: not one block of memory, so it has "
+            "no zero-copy view; make it contiguous before building the optimizer"
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _under(path: str, key: int | str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cpsr.engines.flat_views import flat_view
+from cpsr.engines.state_tree import flat_view
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_supported", "unwrapped"]

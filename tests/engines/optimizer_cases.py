@@ -1,6 +1,5 @@
 """Jobs with one optimizer or several, and a checkpoint of each on the disk; see `test_optimizer_state.py`."""
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from cpsr.checkpoint.verify import read_manifest
 from cpsr.engines import TorchAdapter
 from cpsr.predictor.line import LinePredictor
 from cpsr.qualify.conformance import seed
+from cpsr.qualify.models import lay_out
 from cpsr.qualify.recorder import Recorder
 from cpsr.restart.engine_state import EngineState
 from tests.device import DEVICE
@@ -30,7 +30,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, WIDTH, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, WIDTH, 3)
+        lay_out(self.conv, torch.channels_last)
         self.up = nn.Linear(WIDTH, 8)
         self.down = nn.Linear(8, WIDTH, bias=False)
         self.scale = nn.Parameter(torch.ones(()))
@@ -38,7 +39,8 @@ class Mixed(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         hidden = self.conv(images).mean((2, 3))
-        return ((self.down(torch.tanh(self.up(hidden))) * self.scale - hidden) ** 2).mean()
+        loss: torch.Tensor = ((self.down(torch.tanh(self.up(hidden))) * self.scale - hidden) ** 2).mean()
+        return loss
 
     @staticmethod
     def batch() -> torch.Tensor:
@@ -53,7 +55,8 @@ class Embedded(nn.Module):
         self.embed = nn.Embedding(9, 4, sparse=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return (self.embed(tokens) ** 2).mean()
+        loss: torch.Tensor = (self.embed(tokens) ** 2).mean()
+        return loss
 
     @staticmethod
     def batch() -> torch.Tensor:
@@ -165,8 +168,8 @@ def differences(found: Any, expected: Any, place: str = "") -> list[str]:
             return [f"{place}: {len(found)} items for {len(expected)}"]
         pairs = enumerate(zip(found, expected, strict=True))
         return [one for index, (a, b) in pairs for one in differences(a, b, f"{place}.{index}")]
-    same = found == expected and math.copysign(1, found) == math.copysign(1, expected) if found == 0.0 else None
-    return [] if (found == expected if same is None else same) else [f"{place}: {found!r} for {expected!r}"]
+    # Numbers to the sign of a zero.
+    return [] if repr(found) == repr(expected) else [f"{place}: {found!r} for {expected!r}"]
 
 
 def check_resumed(make: Make, directory: Path, model: type[Any] = Mixed, at: int = 3) -> Job:
@@ -208,6 +211,23 @@ class AveragingAdamW(torch.optim.AdamW):
         return result
 
 
+class Sharing(torch.optim.SGD):
+    """One table in the state of all tensors, and weights that it lays out anew in its first step."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.table = torch.arange(3.0, device=DEVICE)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data = parameter.data.contiguous()
+                state = self.state[parameter]
+                state.setdefault("table", self.table)
+                parameter.sub_(parameter.grad * state["table"].mean(), alpha=0.1)
+
+
 class Nested(torch.optim.Optimizer):
     """State of every kind and depth, created in its first and its second step."""
 
@@ -224,7 +244,8 @@ class Nested(torch.optim.Optimizer):
                 if not state:
                     self._create(state, parameter)
                 self._move(state, parameter, group["lr"])
-        self.state["calls"] = self.state.get("calls", 0) + 1  # of no parameter
+        beside: dict[Any, Any] = self.state  # of no parameter
+        beside["calls"] = beside.get("calls", 0) + 1
 
     def _create(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
         rows = parameter.shape[0] if parameter.dim() else 1

@@ -25,6 +25,7 @@ from tests.engines.optimizer_cases import (
     Make,
     Mixed,
     Nested,
+    Sharing,
     check_resumed,
     differences,
     manifest_of,
@@ -108,6 +109,7 @@ def test_what_runs_the_module_itself_is_refused(name: str) -> None:
 OF_THEIR_OWN: dict[str, tuple[type[Any], Make]] = {
     "a subclass that keeps more": (Mixed, lambda module: AveragingAdamW(module.parameters(), lr=0.01)),
     "nested state": (Mixed, lambda module: Nested(module.parameters())),
+    "shared state, and weights laid out anew": (Mixed, lambda module: Sharing(module.parameters())),
     "groups": (Mixed, lambda module: grouped(module)),
     "Muon and AdamW": (Mixed, lambda module: muon_and_adamw(module)),
     "three optimizers": (Mixed, lambda module: [*muon_and_adamw(module)[:1], *split(two_dimensional(module)[1])]),
@@ -161,10 +163,7 @@ def schedule_free(name: str) -> Make:
 
 
 def adafactor_of_transformers(module: nn.Module) -> Any:
-    pytest.importorskip("transformers")
-    from transformers.optimization import Adafactor
-
-    return Adafactor(module.parameters(), beta1=0.9)
+    return pytest.importorskip("transformers.optimization").Adafactor(module.parameters(), beta1=0.9)
 
 
 OF_OTHERS: dict[str, tuple[type[Any], Make]] = {
