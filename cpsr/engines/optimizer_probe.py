@@ -6,6 +6,7 @@ yet. Both need to know the state's tensors, and no class is known here by name.
 
 import copy
 import inspect
+import itertools
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -253,7 +254,7 @@ def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.Tensor, *, whole: bool) -> Expected:
-    first, before, last = seen[0], seen[-2], seen[-1]
+    before, last = seen[-2], seen[-1]
     if before.layout() != last.layout():
         raise UnsupportedEngineError(
             f"what {name} keeps for a tensor changes its shape from step to step, and CPSR's buffers have one layout; "
@@ -270,8 +271,8 @@ def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.
         last.tree.form,
         counts,
         group_counts,
-        _changed(first.group, last.group),
-        _changed(first.attributes, last.attributes),
+        _changed([one.group for one in seen]),
+        _changed([one.attributes for one in seen]),
         attribute_counts,
         _obstacle(name, seen, tensor, counts | group_counts | attribute_counts),
     )
@@ -282,8 +283,10 @@ def leaf_of(found: torch.Tensor, shape: torch.Size) -> Leaf:
     return Leaf(tuple(found.shape), found.stride(), found.dtype, found.device, found.shape == shape)
 
 
-def _changed(first: dict[str, Any], last: dict[str, Any]) -> frozenset[str]:
-    return frozenset(key for key, value in last.items() if first.get(key) != value)
+def _changed(seen: list[dict[str, Any]]) -> frozenset[str]:
+    """What a step changes; what it adds, and leaves as it is from then on, is a setting."""
+    pairs = itertools.pairwise(seen)
+    return frozenset(key for before, after in pairs for key in before if before[key] != after.get(key))
 
 
 def _counts(before: dict[str, Any], after: dict[str, Any]) -> frozenset[str]:

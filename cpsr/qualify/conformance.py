@@ -18,7 +18,7 @@ from cpsr.engines.moe.operators import Expert
 from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
-from cpsr.state.codec import decode, encode
+from cpsr.state.codec import decode, encode, same
 from cpsr.state.small_state import SmallState
 
 __all__ = [
@@ -119,7 +119,7 @@ def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
             same = torch.equal(as_bytes(actual[key]), as_bytes(value))
             assert same, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
         else:
-            assert actual[key] == value, f"{key}: {actual[key]} != {value}"
+            assert same(actual[key], value), f"{key}: {actual[key]} != {value}"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
