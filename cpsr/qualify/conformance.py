@@ -116,8 +116,8 @@ def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             assert actual[key].dtype == value.dtype
             assert actual[key].shape == value.shape, f"{key}: {actual[key].shape} != {value.shape}"
-            same = torch.equal(as_bytes(actual[key]), as_bytes(value))
-            assert same, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
+            equal = torch.equal(as_bytes(actual[key]), as_bytes(value))
+            assert equal, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
         else:
             assert same(actual[key], value), f"{key}: {actual[key]} != {value}"
 
