@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import getitem, is_
+from operator import is_
 
 import torch
 
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.state_tree import StateTree, flat_view
+from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
 
 __all__ = ["FlatViews"]
 
@@ -16,14 +16,14 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class _Views:
-    """Views, and what they were made of; `addresses` and `strides` are of the master and the state's tensors."""
+    """Views, and what they were made of; `addresses` are of the master and the state's tensors."""
 
     updated: Updated
     owned: slice
     tree: StateTree
     tensors: list[torch.Tensor]
     addresses: list[int]
-    strides: list[tuple[int, ...]]
+    layout: tuple[tuple[int, ...], tuple[int, ...]]
     values: torch.Tensor
     moments: dict[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ class _Views:
             and self.owned == owned
             and self.tree is tree
             and self.addresses == [tensor.data_ptr() for tensor in self.tensors]
-            and self.strides == [tensor.stride() for tensor in self.tensors]
+            and self.layout == (tuple(updated.master.shape), updated.master.stride())
         )
 
 
@@ -102,7 +102,7 @@ class FlatViews:
             tree,
             tensors,
             [tensor.data_ptr() for tensor in tensors],
-            [tensor.stride() for tensor in tensors],
+            (tuple(updated.master.shape), updated.master.stride()),
             flat_view(updated.master, name)[owned],
             {path: _flat(one, f"{path} of {name}")[part] for path, one in found.items()},
         )
@@ -114,30 +114,20 @@ class _Sources:
     def __init__(self, kept: list[_Views]) -> None:
         distinct = list({id(views.updated.master): views for views in kept}.values())
         self._masters = [views.updated.master for views in distinct]
-        self._entries = [views.tree.entry for views in distinct]
-        self._containers = [one for views in distinct for one in views.tree.containers]
-        self._lengths = [length for views in distinct for length in views.tree.lengths]
-        self._within = [one for views in distinct for one in views.tree.within]
-        self._keys = [key for views in distinct for key in views.tree.keys]
-        self._values = [value for views in distinct for value in views.tree.values]
+        self._trees = StateTrees([views.tree for views in distinct])
         self._tensors = [tensor for views in distinct for tensor in views.tensors]
         self._addresses = [address for views in distinct for address in views.addresses]
-        self._strides = [stride for views in distinct for stride in views.strides]
+        self._strides = [views.layout[1] for views in distinct]
 
     def unchanged(self, every: Sequence[Updated]) -> bool:
         """See `FlatViews.unchanged`."""
-        try:
-            return (
-                len(every) == len(self._masters)
-                and all(map(is_, [one.master for one in every], self._masters))
-                and all(map(is_, [one.optimizer.state.get(one.master) for one in every], self._entries))
-                and list(map(len, self._containers)) == self._lengths
-                and all(map(is_, map(getitem, self._within, self._keys), self._values))
-                and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-                and [tensor.stride() for tensor in self._tensors] == self._strides
-            )
-        except (KeyError, IndexError):
-            return False
+        return (
+            len(every) == len(self._masters)
+            and all(map(is_, [one.master for one in every], self._masters))
+            and self._trees.same([one.optimizer.state.get(one.master) for one in every])
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and [master.stride() for master in self._masters] == self._strides
+        )
 
 
 def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:

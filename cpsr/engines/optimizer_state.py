@@ -6,6 +6,7 @@ A fresh optimizer gets from this exactly the state that was saved: what it had n
 import json
 import math
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from cpsr.engines.restored_entry import (
     optimizers_of,
     require_same_optimizers,
 )
-from cpsr.engines.state_tree import StateTree, flat_view
+from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
@@ -50,6 +51,7 @@ class OptimizerState:
 
     def __init__(self) -> None:
         self._known: dict[int, Known] = {}  # by the id of the tensor
+        self._described: _Described | None = None
         self._expected: dict[tuple[Any, ...], tuple[dict[str, Any], Expected]] = {}
 
     def tree(self, updated: Updated) -> StateTree:
@@ -89,23 +91,14 @@ class OptimizerState:
             every: all that is updated, in a fixed order.
             on_device: leave numbers of a CUDA device there, as `DeviceNumber`s.
         """
-        counts: list[dict[str, Any]] = []
-        forms: dict[str, int] = {}
-        of: list[int] = []
-        rest: dict[str, dict[str, torch.Tensor]] = {}
-        found = [self._of(updated) for updated in every]
-        for index, known in enumerate(found):
-            numbers = known.numbers(on_device=on_device)
-            place = forms.setdefault(known.tree.key, len(forms))
-            # One object for what is alike, as step counts are: it is then encoded once. Zeros may differ in their sign.
-            alike = bool(of) and place == of[-1] and numbers == counts[-1] and 0.0 not in numbers.values()
-            counts.append(counts[-1] if alike else numbers)
-            of.append(place)
-            if others := {} if known.updated.whole else known.not_per_element():
-                rest[str(index)] = others
-        names = [one.name for one in every]
-        saved = {"form": FORM, "forms": list(forms), "of": of, "names": names, "rest": rest, "strides": _strides(every)}
-        return {"optimizer_steps": counts, "optimizer_state": saved | _described(found)}
+        described = self._described
+        if described is None or not described.holds(every):
+            described = self._described = _Described([self._of(updated) for updated in every])
+        numbers = described.numbers(on_device=on_device)
+        if numbers is None:  # one was replaced by another type
+            described = self._described = _Described([self._look(updated) for updated in every])
+            numbers = described.numbers(on_device=on_device)
+        return {"optimizer_steps": numbers, "optimizer_state": described.form() | {"strides": _strides(every)}}
 
     def load(self, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
         """Give the optimizers the state that was saved; its tensors are in `tensors(..., to_fill=True)`.
@@ -184,6 +177,11 @@ class OptimizerState:
             known.look()
         return known
 
+    def _look(self, updated: Updated) -> Known:
+        known = self._of(updated)
+        known.look()
+        return known
+
     def _expect(self, updated: Updated) -> Expected:
         master, optimizer = updated.master, updated.optimizer
         if keeps_state_in_kernel(optimizer, master.device):
@@ -214,20 +212,67 @@ def _lay_out(updated: Updated, stride: list[int] | None) -> None:
         master.data = flat_view(master, updated.name).as_strided(master.shape, order)
 
 
-def _described(found: Sequence[Known]) -> dict[str, Any]:
-    """The optimizers: their classes, their groups, and what they keep beside their state for parameters."""
-    every = [known.updated for known in found]
-    expected = {id(known.expected): known for known in found}.values()
-    optimizers, device = optimizers_of(every), every[0].master.device
-    own = {id(one): set[str]() for one in optimizers}
-    for known in expected:
-        own[id(known.updated.optimizer)] |= known.expected.attributes
-    return {
-        "classes": [type(one).__name__ for one in optimizers],
-        "groups": [group_sizes(every, one) for one in optimizers],
-        "changes": sorted({key for known in expected for key in known.expected.group_changes}),
-        "outside": [outside_state(one, own[id(one)], device) for one in optimizers],
-    }
+class _Described:
+    """The small state of all that is updated: its form, made once, and the numbers, read each time.
+
+    Args:
+        found: what is known of each tensor, in order.
+    """
+
+    def __init__(self, found: Sequence[Known]) -> None:
+        self._every = [known.updated for known in found]
+        self._trees = [known.tree for known in found]
+        self._together = StateTrees(self._trees)
+        self._optimizers = optimizers_of(self._every)
+        self._attributes: list[set[str]] = [set() for _ in self._optimizers]
+        changes = set[str]()
+        for known in {id(known.expected): known for known in found}.values():
+            place = next(i for i, one in enumerate(self._optimizers) if one is known.updated.optimizer)
+            self._attributes[place] |= known.expected.attributes
+            changes |= known.expected.group_changes
+        forms: dict[str, int] = {}
+        places = [forms.setdefault(tree.key, len(forms)) for tree in self._trees]
+        flat = [(index, known) for index, known in enumerate(found) if not known.updated.whole]
+        self._form = {
+            "form": FORM,
+            "forms": list(forms),
+            "of": places,
+            "names": [one.name for one in self._every],
+            "rest": {str(index): rest for index, known in flat if (rest := known.not_per_element())},
+            "classes": [type(one).__name__ for one in self._optimizers],
+            "groups": [group_sizes(self._every, one) for one in self._optimizers],
+            "changes": sorted(changes),
+        }
+
+    def holds(self, every: Sequence[Updated]) -> bool:
+        """Whether it is of the present state, but for the numbers."""
+        return (
+            len(every) == len(self._every)
+            and all(map(is_, [one.master for one in every], [one.master for one in self._every]))
+            and all(map(is_, [one.group for one in every], [one.group for one in self._every]))
+            and self._together.same([one.optimizer.state.get(one.master) for one in every])
+        )
+
+    def numbers(self, *, on_device: bool) -> list[dict[str, Any]] | None:
+        """Of each tensor; None where one has another type than it had."""
+        found: list[dict[str, Any]] = []
+        kinds: tuple[Any, ...] | None = None
+        for tree in self._trees:
+            numbers = tree.numbers(on_device=on_device)
+            if numbers is None:
+                return None
+            # One object for what is alike, as step counts are: it is then encoded once. Zeros may differ in their sign.
+            if kinds == tree.kinds and numbers == found[-1] and 0.0 not in numbers.values():
+                numbers = found[-1]
+            found.append(numbers)
+            kinds = tree.kinds
+        return found
+
+    def form(self) -> dict[str, Any]:
+        """Everything but the numbers."""
+        device = self._every[0].master.device
+        owned = zip(self._optimizers, self._attributes, strict=True)
+        return self._form | {"outside": [outside_state(one, own, device) for one, own in owned]}
 
 
 def keeps_state_in_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

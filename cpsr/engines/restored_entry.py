@@ -67,15 +67,6 @@ class Known:
         updated = self.updated
         self.tree = StateTree(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
 
-    def numbers(self, *, on_device: bool) -> dict[str, Any]:
-        """The state's numbers; see `StateTree.numbers`."""
-        found = self.tree.numbers(on_device=on_device)
-        if found is None:  # one was replaced by another type
-            self.look()
-            found = self.tree.numbers(on_device=on_device)
-        assert found is not None
-        return found
-
     def not_per_element(self) -> dict[str, torch.Tensor]:
         """The tensors that have another shape than the one that they are for."""
         shape = self.updated.master.shape

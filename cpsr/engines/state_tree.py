@@ -11,7 +11,7 @@ The form is plain data, from which the state is made again without knowledge of 
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import getitem, is_
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import number
 
-__all__ = ["Form", "StateTree", "dtype_of", "flat_view", "put_together"]
+__all__ = ["Form", "StateTree", "StateTrees", "dtype_of", "flat_view", "put_together"]
 
 Form = list[Any]
 
@@ -42,6 +42,7 @@ class StateTree:
         tensors: those with dimensions, by path.
         containers, lengths: every mapping and sequence, and how many items it has.
         within, keys, values: container, key and object of everything but numbers.
+        kinds: types of the numbers.
 
     Raises:
         UnsupportedEngineError: an object that is not plain data; the message names it.
@@ -58,6 +59,7 @@ class StateTree:
         self.values: list[Any] = []
         self.form: Form | None = None if entry is None else self._form_of(entry, "")
         self.lengths = list(map(len, self.containers))
+        self.kinds = tuple(kind for _, _, kind in self._numbers.values())
         self.key = json.dumps(self.form)
 
     def same(self) -> bool:
@@ -75,14 +77,19 @@ class StateTree:
             on_device: leave those of a CUDA device there, as `DeviceNumber`s.
         """
         found: dict[str, Any] = {}
-        for path, (container, key, kind) in self._numbers.items():
-            try:
+        try:
+            for path, (container, key, kind) in self._numbers.items():
                 value = container[key]
-            except (KeyError, IndexError):
-                return None
-            if _number_kind(value) != kind:
-                return None
-            found[path] = number(value, on_device=on_device) if isinstance(value, torch.Tensor) else value
+                if isinstance(value, torch.Tensor):  # this runs at every step of a GPU
+                    if value.dim() or (value.dtype, value.device) != kind:
+                        return None
+                    found[path] = number(value, on_device=on_device)
+                elif type(value) is kind:
+                    found[path] = value
+                else:
+                    return None
+        except (KeyError, IndexError):
+            return None
         return found
 
     def scalar(self, path: str) -> Any:
@@ -145,6 +152,34 @@ class StateTree:
             f"optimizer {self._owner} keeps {path or 'its state'}: {what}. CPSR saves numbers, texts, plain tensors, "
             "and dicts, lists and tuples of these, and never pickles"
         )
+
+
+class StateTrees:
+    """Several trees, which are compared without a call for each.
+
+    Args:
+        trees: of the state of several tensors.
+    """
+
+    def __init__(self, trees: Sequence[StateTree]) -> None:
+        self._entries = [tree.entry for tree in trees]
+        self._containers = [one for tree in trees for one in tree.containers]
+        self._lengths = [length for tree in trees for length in tree.lengths]
+        self._within = [one for tree in trees for one in tree.within]
+        self._keys = [key for tree in trees for key in tree.keys]
+        self._values = [value for tree in trees for value in tree.values]
+
+    def same(self, entries: list[Any]) -> bool:
+        """Whether these are the entries of all trees, and `StateTree.same` is true of each."""
+        try:
+            return (
+                len(entries) == len(self._entries)
+                and all(map(is_, entries, self._entries))
+                and list(map(len, self._containers)) == self._lengths
+                and all(map(is_, map(getitem, self._within, self._keys), self._values))
+            )
+        except (KeyError, IndexError):
+            return False
 
 
 def put_together(
