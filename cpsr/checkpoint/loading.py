@@ -113,10 +113,16 @@ def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> Ope
         numel=operator.parameter.numel,
         dtype=dtype_name(operator.parameter.values.dtype),
         iteration=operator.iteration,
-        moments={moment: dtype_name(values.dtype) for moment, values in operator.moments.items()},
+        moments={moment: _described_moment(values, operator) for moment, values in operator.moments.items()},
         xxh3_128=xxh3_128,
         block=operator.parameter.block,
     )
+
+
+def _described_moment(values: torch.Tensor, operator: OperatorState) -> str:
+    """Its type; also its size where it is not of the parameter's: `float32[64]`."""
+    size = "" if values.numel() == operator.parameter.numel else f"[{values.numel()}]"
+    return f"{dtype_name(values.dtype)}{size}"
 
 
 def tensor_record(tensor: torch.Tensor) -> TensorRecord:
@@ -145,9 +151,9 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard, froz
             changed = {f"{kind}/{name}" for kind in ("param", "frozen")} <= wanted.keys() | saved.keys()
             why = " A weight that begins or ceases to train makes another run." if changed else ""
             raise RunMismatchError(
-                f"{directory} is of another model or another split over ranks; the first difference is {key}: saved "
+                f"{directory} is of another model, optimizer or split over ranks; the first difference is {key}: saved "
                 f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}.{why} Nothing was "
-                "changed; use the model it was saved from, or another run_dir"
+                "changed; use the model and the optimizer it was saved from, or another run_dir"
             )
 
 

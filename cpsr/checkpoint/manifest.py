@@ -89,7 +89,7 @@ class OperatorRecord(_RecordOfSome):
     numel: Count
     dtype: str
     iteration: Count
-    moments: dict[str, str] = Field(description="moment -> dtype")
+    moments: dict[str, str] = Field(description="moment -> dtype, and its size where that is not numel")
     saved_by: Count | None = Field(
         default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.replicated`)"
     )

@@ -98,12 +98,16 @@ class EngineAdapter(Protocol):
         """Whose forward is called for training; on a pipeline, this rank's stage."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Torch's own, inside of the engine's wrapper: its hooks around a step see the weights of `shard()` change.
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch's own, inside of the engine's wrapper: hooks around their steps see the weights of `shard()` change.
 
-        What a hook writes into them is what training goes on with. An engine may call it several times in a step, each
+        What a hook writes into them is what training goes on with. An engine may call one several times in a step, each
         time with some of its parameter groups.
         """
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The last of `optimizers`: with it a step ends."""
 
     @property
     def loop_parts(self) -> list[Any]:
@@ -126,8 +130,12 @@ class EngineAdapter(Protocol):
         `cpsr.engines.naming.module_identity`).
         """
 
-    def shard(self) -> Shard:
-        """Views of this rank's state; creates the optimizer's lazily created state where it is still absent.
+    def shard(self, to_fill: bool = False) -> Shard:
+        """Views of this rank's state. State that an optimizer has still to create is zeros, which cannot be written.
+
+        Args:
+            to_fill: for a restart: memory in the place of absent state. `load_scalars` then makes it the optimizer's
+                where it was saved, and drops it where it was absent.
 
         Raises:
             UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
@@ -153,7 +161,11 @@ class EngineAdapter(Protocol):
         """
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Put back what `scalars()` returned, learning rates in the parameter groups included."""
+        """Put back what `scalars()` returned, learning rates in the parameter groups included.
+
+        Raises:
+            UnsupportedEngineError: of other optimizers, groups or parts; the message names the first difference.
+        """
 
     def random_states(self) -> dict[str, Any]:
         """Random states that the engine keeps beside torch's generators, as plain data; empty if it keeps none."""
@@ -170,6 +182,12 @@ class EngineAdapter(Protocol):
 
     def second_moment_decay(self) -> float:
         """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
+
+    def prediction_obstacle(self) -> str | None:
+        """Why no later state can be predicted, one clause for people; None where one can.
+
+        Weights must be moved by steps, and beside weights and moments only counts of steps may change.
+        """
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.

@@ -41,6 +41,7 @@ from cpsr.engines.naming import (
     parameters_outside,
     tensor_identity,
 )
+from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -82,9 +83,11 @@ class DeepSpeedAdapter:
         self._schedule = Schedule(engine.lr_scheduler)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
-        self._views = FlatViews()
-        self._updated: list[torch.Tensor] = []  # masters that `_named` is of
+        self._state = OptimizerState()
+        self._views = FlatViews(self._state)
+        self._masters: list[torch.Tensor] = []  # that `_named` is of
         self._named: list[tuple[str, MasterSlice]] = []
+        self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
         self._loop = DeepSpeedLoop(engine, self._pipeline)
         self._has_experts = has_experts(engine.module)
         self._capacities = Capacities(engine.module)
@@ -111,8 +114,13 @@ class DeepSpeedAdapter:
         return module
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         """Torch's own; ZeRO 1 and 2 step it once for each parameter group."""
+        return [torch_optimizer(self._engine)]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The only one."""
         return torch_optimizer(self._engine)
 
     @property
@@ -153,38 +161,35 @@ class DeepSpeedAdapter:
             "module": module_identity(engine.module, self._frozen(), tensors, self._rename),
         }
 
-    def shard(self) -> Shard:
+    def shard(self, to_fill: bool = False) -> Shard:
         """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
-        iteration, optimizer = self.iteration, torch_optimizer(self._engine)
-        updated = masters(self._engine.optimizer)
-        groups = {id(master): optimizer.param_groups[group] for group, master in updated}
+        updated = {id(one.master): one for one in self._updated()}
         operators = {}
-        for name, piece in self._pieces([master for _, master in updated]):
+        for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
-            values, moments = self._views.of(name, optimizer, groups[id(piece.master)], piece.master, owned)
+            values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
-            operators[name] = OperatorState(name, parameter, moments, iteration)
+            operators[name] = OperatorState(name, parameter, moments, self.iteration)
         return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        updated = [master for _, master in masters(self._engine.optimizer)]
-        if not self._views.unchanged(torch_optimizer(self._engine), updated):
+        if not self._views.unchanged(self._updated()):
             return None
         buffers = named_buffers(self._engine.module, self._rename) if shard.others else {}
         return Shard(shard.operators, buffers, shard.frozen)
 
-    def _pieces(self, updated: list[torch.Tensor]) -> list[tuple[str, MasterSlice]]:
-        """What this rank owns of the masters, with the operators' names; looked up where these are not as last time."""
-        if len(updated) != len(self._updated) or any(map(operator.is_not, updated, self._updated)):
+    def _updated(self) -> list[Updated]:
+        """What the optimizer updates on this rank; names and slices are looked up where it is not as last time."""
+        found = masters(self._engine.optimizer)
+        now = [master for _, master in found]
+        if len(now) != len(self._masters) or any(map(operator.is_not, now, self._masters)):
             self._named = [(self._name(piece), piece) for piece in master_slices(self._engine.optimizer)]
-            self._updated = updated
-        return self._named
-
-    def _create_state(self) -> None:
+            self._masters = now
+            self._whole = {id(piece.master): name for name, piece in self._named if piece.is_whole}
         optimizer = torch_optimizer(self._engine)
-        for group, master in masters(self._engine.optimizer):
-            optimizer_state.create_absent(optimizer, optimizer.param_groups[group], master)
+        groups = optimizer.param_groups
+        return [Updated(optimizer, groups[index], one, self._whole.get(id(one), "")) for index, one in found]
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
@@ -229,7 +234,6 @@ class DeepSpeedAdapter:
         Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
         """
         engine, optimizer = self._engine, torch_optimizer(self._engine)
-        self._create_state()
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
         counters["micro_steps"] -= counters["micro_steps"] % int(engine.gradient_accumulation_steps())
         return {
@@ -240,7 +244,7 @@ class DeepSpeedAdapter:
                 for name in _LOSS_SCALE_VALUES
                 if hasattr(scaler, name)
             },
-            "optimizer_steps": optimizer_state.step_scalars(optimizer, self._masters(), on_device=on_device),
+            **self._state.scalars(self._updated(), on_device=on_device),
             "param_groups": optimizer_state.hyperparameters(optimizer),
             "schedule": self._schedule.state(),
         }
@@ -248,8 +252,7 @@ class DeepSpeedAdapter:
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
         engine, optimizer = self._engine, torch_optimizer(self._engine)
-        self._create_state()
-        optimizer_state.load_step_scalars(optimizer, self._masters(), scalars["optimizer_steps"])
+        self._state.load(self._updated(), scalars)
         rates = [group["lr"] for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
         optimizer_state.load_hyperparameters(optimizer, scalars["param_groups"])
@@ -259,9 +262,6 @@ class DeepSpeedAdapter:
             for name, value in scalars["loss_scale"].items():
                 setattr(scaler, name, value)
         self._loop.forget_step()
-
-    def _masters(self) -> list[torch.Tensor]:
-        return [master for _, master in masters(self._engine.optimizer)]
 
     def _loss_scalers(self) -> list[Any]:
         """The one object with the running loss scale, none where the precision needs none."""
@@ -278,22 +278,25 @@ class DeepSpeedAdapter:
 
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
-        return optimizer_state.learning_rate(torch_optimizer(self._engine))
+        return optimizer_state.learning_rate(self.optimizers)
 
     def second_moment_decay(self) -> float:
         """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
-        return optimizer_state.second_moment_decay(torch_optimizer(self._engine))
+        return optimizer_state.second_moment_decay(self.optimizers)
+
+    def prediction_obstacle(self) -> str | None:
+        """What the optimizer keeps that no step ahead can be predicted of."""
+        return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
         engine = self._engine
-        self._create_state()
         rates = []
         for _ in range(iterations):
             rates.append(self.learning_rate())
             self._schedule.advance()
             advance_loss_scale(engine.optimizer)
-        optimizer_state.advance_steps(torch_optimizer(engine), self._masters(), iterations)
+        self._state.advance(self._updated(), iterations)
         engine.global_steps += iterations
         engine.global_samples += iterations * engine.train_batch_size()
         if not self._pipeline:  # pipelines leave this counter at zero

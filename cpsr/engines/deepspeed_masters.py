@@ -50,6 +50,11 @@ class MasterSlice:
     global_shape: tuple[int, ...]
     offset: int = 0
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether `master` is this parameter and nothing else."""
+        return self.numel == self.master.numel() and tuple(self.master.shape) == self.global_shape
+
 
 def torch_optimizer(engine: Any) -> torch.optim.Optimizer:
     """The optimizer with the state, inside DeepSpeed's wrapper."""
@@ -57,7 +62,7 @@ def torch_optimizer(engine: Any) -> torch.optim.Optimizer:
     inner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedEngineError(
-            f"{type(optimizer).__name__} holds {type(inner).__name__}, not a torch optimizer; use Adam, AdamW or SGD"
+            f"{type(optimizer).__name__} holds {type(inner).__name__}, not a torch optimizer; use one"
         )
     return inner
 

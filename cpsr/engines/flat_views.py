@@ -1,13 +1,14 @@
 """1-D views of what an optimizer updates and of its state for it, made anew only where a tensor was replaced."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
 
 import torch
 
-from cpsr.engines import optimizer_state
+from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.engines.sharded import is_distributed, local
+from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
 
 __all__ = ["FlatViews"]
 
@@ -16,30 +17,33 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class _Views:
-    """Views, and what they were made of; `addresses` are of the master and its moments, in this order."""
+    """Views, and what they were made of; `addresses` are of the master and the state's tensors."""
 
-    master: torch.Tensor
+    updated: Updated
     owned: slice
-    layout: tuple[tuple[int, ...], tuple[int, ...]]
-    entries: int
-    sources: dict[str, torch.Tensor]
+    tree: StateTree
+    tensors: list[torch.Tensor]
     addresses: list[int]
+    layout: tuple[tuple[int, ...], tuple[int, ...]]
     values: torch.Tensor
     moments: dict[str, torch.Tensor]
 
-    def of(self, master: torch.Tensor, owned: slice, state: dict[str, Any]) -> bool:
+    def of(self, updated: Updated, owned: slice, tree: StateTree) -> bool:
         """Whether these are what would be made now.
 
         An address is of the same memory as before: the views keep that from being freed and given to another tensor.
         """
         return (
-            self.master is master
+            self.updated.master is updated.master
             and self.owned == owned
-            and self.entries == _entries(state)
-            and self.layout == (tuple(master.shape), master.stride())
-            and all(state.get(key) is source for key, source in self.sources.items())
-            and self.addresses == [local(tensor).data_ptr() for tensor in (master, *self.sources.values())]
+            and self.tree is tree
+            and self.addresses == [local(tensor).data_ptr() for tensor in self.tensors]
+            and self.layout == (tuple(updated.master.shape), updated.master.stride())
         )
+
+    def placed(self) -> list[tuple[torch.Tensor, int]]:
+        """Each of the tensors, and where it was."""
+        return list(zip(self.tensors, self.addresses, strict=True))
 
 
 class FlatViews:
@@ -47,116 +51,98 @@ class FlatViews:
 
     Making them takes tens of microseconds for each operator, on the training thread at every snapshot; looking whether
     they still are the engine's tensors takes a few.
+
+    Args:
+        state: of the optimizers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
         self._kept: dict[str, _Views] = {}
         self._sources: _Sources | None = None  # of all that are kept
 
     def of(
-        self,
-        name: str,
-        optimizer: torch.optim.Optimizer,
-        group: dict[str, Any],
-        master: torch.Tensor,
-        owned: slice = _ALL,
+        self, name: str, updated: Updated, owned: slice = _ALL, *, to_fill: bool = False
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Weights and moments of one operator; moments that are still absent are created.
+        """Weights and optimizer state of one operator.
 
         Args:
             name: of the operator.
-            optimizer: the torch optimizer that updates `master`.
-            group: the parameter group of `master`.
-            master: the tensor that the optimizer updates.
-            owned: the operator's elements in the flattened `master`.
+            updated: the tensor that the optimizer updates.
+            owned: the operator's elements in that tensor, flattened, where it is of several operators.
+            to_fill: see `OptimizerState.tensors`; such views are made anew each time.
 
         Returns:
-            Views `(numel,)` into the engine's tensors; the moments by the optimizer's own key.
+            1-D views into the engine's tensors: the weights `(numel,)`, and the state by path, in the order of its own
+            memory.
 
         Raises:
-            UnsupportedEngineError: see `optimizer_state.moments` and `optimizer_state.flat_view`.
+            UnsupportedEngineError: see `OptimizerState.tree` and `flat_view`.
         """
-        state = optimizer.state[master]
+        tree = self._state.tree(updated)
         kept = self._kept.get(name)
-        if kept is None or not kept.of(master, owned, state):
-            kept = self._kept[name] = _made(name, optimizer, group, master, owned)
-            self._sources = None
+        if to_fill or kept is None or not kept.of(updated, owned, tree):
+            kept = self._made(name, updated, owned, tree, to_fill=to_fill)
+            if not to_fill:
+                self._kept[name], self._sources = kept, None
         return kept.values, dict(kept.moments)
 
-    def unchanged(self, optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) -> bool:
+    def unchanged(self, every: Sequence[Updated]) -> bool:
         """Whether all views that were asked for are still the engine's tensors; in some hundred nanoseconds for each.
 
         Args:
-            optimizer: the torch optimizer that updates `masters`.
-            masters: all that it updates.
+            every: all that the optimizers update.
         """
         if self._sources is None:
-            self._sources = _Sources(optimizer, list(self._kept.values()))
-        return self._sources.unchanged(optimizer, masters)
+            self._sources = _Sources(list(self._kept.values()))
+        return self._sources.unchanged(every)
+
+    def _made(self, name: str, updated: Updated, owned: slice, tree: StateTree, *, to_fill: bool) -> _Views:
+        found = self._state.tensors(updated, to_fill=to_fill)
+        part = _ALL if updated.whole else owned
+        tensors = [updated.master, *tree.tensors.values()]
+        return _Views(
+            updated,
+            owned,
+            tree,
+            tensors,
+            [local(tensor).data_ptr() for tensor in tensors],
+            (tuple(updated.master.shape), updated.master.stride()),
+            flat_view(updated.master, name)[owned],
+            {path: _flat(one, f"{path} of {name}")[part] for path, one in found.items()},
+        )
 
 
 class _Sources:
     """The tensors of all views, in flat lists, which are compared without a call for each operator."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kept: list[_Views]) -> None:
-        distinct = list({id(views.master): views for views in kept}.values())
-        self._masters = [views.master for views in distinct]
-        self._states = [optimizer.state[master] for master in self._masters]
-        self._entries = [len(state) for state in self._states]
-        places = [
-            (state, key, source)
-            for state, views in zip(self._states, distinct, strict=True)
-            for key, source in views.sources.items()
-        ]
-        self._places = [(state, key) for state, key, _ in places]
-        self._moments = [source for _, _, source in places]
-        tensors = [tensor for views in distinct for tensor in (views.master, *views.sources.values())]
-        addresses = [address for views in distinct for address in views.addresses]
-        pairs = list(zip(tensors, addresses, strict=True))
-        # Apart, so that those of plain tensors are compared without a look at what each is.
-        self._tensors = [tensor for tensor in tensors if not is_distributed(tensor)]
-        self._distributed = [tensor for tensor in tensors if is_distributed(tensor)]
-        self._addresses = [address for tensor, address in pairs if not is_distributed(tensor)]
-        self._addresses += [address for tensor, address in pairs if is_distributed(tensor)]
-        self._layouts = [views.layout[1] for views in distinct]
-        # None stands for a tensor that the next step creates.
-        self._complete = all(value is not None for state in self._states for value in state.values())
+    def __init__(self, kept: list[_Views]) -> None:
+        distinct = list({id(views.updated.master): views for views in kept}.values())
+        self._masters = [views.updated.master for views in distinct]
+        self._trees = StateTrees([views.tree for views in distinct])
+        tensors = [tensor for views in distinct for tensor in views.tensors]
+        # Those of plain tensors apart: they are compared without a look at what each is.
+        self._plain = [tensor for tensor in tensors if not is_distributed(tensor)]
+        self._split = [tensor for tensor in tensors if is_distributed(tensor)]
+        addresses = [(tensor, address) for views in distinct for tensor, address in views.placed()]
+        self._addresses = [address for tensor, address in addresses if not is_distributed(tensor)]
+        self._addresses += [address for tensor, address in addresses if is_distributed(tensor)]
+        self._strides = [views.layout[1] for views in distinct]
 
-    def unchanged(self, optimizer: torch.optim.Optimizer, masters: list[torch.Tensor]) -> bool:
+    def unchanged(self, every: Sequence[Updated]) -> bool:
         """See `FlatViews.unchanged`."""
-        state = optimizer.state
         return (
-            self._complete
-            and len(masters) == len(self._masters)
-            and all(map(is_, masters, self._masters))
-            and all(map(is_, [state[master] for master in masters], self._states))
-            and [len(one) for one in self._states] == self._entries
-            and all(map(is_, [one.get(key) for one, key in self._places], self._moments))
+            len(every) == len(self._masters)
+            and all(map(is_, [one.master for one in every], self._masters))
+            and self._trees.same([one.optimizer.state.get(one.master) for one in every])
             and self._now_at() == self._addresses
-            and [master.stride() for master in self._masters] == self._layouts
+            and [master.stride() for master in self._masters] == self._strides
         )
 
     def _now_at(self) -> list[int]:
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
-        return addresses + [local(tensor).data_ptr() for tensor in self._distributed]
+        return [tensor.data_ptr() for tensor in self._plain] + [local(tensor).data_ptr() for tensor in self._split]
 
 
-def _made(
-    name: str, optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, owned: slice
-) -> _Views:
-    sources = optimizer_state.moments(optimizer, group, master)
-    return _Views(
-        master,
-        owned,
-        (tuple(master.shape), master.stride()),
-        _entries(optimizer.state[master]),
-        sources,
-        [local(tensor).data_ptr() for tensor in (master, *sources.values())],
-        optimizer_state.flat_view(master, name)[owned],
-        {key: optimizer_state.flat_view(value, f"{key} of {name}")[owned] for key, value in sources.items()},
-    )
-
-
-def _entries(state: dict[str, Any]) -> int:
-    """How many there are; None stands for a tensor that the next step creates."""
-    return sum(value is not None for value in state.values())
+def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`flat_view`, also of what stands for a tensor that is still absent."""
+    return tensor if tensor.dim() == 1 and tensor.stride() == (0,) else flat_view(tensor, name)

@@ -3,6 +3,7 @@
 Nothing of other packages is imported: a class is known by its name and its module, also where it was derived from.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from cpsr.errors import UnsupportedEngineError
 __all__ = ["FSDP1", "require_engine", "require_loader", "require_parts"]
 
 PLAIN_LOOP = "write the loop yourself and pass CPSRRecovery(TorchAdapter(model, optimizer), ...)"
+OPTIMIZER = "pass a torch.optim.Optimizer over the model's parameters, or a list of them"
 BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
 
 
@@ -140,7 +142,7 @@ def require_engine(given: Any) -> None:
     _refuse(given, ENGINES)
 
 
-def require_parts(module: Any, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+def require_parts(module: Any, optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any) -> None:
     """Refuse what cannot be the parts of a plain torch loop, each by what it is.
 
     Raises:
@@ -153,26 +155,19 @@ def require_parts(module: Any, optimizer: Any, scheduler: Any, scaler: Any) -> N
             f"TorchAdapter takes the model first, and this is {_named(module)}: pass the torch.nn.Module that the loop "
             "calls"
         )
-    if isinstance(optimizer, tuple | list):
-        raise UnsupportedEngineError(
-            f"a {type(optimizer).__name__} of {len(optimizer)} objects is given as the optimizer, and CPSR follows "
-            "one: put all parameters into one optimizer, each set as a group of its own, as in "
-            'torch.optim.AdamW([{"params": first}, {"params": second, "lr": 1e-4}])'
-        )
-    _require_instance(optimizer, "optimizer", "pass a torch.optim.Adam, AdamW or SGD over the model's parameters")
-    _refuse(optimizer, OPTIMIZERS)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UnsupportedEngineError(
-            f"{_named(optimizer)} is no torch optimizer: pass a torch.optim.Adam, AdamW or SGD over the model's "
-            "parameters"
-        )
-    if isinstance(scheduler, tuple | list):
-        raise UnsupportedEngineError(
-            f"a {type(scheduler).__name__} of {len(scheduler)} objects is given as the scheduler, and CPSR follows "
-            "one: pass torch.optim.lr_scheduler.ChainedScheduler or SequentialLR over them"
-        )
-    _refuse(scheduler, SCHEDULERS)
-    for name, part in (("scheduler", scheduler), ("grad_scaler", scaler)):
+    if not optimizers:
+        raise UnsupportedEngineError(f"an empty list is given as the optimizers: {OPTIMIZER}")
+    for optimizer in optimizers:
+        _require_instance(optimizer, "optimizer", OPTIMIZER)
+        _refuse(optimizer, OPTIMIZERS)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedEngineError(f"{_named(optimizer)} is no torch optimizer: {OPTIMIZER}")
+    for name, given in (("optimizers", optimizers), ("schedulers", schedulers)):
+        if len({id(one) for one in given}) < len(given):
+            raise UnsupportedEngineError(f"one object is given twice among the {name}: give each once")
+    for scheduler in schedulers:
+        _refuse(scheduler, SCHEDULERS)
+    for name, part in (*(("scheduler", one) for one in schedulers), ("grad_scaler", scaler)):
         if isinstance(part, type | bool):
             raise UnsupportedEngineError(f"{name} is {_named(part)}: pass the {name} object that the loop uses")
 

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "StepHooks"]
 
 _ABSENT = object()  # the instance had no attribute of its own: the class's method was visible
 
@@ -22,8 +23,8 @@ class Hooks:
         """Whether anything is to be removed."""
         return bool(self._undo)
 
-    def add(self, handle: RemovableHandle) -> None:
-        """Take over a handle that torch gave for a hook of its own."""
+    def add(self, handle: "RemovableHandle | StepHooks") -> None:
+        """Take over a handle that torch gave for a hook of its own, or hooks around steps."""
         self._undo.append(handle.remove)
 
     def wrap(self, instance: Any, name: str, wrapper: Callable[..., Any]) -> None:
@@ -73,3 +74,47 @@ class Hooks:
         """Remove everything, the last one first."""
         while self._undo:
             self._undo.pop()()
+
+
+class StepHooks:
+    """Hooks around the complete steps of one optimizer.
+
+    Where the `step` of a subclass calls that of its base, torch calls hooks twice in one step, and these once.
+
+    Args:
+        optimizer: torch's.
+        before: called when a step begins, with the optimizer, and the arguments of the step.
+        after: called when it has ended, likewise; not after an error.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before: Callable[[torch.optim.Optimizer, Any, Any], None],
+        after: Callable[[torch.optim.Optimizer, Any, Any], None] = lambda optimizer, args, kwargs: None,
+    ) -> None:
+        self._before, self._after = before, after
+        self._depth = 0
+        self._handles = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        """Remove both."""
+        for handle in self._handles:
+            handle.remove()
+
+    def forget(self) -> None:
+        """No step is in progress: one that has failed did not end."""
+        self._depth = 0
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._depth == 0:
+            self._before(optimizer, args, kwargs)
+        self._depth += 1
+
+    def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._after(optimizer, args, kwargs)

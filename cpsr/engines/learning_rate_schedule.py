@@ -3,13 +3,14 @@
 import inspect
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "Schedules"]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Schedule:
         if self._scheduler is None:
             return
         self._scheduler.load_state_dict(state)
-        if "_last_lr" not in state and hasattr(self._scheduler, "_last_lr"):
+        if "_last_lr" not in state and len(getattr(self._scheduler, "_last_lr", ())) == len(learning_rates):
             self._scheduler._last_lr = list(learning_rates)
 
     def advance(self) -> None:
@@ -91,3 +92,42 @@ class Schedule:
             p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
             for p in parameters
         )
+
+
+class Schedules:
+    """Several schedulers in their order, or one, or none.
+
+    Args:
+        schedulers: see `Schedule`.
+    """
+
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        self._schedules = [Schedule(one) for one in schedulers] or [Schedule(None)]
+
+    def state(self) -> Any:
+        """Plain data: of a single scheduler its own, of several `{"schedules": [...]}`."""
+        states = [one.state() for one in self._schedules]
+        return states[0] if len(states) == 1 else {"schedules": states}
+
+    def load(self, state: Any, learning_rates: list[Any]) -> None:
+        """Put `state()` back; see `Schedule.load`.
+
+        Raises:
+            UnsupportedEngineError: of another number of schedulers.
+        """
+        several = isinstance(state, dict) and set(state) == {"schedules"}
+        states = state["schedules"] if several else [state]
+        if len(states) != len(self._schedules):
+            saved, now = (
+                0 if one == [None] else len(one) for one in (states, [one.state() for one in self._schedules])
+            )
+            raise UnsupportedEngineError(
+                f"the saved run had {saved} schedulers and this one has {now}; give the same ones, in the same order"
+            )
+        for schedule, one in zip(self._schedules, states, strict=True):
+            schedule.load(one, learning_rates)
+
+    def advance(self) -> None:
+        """One step of each; see `Schedule.advance`."""
+        for schedule in self._schedules:
+            schedule.advance()

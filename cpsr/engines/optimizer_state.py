@@ -1,129 +1,280 @@
-"""The per-tensor state of a torch optimizer: found, created before the first step, and its scalars."""
+"""The state of torch optimizers as a checkpoint holds it: tensors by path, numbers, and the form of the whole.
 
+A fresh optimizer gets from this exactly the state that was saved: what it had not created yet stays absent.
+"""
+
+import json
 import math
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
-from cpsr.engines.sharded import local
+from cpsr.engines.optimizer_probe import Expected, leaf_of, probe
+from cpsr.engines.outside_state import load_outside, outside_state
+from cpsr.engines.restored_entry import (
+    Known,
+    RestoredEntry,
+    Updated,
+    earlier_form,
+    group_sizes,
+    optimizers_of,
+    require_same_optimizers,
+)
+from cpsr.engines.sharded import is_distributed, layout_of, local
+from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
-from cpsr.state.device_values import DeviceValues, number
+from cpsr.state.device_values import DeviceValues
 
 __all__ = [
-    "advance_steps",
+    "OptimizerState",
+    "Updated",
     "as_new",
-    "create_absent",
-    "flat_view",
     "hyperparameters",
     "keeps_state_in_kernel",
     "learning_rate",
     "load_hyperparameters",
-    "load_step_scalars",
-    "moments",
     "second_moment_decay",
-    "step_scalars",
 ]
 
-# Optimizers whose lazily created state is known here: they start from zeros, so that creating them early changes
-# nothing. Exact classes: a subclass may keep more.
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-_SGD = torch.optim.SGD
+FORM = 2  # of the small state; before, it held the numbers of Adam, AdamW and SGD alone
+
 # DeepSpeed's own, by name, since importing them would build their kernels. The CPU kernels of both keep running
 # powers of the betas between steps and recompute them after a jump: close, but not bit for bit.
 _FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
 _CPU_ADAM = ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
 
 
-def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """1-D view of a dense tensor in the order of its memory (so also of `channels_last` tensors).
+class OptimizerState:
+    """What the optimizers of one job keep for the tensors that they update."""
 
-    Of a distributed tensor it is a view of this rank's part.
+    def __init__(self) -> None:
+        self._known: dict[int, Known] = {}  # by the id of the tensor
+        self._described: _Described | None = None
+        self._expected: dict[tuple[Any, ...], tuple[dict[str, Any], Expected]] = {}
 
-    Raises:
-        UnsupportedEngineError: the tensor's elements do not fill one block of memory (an expanded or strided view).
-    """
-    tensor = local(tensor)
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        raise UnsupportedEngineError(
-            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: not one block of memory, so it has "
-            "no zero-copy view; make it contiguous before building the optimizer"
-        )
-    return tensor.as_strided((tensor.numel(),), (1,))
+    def tree(self, updated: Updated) -> StateTree:
+        """The state for one tensor as it is now, taken apart.
+
+        Raises:
+            UnsupportedEngineError: it holds what is not plain data, or cannot be known beforehand; the message says it.
+        """
+        return self._of(updated).tree
+
+    def tensors(self, updated: Updated, *, to_fill: bool = False) -> dict[str, torch.Tensor]:
+        """The state's tensors by path, also those that the optimizer has still to create.
+
+        In the place of these are zeros that take no memory and cannot be written.
+
+        Args:
+            updated: what they are for. For a flat tensor of many parameters, those that are per element.
+            to_fill: memory of its own for absent ones: `load` makes it the optimizer's, where they were saved.
+        """
+        known = self._of(updated)
+        own, shape = known.tree.tensors, updated.master.shape
+        found = {}
+        for path, leaf in (known.expected.leaves | {path: leaf_of(one, shape) for path, one in own.items()}).items():
+            if not (leaf.per_element or updated.whole):
+                continue
+            # What is not per element may be shared by tensors, and is written only where it was saved.
+            if path in own and not (to_fill and not leaf.per_element):
+                found[path] = own[path]
+            else:
+                found[path] = known.room_for(path, leaf) if to_fill else known.nothing_for(path, leaf)
+        return found
+
+    def scalars(self, every: Sequence[Updated], *, on_device: bool = False) -> dict[str, Any]:
+        """Everything beside these tensors, as plain data.
+
+        Args:
+            every: all that is updated, in a fixed order.
+            on_device: leave numbers of a CUDA device there, as `DeviceNumber`s.
+        """
+        described = self._described
+        if described is None or not described.holds(every):
+            described = self._described = _Described([self._of(updated) for updated in every])
+        numbers = described.numbers(on_device=on_device)
+        if numbers is None:  # one was replaced by another type
+            described = self._described = _Described([self._look(updated) for updated in every])
+            numbers = described.numbers(on_device=on_device)
+        return {"optimizer_steps": numbers, "optimizer_state": described.form() | {"strides": _strides(every)}}
+
+    def load(self, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
+        """Give the optimizers the state that was saved; its tensors are in `tensors(..., to_fill=True)`.
+
+        Also takes what earlier versions saved of Adam, AdamW and SGD.
+
+        Raises:
+            UnsupportedEngineError: of other optimizers, groups or parameters, or a tensor was not brought; the message
+                names the first difference. Nothing was changed.
+        """
+        saved, counts = scalars.get("optimizer_state"), scalars["optimizer_steps"]
+        if saved is not None and saved["form"] != FORM:
+            raise UnsupportedEngineError(
+                f"the optimizer's state was saved in form {saved['form']} by a newer version, this one reads {FORM}; "
+                "restart with that version"
+            )
+        if saved is not None:
+            require_same_optimizers(every, saved)
+        if len(counts) != len(every):
+            raise UnsupportedEngineError(
+                f"the saved optimizer state covers {len(counts)} tensors and this optimizer updates {len(every)}; "
+                "build the engine as it was"
+            )
+        made = []
+        for index, updated in enumerate(every):
+            known, numbers = self._of(updated), counts[index]
+            form = earlier_form(known, numbers) if saved is None else json.loads(saved["forms"][saved["of"][index]])
+            made.append(RestoredEntry(known, numbers, {} if saved is None else saved["rest"].get(str(index), {}), form))
+        for index, one in enumerate(made):
+            one.put()
+            if saved is not None:
+                _lay_out(every[index], saved["strides"].get(str(index)))
+        for known in self._known.values():
+            known.room.clear()
+        if saved is not None:
+            for optimizer, outside in zip(optimizers_of(every), saved["outside"], strict=True):
+                load_outside(optimizer, outside, every[0].master.device)
+
+    def advance(self, every: Sequence[Updated], iterations: int) -> None:
+        """Add to every step count what `iterations` steps add.
+
+        A tensor that has never been updated stays at zero while others moved, and one without state stays without.
+        """
+        found = [(updated, self._of(updated)) for updated in every]
+        moved = any(known.tree.scalar(path) for _, known in found for path in known.expected.counts)
+        rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
+        for updated, known in found:
+            for path in known.expected.counts:
+                count = known.tree.scalar(path)
+                if count is not None and (float(count) or not moved):
+                    rise = rises.get(id(updated.master), 1)
+                    value = count.item() if isinstance(count, torch.Tensor) else count
+                    known.tree.set_number(path, value + iterations * rise)
+        for group, keys in {id(one.group): (one.group, known.expected.group_counts) for one, known in found}.values():
+            for key in keys & group.keys():
+                group[key] += iterations
+        own = {
+            (id(one.optimizer), key): one.optimizer for one, known in found for key in known.expected.attribute_counts
+        }
+        for (_, key), optimizer in own.items():
+            setattr(optimizer, key, getattr(optimizer, key) + iterations)
+
+    def obstacle(self, every: Sequence[Updated]) -> str | None:
+        """Why no step ahead can be predicted; None where weights and step counts are all that moves."""
+        return next((why for one in every if (why := self._of(one).expected.obstacle) is not None), None)
+
+    def _of(self, updated: Updated) -> Known:
+        known = self._known.get(id(updated.master))
+        entry = updated.optimizer.state.get(updated.master)
+        if known is None or known.updated.master is not updated.master or known.updated.name != updated.name:
+            known = Known(updated, self._expect(updated))
+            self._known[id(updated.master)] = known
+            return known
+        known.updated = updated  # its group is another one after a `load_state_dict`
+        if known.tree.entry is not entry or not known.tree.same():
+            known.look()
+        return known
+
+    def _look(self, updated: Updated) -> Known:
+        known = self._of(updated)
+        known.look()
+        return known
+
+    def _expect(self, updated: Updated) -> Expected:
+        master, optimizer = updated.master, updated.optimizer
+        if keeps_state_in_kernel(optimizer, master.device):
+            raise UnsupportedEngineError(
+                f"the CPU kernel of {updated.kind} keeps state of its own that cannot be restored; pass a "
+                "torch.optim.AdamW to deepspeed.initialize as its optimizer"
+            )
+        split = (tuple(local(master).shape), layout_of(master)) if is_distributed(master) else ()
+        alike = tuple(master.shape), master.stride(), master.dtype, master.device, master.requires_grad, split
+        key = (id(optimizer), id(updated.group), updated.whole, type(master), *alike)
+        if key not in self._expected:  # the group is kept, so that its id is of no other
+            self._expected[key] = updated.group, probe(optimizer, updated.group, master, whole=updated.whole)
+        return self._expected[key][1]
 
 
-def moments(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors for `master`, created where they are still absent.
+def _strides(every: Sequence[Updated]) -> dict[str, list[int]]:
+    """Of parameters whose memory is not in the order of their elements; some optimizers change that."""
+    whole = ((index, one.master) for index, one in enumerate(every) if one.whole and not one.master.is_contiguous())
+    return {str(index): list(master.stride()) for index, master in whole}
+
+
+def _lay_out(updated: Updated, stride: list[int] | None) -> None:
+    """Read the weights, which were restored in the order of their memory, in the order in which they were saved."""
+    master = updated.master
+    if not updated.whole or (stride is None and master.is_contiguous()) or list(master.stride()) == stride:
+        return
+    with torch.no_grad():
+        order = torch.empty(master.shape, device="meta").stride() if stride is None else stride
+        master.data = flat_view(master, updated.name).as_strided(master.shape, order)
+
+
+class _Described:
+    """The small state of all that is updated: its form, made once, and the numbers, read each time.
 
     Args:
-        optimizer: the torch optimizer that updates `master`.
-        group: the parameter group of `master`.
-        master: the tensor the optimizer updates.
-
-    Returns:
-        Tensors of the shape and memory order of `master`, by the optimizer's own key.
-
-    Raises:
-        UnsupportedEngineError: an optimizer that is not known here, or state that is not per element.
+        found: what is known of each tensor, in order.
     """
-    create_absent(optimizer, group, master)
-    state = optimizer.state[master]
-    found = {}
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0:
-            continue
-        if value.shape != master.shape or local(value).shape != local(master).shape:
-            raise UnsupportedEngineError(
-                f"optimizer {type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for a tensor of shape "
-                f"{tuple(master.shape)}; only per-element state can be snapshotted. Use Adam, AdamW or SGD"
-            )
-        if _memory_order(local(value)) != _memory_order(local(master)):
-            # Same values in the parameter's own order: a flat copy of one must fit the other's fresh counterpart.
-            value = torch.empty_like(master, dtype=value.dtype).copy_(value).detach()
-            state[key] = value
-        found[key] = value
-    return found
 
+    def __init__(self, found: Sequence[Known]) -> None:
+        self._every = [known.updated for known in found]
+        self._trees = [known.tree for known in found]
+        self._together = StateTrees(self._trees)
+        self._optimizers = optimizers_of(self._every)
+        self._attributes: list[set[str]] = [set() for _ in self._optimizers]
+        changes = set[str]()
+        for known in {id(known.expected): known for known in found}.values():
+            place = next(i for i, one in enumerate(self._optimizers) if one is known.updated.optimizer)
+            self._attributes[place] |= known.expected.attributes
+            changes |= known.expected.group_changes
+        forms: dict[str, int] = {}
+        places = [forms.setdefault(tree.key, len(forms)) for tree in self._trees]
+        flat = [(index, known) for index, known in enumerate(found) if not known.updated.whole]
+        self._form = {
+            "form": FORM,
+            "forms": list(forms),
+            "of": places,
+            "names": [one.name for one in self._every],
+            "rest": {str(index): rest for index, known in flat if (rest := known.not_per_element())},
+            "classes": [type(one).__name__ for one in self._optimizers],
+            "groups": [group_sizes(self._every, one) for one in self._optimizers],
+            "changes": sorted(changes),
+        }
 
-def create_absent(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor) -> None:
-    """Create the optimizer's state for `master` where it has none yet, as its first step would.
-
-    Raises:
-        UnsupportedEngineError: an optimizer that is not known here.
-    """
-    kind, state = type(optimizer), optimizer.state[master]
-    if kind in _ADAM:
-        if "step" not in state:
-            on_device = group.get("capturable") or group.get("fused")
-            double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-            dtype = torch.float64 if double else torch.float32
-            state["step"] = torch.zeros((), dtype=dtype, device=master.device if on_device else "cpu")
-        keys = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group.get("amsgrad") else [])
-    elif kind is _SGD:
-        if group["momentum"] and group["dampening"]:
-            raise UnsupportedEngineError(
-                "SGD with dampening treats its first step apart and does not record whether it has been taken; "
-                "use dampening=0"
-            )
-        keys = ["momentum_buffer"] if group["momentum"] else []
-    elif keeps_state_in_kernel(optimizer, master.device):
-        raise UnsupportedEngineError(
-            f"the CPU kernel of {kind.__name__} keeps state of its own that cannot be restored; pass a "
-            "torch.optim.AdamW to deepspeed.initialize as its optimizer"
+    def holds(self, every: Sequence[Updated]) -> bool:
+        """Whether it is of the present state, but for the numbers."""
+        return (
+            len(every) == len(self._every)
+            and all(map(is_, [one.master for one in every], [one.master for one in self._every]))
+            and all(map(is_, [one.group for one in every], [one.group for one in self._every]))
+            and self._together.same([one.optimizer.state.get(one.master) for one in every])
         )
-    elif _name(kind) == _FUSED_ADAM:
-        state.setdefault("step", group.get("step", 0))
-        keys = ["exp_avg", "exp_avg_sq"]
-    else:
-        raise UnsupportedEngineError(
-            f"CPSR does not know how optimizer {kind.__module__}.{kind.__name__} creates its state, so it could not "
-            "restore it into a fresh one; use torch.optim.Adam, AdamW or SGD itself, not a subclass"
-        )
-    for key in keys:
-        if state.get(key) is None:
-            state[key] = torch.zeros_like(master, memory_format=torch.preserve_format).detach()
+
+    def numbers(self, *, on_device: bool) -> list[dict[str, Any]] | None:
+        """Of each tensor; None where one has another type than it had."""
+        found: list[dict[str, Any]] = []
+        kinds: tuple[Any, ...] | None = None
+        for tree in self._trees:
+            numbers = tree.numbers(on_device=on_device)
+            if numbers is None:
+                return None
+            # One object for what is alike, as step counts are: it is then encoded once. Zeros may differ in their sign.
+            if kinds == tree.kinds and numbers == found[-1] and 0.0 not in numbers.values():
+                numbers = found[-1]
+            found.append(numbers)
+            kinds = tree.kinds
+        return found
+
+    def form(self) -> dict[str, Any]:
+        """Everything but the numbers."""
+        device = self._every[0].master.device
+        owned = zip(self._optimizers, self._attributes, strict=True)
+        return self._form | {"outside": [outside_state(one, own, device) for one, own in owned]}
 
 
 def keeps_state_in_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -136,104 +287,37 @@ def _name(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__name__
 
 
-def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of the dimensions that matter for the order of the elements."""
-    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """By how much a step raises the count of each parameter, by the parameter's id, where that is not by one.
 
-
-def step_scalars(
-    optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], *, on_device: bool = False
-) -> list[dict[str, Any]]:
-    """The numbers the optimizer keeps beside its tensors (`step`), for each master in order.
-
-    Args:
-        optimizer: fused and capturable ones keep them on the device.
-        masters: the tensors it updates.
-        on_device: leave those of a CUDA device there, as `DeviceNumber`s.
-
-    Raises:
-        UnsupportedEngineError: something that is neither a number nor a tensor.
-    """
-    scalars: list[dict[str, Any]] = []
-    for master in masters:
-        numbers: dict[str, Any] = {}
-        for key, value in optimizer.state[master].items():
-            if isinstance(value, torch.Tensor):  # first: this runs at every step of a GPU
-                if value.dim() == 0:
-                    numbers[key] = number(value, on_device=on_device)
-            elif isinstance(value, (int, float)):
-                numbers[key] = value
-            elif value is not None:
-                raise UnsupportedEngineError(
-                    f"optimizer {type(optimizer).__name__} keeps {key}: {type(value).__name__}, which is neither a "
-                    "number nor a tensor"
-                )
-        # One object for what is alike, as step counts are: it is then encoded once.
-        scalars.append(scalars[-1] if scalars and numbers == scalars[-1] else numbers)
-    return scalars
-
-
-def load_step_scalars(
-    optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], scalars: list[dict[str, Any]]
-) -> None:
-    """Put `step_scalars()` back into state that exists already (see `moments`).
-
-    Raises:
-        UnsupportedEngineError: another number of tensors than were saved.
-    """
-    if len(scalars) != len(masters):
-        raise UnsupportedEngineError(
-            f"the saved optimizer state covers {len(scalars)} tensors and this optimizer updates {len(masters)}; "
-            "build the engine as it was"
-        )
-    for master, numbers in zip(masters, scalars, strict=True):
-        for key, saved in numbers.items():
-            _set_number(optimizer.state[master], key, saved)
-
-
-def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
-    """An engine's `scalars()` with the counts of an optimizer that has taken no step; the rest is as given."""
-    counts = [{key: type(value)(0) for key, value in one.items()} for one in scalars["optimizer_steps"]]
-    groups = [{**group, "step": 0} if "step" in group else group for group in scalars["param_groups"]]
-    return {**scalars, "optimizer_steps": counts, "param_groups": groups}
-
-
-def advance_steps(optimizer: torch.optim.Optimizer, masters: list[torch.Tensor], iterations: int) -> None:
-    """Add to every step count what `iterations` steps add.
-
-    A tensor that has never been updated stays at zero while others moved.
-    """
-    counts = [float(optimizer.state[master].get("step", 0)) for master in masters]
-    moved = any(counts)
-    rises = _fused_rises(optimizer) if _name(type(optimizer)) == _FUSED_ADAM else {}
-    for master, count in zip(masters, counts, strict=True):
-        state = optimizer.state[master]
-        if "step" in state and (count or not moved):
-            _set_number(state, "step", state["step"] + iterations * rises.get(id(master), 1))
-
-
-def _fused_rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """By how much a step of FusedAdam raises the count of each parameter, by the parameter's id.
-
-    It keeps one count for a group, in the last parameter that has a gradient, and raises it once for every dtype in the
-    group. Which parameters have gradients is seen from the counts so far: the largest one is the group's.
+    FusedAdam keeps one count for a group, in the last parameter that has a gradient, and raises it once for every dtype
+    in the group. Which parameters have gradients is seen from the counts so far: the largest one is the group's.
     """
     rises: dict[int, int] = {}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if _name(type(optimizer)) == _FUSED_ADAM else ():
         parameters = group["params"]  # none under ZeRO-3, which steps its masters one by one
         rises |= {id(parameter): 0 for parameter in parameters}
         if parameters:
-            counting = max(reversed(parameters), key=lambda parameter: optimizer.state[parameter].get("step", 0))
+            counting = max(
+                reversed(parameters), key=lambda parameter: optimizer.state.get(parameter, {}).get("step", 0)
+            )
             rises[id(counting)] = len({parameter.dtype for parameter in parameters})
     return rises
 
 
-def _set_number(state: dict[str, Any], key: str, value: Any) -> None:
-    current = state.get(key)
-    if isinstance(current, torch.Tensor):
-        current.fill_(value.item() if isinstance(value, torch.Tensor) else value)
-    else:
-        state[key] = value
+def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
+    """An engine's `scalars()` with an optimizer that has taken no step; the rest is as given."""
+    saved = scalars.get("optimizer_state")
+    if saved is None:  # of an earlier version
+        counts = [{key: type(value)(0) for key, value in one.items()} for one in scalars["optimizer_steps"]]
+        groups = [{**group, "step": 0} if "step" in group else group for group in scalars["param_groups"]]
+        return {**scalars, "optimizer_steps": counts, "param_groups": groups}
+    counts = [{} for _ in scalars["optimizer_steps"]]
+    anew = {**saved, "forms": ["null"], "of": [0] * len(counts), "rest": {}, "outside": [None] * len(saved["outside"])}
+    kept = [
+        {key: one for key, one in group.items() if key not in saved["changes"]} for group in scalars["param_groups"]
+    ]
+    return {**scalars, "optimizer_steps": counts, "param_groups": kept, "optimizer_state": anew}
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -270,14 +354,16 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, saved: list[dict[str,
                 group[key] = value
 
 
-def second_moment_decay(optimizer: torch.optim.Optimizer) -> float:
-    """The second of the first group's `betas`; 0 where it has none."""
-    betas = optimizer.param_groups[0].get("betas", ())
-    return float(betas[1]) if len(betas) > 1 else 0.0
+def second_moment_decay(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """The second of the `betas` of the first group that has any; 0 where none has."""
+    for group in (group for one in optimizers for group in one.param_groups):
+        betas = group.get("betas", ())
+        if isinstance(betas, tuple | list) and len(betas) > 1:
+            return float(betas[1])
+    return 0.0
 
 
-def learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Mean learning rate over the parameter groups."""
-    if len(optimizer.param_groups) == 1:
-        return float(optimizer.param_groups[0]["lr"])
-    return math.fsum(float(group["lr"]) for group in optimizer.param_groups) / len(optimizer.param_groups)
+def learning_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Mean learning rate over all parameter groups."""
+    rates = [float(group["lr"]) for one in optimizers for group in one.param_groups]
+    return rates[0] if len(rates) == 1 else math.fsum(rates) / len(rates)

@@ -13,7 +13,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["Part", "is_distributed", "layout_of", "local", "part_of", "whole"]
+__all__ = ["Part", "is_distributed", "layout_of", "local", "part_of", "split_as", "whole"]
 
 # Imported only where the caller has made one: it takes half a second.
 _DISTRIBUTED = "torch.distributed.tensor"
@@ -75,6 +75,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     found: torch.Tensor = distributed.to_local()
     return found
+
+
+def split_as(tensor: Any, held: torch.Tensor) -> torch.Tensor:
+    """The distributed tensor that is split as another one, and of which this rank holds `held`, without a copy."""
+    distributed = sys.modules[_DISTRIBUTED].DTensor
+    made: torch.Tensor = distributed.from_local(
+        held, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return made
 
 
 def layout_of(tensor: Any) -> str:

@@ -1,8 +1,9 @@
-"""Plain torch training: any module with one optimizer, alone, under DDP, or split over ranks by DTensors."""
+"""Plain torch training: any module with its optimizers, alone, under DDP, or split over ranks by DTensors."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
 from cpsr.engines.fully_sharded import FullySharded
-from cpsr.engines.learning_rate_schedule import Schedule
+from cpsr.engines.learning_rate_schedule import Schedules
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
@@ -24,6 +25,7 @@ from cpsr.engines.naming import (
     parameter_names,
     tensor_identity,
 )
+from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
@@ -49,28 +51,29 @@ class TorchAdapter:
         scaler.update()                         # only with grad_scaler=
         scheduler.step()                        # only with scheduler=, every step, also when the scaler skipped it
 
-    A scheduler that is stepped once an epoch must not be given here; register it as user state instead. Parameters may
-    be split over ranks by `fully_shard` (FSDP2), `parallelize_module` or `distribute_tensor`: before the optimizer is
+    Several optimizers, or several schedulers, step once in every step each, in the order in which they are given. A
+    scheduler that is stepped once an epoch must not be given here; register it as user state instead. Parameters may be
+    split over ranks by `fully_shard` (FSDP2), `parallelize_module` or `distribute_tensor`: before the optimizer is
     built, and so before this adapter. The shards are then the master weights.
 
     Args:
         module: the module, or a `DistributedDataParallel` around it. Call it, not the module inside.
-        optimizer: Adam, AdamW or SGD over parameters of the module.
-        scheduler: learning-rate scheduler that the loop steps after every optimizer step.
+        optimizer: any torch optimizer over parameters of the module (see docs/optimizers.md), or a list of them.
+        scheduler: learning-rate scheduler that the loop steps after every optimizer step, or a list of them.
         grad_scaler: `torch.amp.GradScaler` that the loop uses.
         micro_batches_per_iteration: batches of the data loader per optimizer step.
         experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
-        UnsupportedEngineError: a part that is none (a list of optimizers, a wrapper of another package), FSDP1, or an
-            optimizer whose state is not per tensor; parameters that overlap in memory, lie outside the module, or of
-            which a rank holds no block. The message names it.
+        UnsupportedEngineError: a part that is none (a wrapper of another package), or FSDP1; parameters that overlap
+            in memory, lie outside the module, are in two optimizers, or of which a rank holds no block. The message
+            names it.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Any = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         micro_batches_per_iteration: int = 1,
@@ -78,12 +81,13 @@ class TorchAdapter:
     ) -> None:
         if micro_batches_per_iteration < 1:
             raise ValueError(f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}")
-        require_parts(module, optimizer, scheduler, grad_scaler)
+        optimizers, schedulers = _listed(optimizer), [] if scheduler is None else _listed(scheduler)
+        require_parts(module, optimizers, schedulers, grad_scaler)
         self._called = module
         self._module = unwrapped(module)
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._schedule = Schedule(scheduler)
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._schedule = Schedules(schedulers)
         self._scaler = grad_scaler
         self._micro_batches = micro_batches_per_iteration
         self._experts = experts
@@ -92,8 +96,10 @@ class TorchAdapter:
         self._names = parameter_names(self._module)
         # Of FSDP2's modules the sharded ones, in whose place they have gathered ones at times.
         self._parameters = list(self._module.parameters())
-        self._views = FlatViews()
-        require_supported(self._module, optimizer, self._names)
+        self._state = OptimizerState()
+        self._views = FlatViews(self._state)
+        self._every: tuple[list[int], list[torch.Tensor], list[Updated]] | None = None
+        require_supported(self._module, optimizers, self._names)
         self._parts = {id(one): part_of(one, self._names[id(one)]) for one in self._parameters}
         self._absent = {key for key, part in self._parts.items() if part.numel == 0 and 0 not in part.global_shape}
         require_whole_experts(experts, self._parts, self._names)
@@ -102,7 +108,7 @@ class TorchAdapter:
         self.world_size: int = torch.distributed.get_world_size() if distributed else 1
         self.device: torch.device = self._fully_sharded.device or local(self._masters()[0]).device
         self._data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
-        self._loop = TorchLoop(module, optimizer, scheduler, grad_scaler)
+        self._loop = TorchLoop(module, optimizers, schedulers, grad_scaler)
 
     @property
     def data_parallel_ranks(self) -> list[int]:
@@ -128,14 +134,19 @@ class TorchAdapter:
         return self._module
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """As given to the constructor."""
+        return list(self._optimizers)
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that was given."""
-        return self._optimizer
+        """The last one that was given: with it a step ends."""
+        return self.optimizers[-1]
 
     @property
     def loop_parts(self) -> list[Any]:
         """As given to the constructor."""
-        return [part for part in (self._scheduler, self._scaler) if part is not None]
+        return [*self._schedulers, *([] if self._scaler is None else [self._scaler])]
 
     @property
     def pipeline_stage(self) -> Stage | None:
@@ -158,7 +169,7 @@ class TorchAdapter:
             "engine": "torch",
             "zero_stage": None,
             "precision": _PRECISIONS.get(self._fully_sharded.dtype or self._masters()[0].dtype, "fp32"),
-            "optimizer": type(self._optimizer).__name__,
+            "optimizer": "+".join(type(one).__name__ for one in self._optimizers),
             "tensors": tensors,
             "module": module_identity(self._module, {name for _, name in self._outside()}, tensors),
         }
@@ -168,40 +179,42 @@ class TorchAdapter:
         identity = tensor_identity(local(parameter), part.global_shape, part.offset)
         return identity | ({"layout": layout_of(parameter)} if is_distributed(parameter) else {})
 
-    def shard(self) -> Shard:
+    def shard(self, to_fill: bool = False) -> Shard:
         """Views of this rank's parameters and moments; take them anew after the optimizer loaded a state dict.
 
         A parameter that is split over ranks, and of which this one holds nothing, is not there.
         """
         operators = {}
-        for group, parameter in self._grouped():
-            if id(parameter) not in self._absent:
-                name, part = self._names[id(parameter)], self._parts[id(parameter)]
-                values, moments = self._views.of(name, self._optimizer, group, parameter)
-                piece = ParamSlice(values, part.global_shape, part.offset, part.block)
-                operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
+        for updated in self._held():
+            name, part = updated.name, self._parts[id(updated.master)]
+            values, moments = self._views.of(name, updated, to_fill=to_fill)
+            piece = ParamSlice(values, part.global_shape, part.offset, part.block)
+            operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, named_buffers(self._module), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        masters = self._masters()
-        if self._absent:
-            masters = [master for master in masters if id(master) not in self._absent]
-        if not self._views.unchanged(self._optimizer, masters):
+        if not self._views.unchanged(self._held()):
             return None
         return Shard(shard.operators, named_buffers(self._module) if shard.others else {}, shard.frozen)
 
-    def _grouped(self) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter]]:
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                yield group, parameter
+    def _updated(self) -> list[Updated]:
+        """Every parameter of the optimizers, in their order; looked up where it is not as last time."""
+        groups = [(one, group, group["params"]) for one in self._optimizers for group in one.param_groups]
+        parameters = [parameter for _, _, own in groups for parameter in own]
+        kept, ids = self._every, [id(group) for _, group, _ in groups]
+        if kept is None or ids != kept[0] or not _same(parameters, kept[1]):
+            every = [Updated(one, group, p, self._names[id(p)]) for one, group, own in groups for p in own]
+            kept = self._every = ids, parameters, every
+        return kept[2]
+
+    def _held(self) -> list[Updated]:
+        """Those of which this rank holds anything."""
+        every = self._updated()
+        return [one for one in every if id(one.master) not in self._absent] if self._absent else every
 
     def _masters(self) -> list[torch.Tensor]:
-        return [parameter for _, parameter in self._grouped()]
-
-    def _create_state(self) -> None:
-        for group, parameter in self._grouped():
-            optimizer_state.create_absent(self._optimizer, group, parameter)
+        return [parameter for one in self._optimizers for group in one.param_groups for parameter in group["params"]]
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of this rank's parts of the parameters outside the optimizer."""
@@ -223,11 +236,10 @@ class TorchAdapter:
 
         See `EngineAdapter.scalars`.
         """
-        self._create_state()
         return {
             "iteration": self._loop.iteration,
-            "optimizer_steps": optimizer_state.step_scalars(self._optimizer, self._masters(), on_device=on_device),
-            "param_groups": optimizer_state.hyperparameters(self._optimizer),
+            **self._state.scalars(self._updated(), on_device=on_device),
+            "param_groups": [group for one in self._optimizers for group in optimizer_state.hyperparameters(one)],
             "schedule": self._schedule.state(),
             "grad_scaler": self._scaler_state(on_device) if self._scaler is not None else None,
         }
@@ -260,10 +272,14 @@ class TorchAdapter:
             )
         if scalars["grad_scaler"] is None and self._scaler is not None:
             _log.warning("the saved run had no grad_scaler: this one begins with its own scale")
-        self._create_state()
-        optimizer_state.load_step_scalars(self._optimizer, self._masters(), scalars["optimizer_steps"])
-        self._schedule.load(scalars["schedule"], [group["lr"] for group in scalars["param_groups"]])
-        optimizer_state.load_hyperparameters(self._optimizer, scalars["param_groups"])
+        groups = list(scalars["param_groups"])
+        self._state.load(self._updated(), scalars)
+        self._schedule.load(scalars["schedule"], [group["lr"] for group in groups])
+        for place, one in enumerate(self._optimizers):
+            last = place == len(self._optimizers) - 1
+            own = groups if last else groups[: len(one.param_groups)]
+            optimizer_state.load_hyperparameters(one, own)
+            groups = groups[len(own) :]
         if self._scaler is not None and scalars["grad_scaler"]:
             self._scaler.load_state_dict(scalars["grad_scaler"])
         self._loop.iteration = int(scalars["iteration"])
@@ -278,20 +294,23 @@ class TorchAdapter:
 
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
-        return optimizer_state.learning_rate(self._optimizer)
+        return optimizer_state.learning_rate(self._optimizers)
 
     def second_moment_decay(self) -> float:
         """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
-        return optimizer_state.second_moment_decay(self._optimizer)
+        return optimizer_state.second_moment_decay(self._optimizers)
+
+    def prediction_obstacle(self) -> str | None:
+        """What the optimizers keep that no step ahead can be predicted of."""
+        return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance iteration, step counts, schedule and gradient scaler as `iterations` applied steps would have."""
-        self._create_state()
         rates = []
         for _ in range(iterations):
             rates.append(self.learning_rate())
             self._schedule.advance()
-        optimizer_state.advance_steps(self._optimizer, self._masters(), iterations)
+        self._state.advance(self._updated(), iterations)
         self._advance_scaler(iterations)
         self._loop.iteration += iterations
         return rates
@@ -382,3 +401,11 @@ class TorchAdapter:
                 "object with .loss"
             )
         return loss.detach()
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _same(found: list[torch.Tensor], before: list[torch.Tensor]) -> bool:
+    return len(found) == len(before) and all(map(is_, found, before))

@@ -1,27 +1,43 @@
 """How a user's plain torch loop is watched."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks
+from cpsr.engines.hooks import Hooks, StepHooks
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["TorchLoop"]
 
 
 class TorchLoop:
-    """The hooks on one module, optimizer, scheduler and gradient scaler; see `TorchAdapter` for the loop they expect.
+    """The hooks on a module, its optimizers, schedulers and gradient scaler, for the loop that `TorchAdapter` states.
+
+    Args:
+        module: the one that the loop calls.
+        optimizers: in the order in which they step; with the last one, once all have stepped, the update ends.
+        schedulers: likewise.
+        scaler: None where there is none.
 
     Attributes:
         iteration: steps completed, those that the scaler skipped included.
         gives_loss: whether the last training forward returned a loss.
     """
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any) -> None:
-        self._module, self._optimizer, self._scheduler, self._scaler = module, optimizer, scheduler, scaler
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+        scaler: Any,
+    ) -> None:
+        self._module, self._optimizers, self._schedulers, self._scaler = module, optimizers, schedulers, scaler
+        self._step_hooks: list[StepHooks] = []
+        self._stepped: list[Any] = []  # optimizers and schedulers, in the step in progress
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.iteration = 0
@@ -40,13 +56,16 @@ class TorchLoop:
         hooks = self._hooks
         hooks.add(self._module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         hooks.add(self._module.register_forward_hook(self._after_forward))
-        hooks.add(self._optimizer.register_step_pre_hook(self._before_optimizer_step))
-        hooks.add(self._optimizer.register_step_post_hook(self._after_optimizer_step))
+        self._step_hooks = [
+            StepHooks(one, self._before_optimizer_step, self._after_optimizer_step) for one in self._optimizers
+        ]
+        for around in self._step_hooks:
+            hooks.add(around)
         if self._scaler is not None:
             hooks.wrap(self._scaler, "step", self._around_scaler_step)
             hooks.wrap(self._scaler, "update", self._around_scaler_update)
-        if self._scheduler is not None:
-            hooks.wrap_by_class(self._scheduler, "step", self._around_scheduler_step)
+        for scheduler in self._schedulers:
+            hooks.wrap_by_class(scheduler, "step", partial(self._around_scheduler_step, scheduler))
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing. A step that is not complete by then is not reported."""
@@ -64,6 +83,9 @@ class TorchLoop:
         self._changes = False  # between state_changes and the end of the step
         self._applied = False
         self._awaits_scheduler = False
+        self._stepped = []
+        for around in self._step_hooks:
+            around.forget()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -80,11 +102,21 @@ class TorchLoop:
     def _require_complete(self) -> None:
         if self._update_begun:
             missing = "scheduler.step()" if self._awaits_scheduler else "grad_scaler.update()"
+            if left := self._left():
+                raise UnsupportedEngineError(
+                    f"{type(left[0]).__name__}.step() was not called in optimizer step {self.iteration + 1}. CPSR "
+                    "takes the last optimizer's as the end of a step: call each one in every step, in the order in "
+                    "which TorchAdapter has them"
+                )
             raise UnsupportedEngineError(
                 f"{missing} was not called after optimizer step {self.iteration + 1}. CPSR takes it as the end of a "
                 "step: call it every step, or do not give it to TorchAdapter (a scheduler stepped once an epoch can "
                 "be registered as user state)"
             )
+
+    def _left(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the step in progress has still to call."""
+        return [one for one in self._optimizers if all(one is not other for other in self._stepped)]
 
     def _begin_update(self) -> None:
         if not self._update_begun:
@@ -103,7 +135,7 @@ class TorchLoop:
                 "one step; call it without"
             )
         if self._scaler is None:
-            self._require_complete()
+            self._take_turn(optimizer)
         self._begin_update()
         self._change_state()
 
@@ -111,19 +143,39 @@ class TorchLoop:
         # A fused optimizer looks itself whether the gradients overflow; on a GPU that is not waited for.
         overflow = None if self._scaler is None else getattr(optimizer, "found_inf", None)
         known = isinstance(overflow, torch.Tensor) and not overflow.is_cuda
-        self._applied = not (known and bool(overflow))
-        if self._scaler is None:
+        self._applied = self._applied or not (known and bool(overflow))
+        if self._scaler is None and optimizer is self._optimizers[-1]:
             self._end_update()
 
     def _around_scaler_step(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # The scaler first waits for the gradients, to see whether they overflow: the state does not change yet.
-        if optimizer is self._optimizer:
-            self._require_complete()
+        if any(optimizer is one for one in self._optimizers):
+            self._take_turn(optimizer)
             self._begin_update()
         return original(optimizer, *args, **kwargs)
 
+    def _take_turn(self, optimizer: torch.optim.Optimizer) -> None:
+        """This one steps: after all that were given before it, and as the first of a step only if it is the first."""
+        if not self._stepped or optimizer is self._optimizers[0]:
+            self._require_complete()
+        self._require_turn(optimizer, self._optimizers)
+
+    def _require_turn(self, one: Any, order: Sequence[Any]) -> None:
+        place = next(index for index, other in enumerate(order) if other is one)
+        taken = [other for other in self._stepped if any(other is another for another in order)]
+        if len(taken) != place:
+            expected = type(order[min(len(taken), len(order) - 1)]).__name__
+            raise UnsupportedEngineError(
+                f"{type(one).__name__}.step() was called where {expected}.step() was to come, in step "
+                f"{self.iteration + 1}. CPSR takes the last one's as the end of a step: call each once in every step, "
+                "in the order in which TorchAdapter has them"
+            )
+        self._stepped.append(one)
+
     def _around_scaler_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
+            if self._left():
+                self._require_complete()
             self._change_state()  # the scale, also of a step that was skipped
         result = original(*args, **kwargs)
         if self._update_begun:
@@ -131,14 +183,16 @@ class TorchLoop:
         return result
 
     def _end_update(self) -> None:
-        if self._scheduler is None:
+        if not self._schedulers:
             self._complete_step()
         else:
             self._awaits_scheduler = True
 
-    def _around_scheduler_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around_scheduler_step(self, scheduler: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._update_begun:
+            self._require_turn(scheduler, self._schedulers)
         result = original(*args, **kwargs)
-        if self._awaits_scheduler:
+        if self._awaits_scheduler and scheduler is self._schedulers[-1]:
             self._complete_step()
         return result
 

@@ -1,14 +1,14 @@
 """Which plain torch set-ups CPSR refuses, each by name."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from cpsr.engines.foreign import FSDP1
 from cpsr.engines.fully_sharded import FullySharded
-from cpsr.engines.optimizer_state import flat_view
 from cpsr.engines.sharded import Part, is_distributed, layout_of, local
+from cpsr.engines.state_tree import flat_view
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["data_parallel_ranks", "require_supported", "require_whole_experts", "unwrapped"]
@@ -47,8 +47,10 @@ def data_parallel_ranks(
     return torch.distributed.get_process_group_ranks(wrapper.process_group)
 
 
-def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Check that the parameters are blocks of memory, apart from each other, and all in the module.
+def require_supported(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]
+) -> None:
+    """Check that the parameters are blocks of memory, apart, all in the module and each in one optimizer.
 
     Raises:
         UnsupportedEngineError: they are not; the message names the culprit.
@@ -62,16 +64,37 @@ def require_supported(module: torch.nn.Module, optimizer: torch.optim.Optimizer,
                 f"buffer {name} of shape {tuple(buffer.shape)} is split over ranks ({layout_of(buffer)}), and CPSR "
                 "takes only parameters that are split; keep it whole on every rank"
             )
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise UnsupportedEngineError(
-                    f"parameter group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    f"is not in {type(module).__name__}; make it a parameter of the module"
-                )
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise UnsupportedEngineError("the optimizer has no parameters: there is nothing to train")
+    owners: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                _require_own(module, optimizer, index, parameter, names, owners)
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise UnsupportedEngineError(
+                f"the optimizer {type(optimizer).__name__} has no parameters: there is nothing to train"
+            )
     _require_no_overlap(module, names)
+
+
+def _require_own(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    parameter: torch.Tensor,
+    names: dict[int, str],
+    owners: dict[int, torch.optim.Optimizer],
+) -> None:
+    if id(parameter) not in names:
+        raise UnsupportedEngineError(
+            f"parameter group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+            f"is not in {type(module).__name__}; make it a parameter of the module"
+        )
+    owner = owners.setdefault(id(parameter), optimizer)
+    if owner is not optimizer:
+        raise UnsupportedEngineError(
+            f"{names[id(parameter)]} is in two optimizers, {type(owner).__name__} and {type(optimizer).__name__}; give "
+            "each parameter to one of them"
+        )
 
 
 def require_whole_experts(experts: object | None, parts: Mapping[int, Part], names: dict[int, str]) -> None:

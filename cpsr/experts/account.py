@@ -74,7 +74,7 @@ class ExpertAccount:
         self._recovering = Recovering(self._layers, self._more_capacity)
         self._raised = [False] * len(self._layers)  # capacity, by layer
         self._missed = MissedIterations(config.catch_up_step_factor) if config.stale == "catch_up" else None
-        self._catching_up = None if self._missed is None else CatchingUp(adapter.optimizer)
+        self._catching_up = None if self._missed is None else CatchingUp(*adapter.optimizers)
         self._reported_no_limit = False
 
     def observe(self, tokens: Sequence[ArrayLike]) -> None:

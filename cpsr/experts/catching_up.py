@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
+from cpsr.engines.hooks import StepHooks
 from cpsr.engines.sharded import local
 
 __all__ = ["CatchingUp", "Missed"]
@@ -40,18 +40,15 @@ class CatchingUp:
     complete steps: hooks run in the order of registration.
 
     Args:
-        optimizer: torch's, inside of an engine's wrapper.
+        optimizers: torch's, inside of an engine's wrapper.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self._more = 0.0
         self._left: dict[str, float] = {}
         self._values: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}  # room of its own for each, so that no step allocates
-        self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._keep),
-            optimizer.register_step_post_hook(self._lengthen),
-        ]
+        self._hooks = [StepHooks(one, self._keep, self._lengthen) for one in optimizers]
 
     @property
     def left(self) -> Mapping[str, float]:
@@ -82,6 +79,8 @@ class CatchingUp:
     def forget(self) -> None:
         """Stop making up for iterations."""
         self._left, self._values, self._before = {}, {}, {}
+        for hook in self._hooks:
+            hook.forget()
 
     def close(self) -> None:
         """Remove the hooks."""

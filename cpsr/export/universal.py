@@ -105,9 +105,9 @@ def _engine_scalars(state: WholeState) -> dict[str, Any]:
 def _step(state: WholeState, scalars: dict[str, Any]) -> Any:
     """The step count of all parameters, as the optimizer keeps it.
 
-    What was never updated (a frozen parameter in the optimizer's groups) has zeros for moments, whatever its count.
+    What was never updated (a frozen parameter in the optimizer's groups) has no count, and zeros for moments.
     """
-    counts = {numbers.get("step") for numbers in scalars["optimizer_steps"]}
+    counts = {numbers.get("step") if numbers else 0 for numbers in scalars["optimizer_steps"]}
     steps = counts - {0} or counts
     if len(steps) != 1 or None in steps:
         raise UnsupportedEngineError(

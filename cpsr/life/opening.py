@@ -127,6 +127,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     opened.callback(_close_journal, job, steps, ending)
     _start_beside(job, opened)
     store = _open_store(job, loop.state.frozen)
+    job = replace(job, config=_predictable(job))
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
     turns = experts is not None and config.memory.interval_iterations is not None
@@ -232,6 +233,23 @@ def _missing_experts(job: Job) -> Missing | None:
     if naming is None:
         return None
     return partial(wrong_experts, naming=naming, trained=trained_experts(naming, job.shard, job.group))
+
+
+def _predictable(job: Job) -> CPSRConfig:
+    """The configuration of a life whose optimizers say why no later state can be predicted; a collective."""
+    config = job.config
+    obstacle = next((why for why in job.group.gather(job.adapter.prediction_obstacle()) if why is not None), None)
+    if obstacle is None or config.mode == "exact":
+        return config
+    if job.group.rank == 0:
+        message = (
+            f"no state is predicted, and recoveries recompute from the newest state that is whole: {obstacle}. All "
+            "state is saved and restored exactly"
+        )
+        job.journal.event("predicting is off", message, level=logging.WARNING)
+    learning = config.learning.model_copy(update={"budget_fraction": 0.0})
+    rehearsal = config.rehearsal.model_copy(update={"budget_fraction": 0.0})
+    return config.model_copy(update={"mode": "exact", "learning": learning, "rehearsal": rehearsal})
 
 
 def _possible(job: Job, learning: Learning, use: Use) -> CPSRConfig:

@@ -19,7 +19,7 @@ from cpsr.engines.random_states import capture_random_states, restore_random_sta
 from cpsr.engines.sharded import local
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
-from cpsr.state.codec import decode, encode
+from cpsr.state.codec import decode, encode, same
 from cpsr.state.small_state import SmallState
 
 __all__ = [
@@ -91,7 +91,7 @@ def take_snapshot(adapter: EngineAdapter) -> dict[str, Any]:
 
 def inject(adapter: EngineAdapter, snapshot: dict[str, Any]) -> None:
     """Give an engine the state of a snapshot, in the order of a restart."""
-    views = dict(adapter.shard().all_tensors())
+    views = dict(adapter.shard(to_fill=True).all_tensors())
     assert views.keys() == snapshot["tensors"].keys()
     for key, view in views.items():
         view.copy_(snapshot["tensors"][key])
@@ -117,10 +117,10 @@ def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             assert actual[key].dtype == value.dtype
             assert actual[key].shape == value.shape, f"{key}: {actual[key].shape} != {value.shape}"
-            same = torch.equal(as_bytes(actual[key]), as_bytes(value))
-            assert same, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
+            equal = torch.equal(as_bytes(actual[key]), as_bytes(value))
+            assert equal, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
         else:
-            assert actual[key] == value, f"{key}: {actual[key]} != {value}"
+            assert same(actual[key], value), f"{key}: {actual[key]} != {value}"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def check_longer_steps(build: Callable[[], Job]) -> None:
         run(job, 0, BEFORE)
         operators = job.adapter.shard().operators
         before = {name: one.parameter.values.clone() for name, one in operators.items()}
-        catching_up = CatchingUp(job.adapter.optimizer)
+        catching_up = CatchingUp(*job.adapter.optimizers)
         late = {name: Missed(one.parameter.values, missed) for name, one in operators.items()}
         catching_up.begin(late, factor)
         job.train_step(BEFORE)

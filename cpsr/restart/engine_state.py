@@ -62,7 +62,7 @@ class EngineState:
             CheckpointError: as `bring_frozen`; nothing was changed.
         """
         self.bring_frozen(snapshot.scalars)
-        live = dict(self._adapter.shard().tensors())
+        live = dict(self._adapter.shard(to_fill=True).tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():
                 live[key].copy_(values)

@@ -127,7 +127,7 @@ class NearFailure:
         adapter, at = self._job.adapter, sources[0].iteration
         loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
         self._ladder.bring(sources)
-        left = self._ladder.load(sources[self._job.group.rank], adapter.shard())
+        left = self._ladder.load(sources[self._job.group.rank], adapter.shard(to_fill=True))
         self._engine.take_moved(left)
         adapter.load_scalars(left["engine"])
         adapter.push_down()
@@ -203,7 +203,7 @@ class NearFailure:
         """
         group, own = self._job.group, sources[self._job.group.rank]
         self._ladder.bring(sources)
-        left = self._ladder.load(own, self._job.adapter.shard())
+        left = self._ladder.load(own, self._job.adapter.shard(to_fill=True))
         if left is not None:
             self._engine.take_moved(left)
         lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]

@@ -105,7 +105,7 @@ class NewestWeights:
             f"the module's buffer {kept[0]!r}" if kept else None,
             f"the frozen parameter {self._lost[0]!r}" if self._lost else None,
             f"the tensors of the registered object {registered[0]!r}" if registered else None,
-            "numbers of the engine" if lacks_tensors(small["engine"]) else None,
+            "numbers of the engine" if lacks_tensors(as_new(small["engine"])) else None,
             "experts of its own iteration" if older_operators(snapshot) else None,
         ]
         own = " and ".join(one for one in found if one is not None)

@@ -59,7 +59,7 @@ class RunState(Part):
         self.objects: list[Any] = []  # as they were registered
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
-        self._rates: tuple[int, list[dict[str, Any]]] = -1, []  # parameter groups as restored, and at which iteration
+        self._rates: tuple[int, list[Any]] = -1, []  # parameter groups as restored by optimizer, and at which iteration
         self._pending_rng: dict[str, Any] | None = None
         self._stream: ResumableLoader | None = None
         self._data = DataPosition()
@@ -144,7 +144,8 @@ class RunState(Part):
         """Restore the learning rates: a schedule created after the restart has reset them to their initial values."""
         iteration, rates = self._rates
         if self._adapter.iteration == iteration:
-            optimizer_state.load_hyperparameters(self._adapter.optimizer, rates)
+            for optimizer, own in zip(self._adapter.optimizers, rates, strict=True):
+                optimizer_state.load_hyperparameters(optimizer, own)
 
     def count_update(self, learning_rate: float) -> None:
         """Count an applied update with this learning rate."""
@@ -223,7 +224,7 @@ class RunState(Part):
                 self._registered[name].load_state_dict(state)
             else:
                 self._unclaimed[name] = state
-        self._rates = self._adapter.iteration, optimizer_state.hyperparameters(self._adapter.optimizer)
+        self._rates = self._adapter.iteration, list(map(optimizer_state.hyperparameters, self._adapter.optimizers))
         not_restored = restore_random_states(self._adapter, scalars.rng)
         if not_restored is not None:
             logger.warning("%s", not_restored)

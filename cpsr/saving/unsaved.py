@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from cpsr.engines import EngineAdapter, TorchAdapter
+from cpsr.engines.hooks import StepHooks
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Unsaved"]
@@ -59,7 +60,7 @@ class Unsaved:
         self._report = report
         self._candidates: list[tuple[weakref.ref[Any], _Uses]] | None = None
         self._done = False
-        self._hook = adapter.optimizer.register_step_pre_hook(self._before_step)
+        self._hook = StepHooks(adapter.optimizers[0], self._before_step)
 
     def close(self) -> None:
         """Stop searching."""
@@ -121,16 +122,17 @@ class Unsaved:
         return [one for one in found if not any(id(one) in ids for ids in inside)]
 
     def _in_use(self, one: Any) -> bool:
-        optimizer = self._adapter.optimizer
+        optimizers = self._adapter.optimizers
         if isinstance(one, torch.amp.GradScaler):
             # Added by `unscale_` and `step`, and removed by `update`: this step uses the scaler.
-            return one.is_enabled() and id(optimizer) in one._per_optimizer_states
+            return one.is_enabled() and any(id(optimizer) in one._per_optimizer_states for optimizer in optimizers)
         if isinstance(one, LRScheduler):
-            return getattr(getattr(one, "optimizer", None), "param_groups", None) is optimizer.param_groups
+            scheduled = getattr(getattr(one, "optimizer", None), "param_groups", None)
+            return any(scheduled is optimizer.param_groups for optimizer in optimizers)
         if isinstance(one, AveragedModel):
             return _shapes(one) == _shapes(self._adapter.module)
         groups = getattr(one, "param_groups", [])
-        if groups is optimizer.param_groups:
+        if any(groups is optimizer.param_groups for optimizer in optimizers):
             return False
         module = {id(parameter) for parameter in self._adapter.module.parameters()}
         return any(id(parameter) in module for group in groups for parameter in group["params"])
@@ -139,7 +141,7 @@ class Unsaved:
         """A scaler of another class than torch's, which has set a fused optimizer's `found_inf`."""
         known = any(isinstance(one, torch.amp.GradScaler) for one in in_use)
         given = any(hasattr(part, "scale") for part in (*self._adapter.loop_parts, *self._registered()))
-        marked = getattr(self._adapter.optimizer, "found_inf", None) is not None
+        marked = any(getattr(one, "found_inf", None) is not None for one in self._adapter.optimizers)
         return [_SCALER.format("gradient scaler")] if marked and not known and not given else []
 
     def _description(self, one: Any) -> str:

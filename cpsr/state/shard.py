@@ -47,7 +47,8 @@ class OperatorState:
         name: the parameter's name in the model (`transformer.h.0.attn.weight`).
         parameter: the owned slice of the weights.
         moments: the optimizer's tensors for that slice by the optimizer's own key (`exp_avg`, `exp_avg_sq`,
-            `momentum_buffer`), each a 1-D view of `parameter.numel` elements.
+            `momentum_buffer`; a path of keys where they lie deeper), each a 1-D view. Those of the parameter's shape
+            have `parameter.numel` elements; others (by row, by block) only where this rank owns the whole parameter.
         iteration: the iteration at which these values were taken. The operators of one shard may differ
             (sparse expert snapshots).
     """

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.moe.sharded_moe import MOE_TIMER
@@ -35,6 +36,7 @@ from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration
 from cpsr.qualify.models import TinyLM, token_batch
 from cpsr.qualify.recorder import Recorder
 from cpsr.qualify.torch_cases import build_ddp
+from tests.engines.optimizer_cases import Nested
 
 
 def resume(stage: int, precision: str, skip: int = 0, zero: Any = None, **options: Any) -> dict[str, Any]:
@@ -276,7 +278,6 @@ def refusals() -> None:
     refused(offload, "offload_optimizer")
     autocast = {"enabled": True, "dtype": "bfloat16"}
     refused(configuration(1, "fp32", torch_autocast=autocast), "torch_autocast")
-    refused(configuration(1, "fp32"), "RMSprop", optimizer="rmsprop")
     refused(configuration(1, "fp32", managed_gradient_accumulation=False), "managed_gradient_accumulation")
     engine = initialize(TinyLM(), configuration(1, "fp32"))
     engine.lr_scheduler.extra = object()
@@ -352,6 +353,18 @@ def early_state(stage: int, precision: str, optimizer: str, model: Callable[[], 
     check_early_state(lambda: DeepSpeedJob(initialize(model(), configuration(stage, precision), optimizer)))
 
 
+def any_optimizer(stage: int, precision: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """State that is not per element, and state of no parameter, is saved beside the flat tensors of ZeRO."""
+
+    def build() -> DeepSpeedJob:
+        module = TinyLM()
+        tuned = make([p for p in module.parameters() if p.requires_grad])
+        engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, config=configuration(stage, precision))
+        return DeepSpeedJob(engine)
+
+    check_resume(build)
+
+
 Case = Callable[[], Any]
 ZERO: dict[str, Case] = {
     f"zero{stage}-{precision}": partial(evaluated, stage, precision)
@@ -389,6 +402,12 @@ OTHER: dict[str, Case] = {
     "own-checkpoints-zero1": partial(own_checkpoints, 1),
     "own-checkpoints-zero3": partial(own_checkpoints, 3),
     "ddp": lambda: check_resume(build_ddp, skip=2),
+    "zero0-rmsprop": partial(evaluated, 0, "fp32", optimizer="rmsprop", skip=3),
+    "zero3-rmsprop": partial(evaluated, 3, "bf16", optimizer="rmsprop"),
+    **{f"zero{stage}-nested": partial(any_optimizer, stage, "fp32", Nested) for stage in range(3)},
+    "zero0-fp16-nested": partial(any_optimizer, 0, "fp16", Nested),
+    "zero0-adafactor": partial(any_optimizer, 0, "fp32", partial(torch.optim.Adafactor, lr=0.01)),
+    "zero2-adafactor": partial(any_optimizer, 2, "bf16", partial(torch.optim.Adafactor, lr=0.01)),
     "refusals": refusals,
     "receives-are-waits": receives_are_waits,
     "a-receive-fails": a_receive_that_fails_ends_the_wait,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cpsr.engines.flat_views import FlatViews
+from cpsr.engines.optimizer_state import OptimizerState, Updated
 
 NAME = "weight"
 
@@ -14,14 +15,16 @@ NAME = "weight"
 class _Trained:
     """One parameter under Adam, or SGD with momentum, after a step; and its views."""
 
-    def __init__(self, momentum: float | None = None) -> None:
+    def __init__(self, momentum: float | None = None, name: str = NAME) -> None:
+        self.name = name
         self.parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.AdamW([self.parameter], lr=0.1)
             if momentum is None
             else torch.optim.SGD([self.parameter], lr=0.1, momentum=momentum)
         )
-        self.views = FlatViews()
+        self.state = OptimizerState()
+        self.views = FlatViews(self.state)
         self.step()
 
     def step(self) -> None:
@@ -29,11 +32,14 @@ class _Trained:
         self.optimizer.step()
 
     def taken(self, owned: slice = slice(None)) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return self.views.of(NAME, self.optimizer, self.optimizer.param_groups[0], self.parameter, owned)
+        return self.views.of(NAME, self.updated()[0], owned)
 
     def unchanged(self) -> bool:
-        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return self.views.unchanged(self.optimizer, masters)
+        return self.views.unchanged(self.updated())
+
+    def updated(self) -> list[Updated]:
+        groups = self.optimizer.param_groups
+        return [Updated(self.optimizer, group, one, self.name) for group in groups for one in group["params"]]
 
 
 def _replace_state(trained: _Trained) -> None:
@@ -61,10 +67,6 @@ def _transpose(trained: _Trained) -> None:
         state[moment] = state[moment].t()
 
 
-def _forget_state(trained: _Trained) -> None:
-    trained.optimizer.state.clear()
-
-
 def test_views_are_made_once() -> None:
     trained = _Trained()
     values, moments = trained.taken()
@@ -83,7 +85,7 @@ def test_what_a_caller_does_to_its_moments_is_its_own() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_replace_state, _replace_one_moment, _replace_memory, _replace_memory_of_a_moment, _transpose, _forget_state],
+    [_replace_state, _replace_one_moment, _replace_memory, _replace_memory_of_a_moment, _transpose],
 )
 def test_what_was_replaced_is_seen(change: Callable[[_Trained], None]) -> None:
     trained = _Trained()
@@ -107,10 +109,33 @@ def test_what_was_replaced_is_seen(change: Callable[[_Trained], None]) -> None:
 def test_a_buffer_that_the_next_step_creates_is_seen() -> None:
     trained = _Trained(momentum=0.9)
     trained.taken()
+    before = trained.taken()[1]["momentum_buffer"]
+    assert before.any()
     trained.optimizer.state[trained.parameter]["momentum_buffer"] = None  # as old state dicts have it
     assert not trained.unchanged()
     _, moments = trained.taken()
     assert torch.equal(moments["momentum_buffer"], torch.zeros(6))
+    assert trained.unchanged()
+    trained.step()
+    assert not trained.unchanged()
+
+
+def test_absent_state_is_zeros_that_take_no_memory() -> None:
+    trained = _Trained()
+    trained.optimizer.state.clear()
+    assert not trained.unchanged()
+    _, moments = trained.taken()
+    assert {key: (moment.shape, bool(moment.any())) for key, moment in moments.items()} == {
+        "exp_avg": ((6,), False),
+        "exp_avg_sq": ((6,), False),
+    }
+    assert all(moment.untyped_storage().nbytes() == 4 for moment in moments.values())
+    assert trained.unchanged()
+    assert not trained.optimizer.state, "looking at the state creates nothing"
+    with pytest.raises(RuntimeError, match="single memory location"):
+        moments["exp_avg"].copy_(torch.ones(6))
+    trained.step()
+    assert not trained.unchanged()
 
 
 def test_another_parameter_is_seen() -> None:
@@ -121,7 +146,7 @@ def test_another_parameter_is_seen() -> None:
 
 
 def test_another_slice_is_another_view() -> None:
-    trained = _Trained()
+    trained = _Trained(name="")  # of several parameters
     assert trained.taken(slice(0, 2))[0].numel() == 2
     values, moments = trained.taken(slice(2, 6))
     assert torch.equal(values, trained.parameter.detach().view(-1)[2:])

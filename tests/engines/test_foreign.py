@@ -95,9 +95,14 @@ def other(package: str, name: str) -> Any:
 
 
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "several optimizers": (
+    "an optimizer twice": (
         {"optimizer": lambda module, optimizer: [optimizer, optimizer]},
-        "a list of 2 objects is given as the optimizer.*put all parameters into one optimizer",
+        "one object is given twice among the optimizers",
+    ),
+    "no optimizers": ({"optimizer": lambda module, optimizer: []}, "an empty list is given as the optimizers"),
+    "optimizers of the same parameters": (
+        {"optimizer": lambda module, optimizer: [optimizer, adam(module)]},
+        "is in two optimizers, Adam and Adam; give each parameter to one of them",
     ),
     "optimizer None": ({"optimizer": lambda module, optimizer: None}, "None is given as the optimizer"),
     "an optimizer's class": ({"optimizer": lambda module, optimizer: torch.optim.Adam}, "Adam is a class"),
@@ -118,7 +123,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {"module": lambda module, optimizer: optimizer, "optimizer": lambda module, optimizer: module},
         "TorchAdapter takes the model first, and this is an object of Adam",
     ),
-    "several schedulers": ({"scheduler": lambda module, optimizer: [1, 2]}, "ChainedScheduler"),
+    "several schedulers": ({"scheduler": lambda module, optimizer: [1, 2]}, "scheduler int has no step"),
     "a scheduler's class": (
         {"scheduler": lambda module, optimizer: torch.optim.lr_scheduler.StepLR},
         "scheduler is the class StepLR",

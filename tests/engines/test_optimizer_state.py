@@ -1,10 +1,431 @@
-"""The counts of an optimizer beside its tensors."""
+"""Any torch optimizer is saved and restored bit for bit, from what a checkpoint says of it and not by its class."""
 
+import copy
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from cpsr.engines import TorchAdapter
 from cpsr.engines.optimizer_state import as_new
+from cpsr.errors import RunMismatchError, UnsupportedEngineError
+from cpsr.state import codec
+from tests.device import DEVICE
+from tests.engines.optimizer_cases import (
+    AveragingAdamW,
+    Embedded,
+    Job,
+    Large,
+    Make,
+    Mixed,
+    Nested,
+    Sharing,
+    check_resumed,
+    differences,
+    manifest_of,
+    store_in,
+    two_dimensional,
+)
+
+EVERY: dict[str, Any] = {
+    name: kind
+    for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+REFUSED = {"LBFGS"}
+# Settings under which classes keep something else, or keep it elsewhere.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "ASGD": [{"t0": 2}],
+    "Adagrad": [{"initial_accumulator_value": 0.5, "lr_decay": 0.1}],
+    "Adam": [{"amsgrad": True}, {"lr": torch.tensor(0.01)}],
+    "AdamW": [{"amsgrad": True, "maximize": True}],
+    "NAdam": [{"decoupled_weight_decay": True}],
+    "RMSprop": [{"momentum": 0.9, "centered": True}],
+    "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}],
+}
+IMPLEMENTATIONS = ("foreach", "fused", "capturable")
+
+
+def made(kind: Any, settings: dict[str, Any], module: nn.Module) -> torch.optim.Optimizer:
+    matrices, _ = two_dimensional(module)
+    settings = copy.deepcopy(settings)
+    if kind is torch.optim.Adam and isinstance(settings.get("lr"), torch.Tensor):
+        settings["foreach"] = False
+    optimizer: torch.optim.Optimizer = kind(
+        matrices if kind is torch.optim.Muon else module.parameters(), **({"lr": 0.01} | settings)
+    )
+    return optimizer
+
+
+def runs_here(kind: Any, settings: dict[str, Any]) -> bool:
+    """Whether torch has this implementation for the device of the tests."""
+    module = nn.Linear(3, 2).to(DEVICE)
+    try:
+        optimizer = made(kind, settings, module)
+        module(torch.ones(1, 3, device=DEVICE)).sum().backward()
+        optimizer.step()
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+def variants() -> list[Any]:
+    found = []
+    for name, kind in EVERY.items():
+        taken = inspect.signature(kind).parameters
+        for settings in [{}, *SETTINGS.get(name, []), *({one: True} for one in IMPLEMENTATIONS if one in taken)]:
+            words = [f"{key}={value}" for key, value in settings.items()]
+            found.append(pytest.param(name, settings, id="-".join([name, *words]).replace(" ", "")))
+    return found
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(("name", "settings"), variants())
+def test_every_optimizer_of_torch_resumes_bitwise(name: str, settings: dict[str, Any], at: int, tmp_path: Path) -> None:
+    if name in REFUSED:
+        pytest.skip("refused by name")
+    if name == "SparseAdam":
+        check_resumed(partial(made, EVERY[name], settings), tmp_path, Embedded, at)
+        return
+    if not runs_here(EVERY[name], settings):
+        pytest.skip(f"torch does not run it on {DEVICE}")
+    check_resumed(partial(made, EVERY[name], settings), tmp_path, at=at)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_runs_the_module_itself_is_refused(name: str) -> None:
+    module = nn.Linear(2, 2)
+    adapter = TorchAdapter(module, EVERY[name](module.parameters()))
+    with pytest.raises(UnsupportedEngineError, match=rf"{name}\.step needs closure"):
+        adapter.shard()
+
+
+OF_THEIR_OWN: dict[str, tuple[type[Any], Make]] = {
+    "a subclass that keeps more": (Mixed, lambda module: AveragingAdamW(module.parameters(), lr=0.01)),
+    "nested state": (Mixed, lambda module: Nested(module.parameters())),
+    "shared state, and weights laid out anew": (Mixed, lambda module: Sharing(module.parameters())),
+    "groups": (Mixed, lambda module: grouped(module)),
+    "Muon and AdamW": (Mixed, lambda module: muon_and_adamw(module)),
+    "three optimizers": (Mixed, lambda module: [*muon_and_adamw(module)[:1], *split(two_dimensional(module)[1])]),
+}
+
+
+def grouped(module: nn.Module) -> torch.optim.Optimizer:
+    matrices, rest = two_dimensional(module)
+    groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": 0.02, "amsgrad": True}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def muon_and_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, rest = two_dimensional(module)
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def split(parameters: list[Any]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9), torch.optim.Adagrad(parameters[1:], lr=0.1)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("case", OF_THEIR_OWN)
+def test_state_of_any_kind_resumes_bitwise(case: str, at: int, tmp_path: Path) -> None:
+    model, make = OF_THEIR_OWN[case]
+    check_resumed(make, tmp_path, model, at)
+
+
+def lion(module: nn.Module) -> torch.optim.Optimizer:
+    package = pytest.importorskip("lion_pytorch")
+    optimizer: torch.optim.Optimizer = package.Lion(module.parameters(), lr=1e-3, weight_decay=0.1)
+    return optimizer
+
+
+def eight_bits(name: str, **settings: Any) -> Make:
+    def make(module: nn.Module) -> Any:
+        package = pytest.importorskip("bitsandbytes")
+        return getattr(package.optim, name)(module.parameters(), lr=1e-3, **settings)
+
+    return make
+
+
+def schedule_free(name: str) -> Make:
+    def make(module: nn.Module) -> Any:
+        package = pytest.importorskip("schedulefree")
+        optimizer = getattr(package, name)(module.parameters(), lr=0.01)
+        optimizer.train()
+        return optimizer
+
+    return make
+
+
+def adafactor_of_transformers(module: nn.Module) -> Any:
+    return pytest.importorskip("transformers.optimization").Adafactor(module.parameters(), beta1=0.9)
+
+
+OF_OTHERS: dict[str, tuple[type[Any], Make]] = {
+    "lion": (Mixed, lion),
+    "bitsandbytes Adam8bit": (Large, eight_bits("Adam8bit")),
+    "bitsandbytes AdamW8bit, small": (Mixed, eight_bits("AdamW8bit")),
+    "bitsandbytes Lion8bit": (Large, eight_bits("Lion8bit")),
+    "schedule-free AdamW": (Mixed, schedule_free("AdamWScheduleFree")),
+    "schedule-free SGD": (Mixed, schedule_free("SGDScheduleFree")),
+    "schedule-free RAdam": (Mixed, schedule_free("RAdamScheduleFree")),
+    "transformers Adafactor": (Mixed, adafactor_of_transformers),
+}
+
+
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("case", OF_OTHERS)
+def test_optimizers_of_other_packages_resume_bitwise(case: str, at: int, tmp_path: Path) -> None:
+    model, make = OF_OTHERS[case]
+    check_resumed(make, tmp_path, model, at)
+
+
+# What is saved
+
+
+def test_state_that_is_absent_stays_absent(tmp_path: Path) -> None:
+    job = check_resumed(lambda module: torch.optim.AdamW(module.parameters()), tmp_path)
+    state = job.optimizers[0].state
+    assert job.module.idle not in state
+    assert job.module.up.weight in state
+
+
+def test_what_is_not_per_element_is_in_the_file_of_moments(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    job = Job(lambda module: torch.optim.Adafactor(module.parameters(), lr=0.01))
+    job.train(0, 1)
+    job.save(store)
+    operators = job.adapter.shard().operators
+    assert {key: len(one) for key, one in operators["up.weight"].moments.items()} == {"row_var": 8, "col_var": WIDTH}
+    assert manifest_of(store).world_size == 1
+    assert job.adapter.shard().others == {}
+
+
+WIDTH = 12
+
+
+def test_a_path_on_the_disk_is_of_one_item() -> None:
+    job = Job(lambda module: Nested(module.parameters()))
+    paths = set(job.adapter.shard().operators["up.weight"].moments)
+    assert paths == {"a%2Eb%2Fc.rows", "a%2Eb%2Fc.#3.#0", "pair.#0", "pair.#1.half", "mask", "late"}
+
+
+def test_unsaveable_state_is_refused_by_name() -> None:
+    job = Job(lambda module: torch.optim.AdamW(module.parameters()))
+    job.train(0, 1)
+    job.optimizers[0].state[job.module.up.weight]["note"] = {1.5}
+    with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps note: builtins\.set, which is not plain data"):
+        job.adapter.scalars()
+    job.optimizers[0].state[job.module.up.weight]["note"] = {"by": {(1, 2): 3}}
+    with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps note\.by: an item under the key \(1, 2\)"):
+        job.adapter.shard()
+
+
+def test_what_changes_its_shape_is_refused() -> None:
+    class Growing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                past = self.state[parameter].get("past", parameter.new_zeros(0))
+                self.state[parameter]["past"] = torch.cat([past, parameter.new_ones(1)])
+
+    module = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedEngineError, match="Growing keeps for a tensor changes its shape from step to step"):
+        TorchAdapter(module, Growing(module.parameters(), lr=0.1)).shard()
+
+
+def test_a_step_that_fails_is_refused_with_its_reason() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no such kernel")
+
+    module = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedEngineError, match=r"what Failing keeps .*ValueError: no such kernel"):
+        TorchAdapter(module, Failing(module.parameters(), lr=0.1)).shard()
+
+
+def test_what_wraps_another_optimizer_is_refused() -> None:
+    class Wrapping(torch.optim.SGD):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups[0]["params"], lr=0.1)
+            self.inner = inner
+
+    module = nn.Linear(2, 2)
+    optimizer = Wrapping(torch.optim.Adam(module.parameters()))
+    with pytest.raises(UnsupportedEngineError, match=r"Wrapping wraps another optimizer \(inner\)"):
+        TorchAdapter(module, optimizer).shard()
+
+
+def test_looking_ahead_leaves_no_trace() -> None:
+    """The layout is seen on a copy: the job's own optimizer, gradients, hooks and random states are as before."""
+
+    class Drawing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.rand(3)
+            return super().step(closure)
+
+    module = nn.Linear(3, 2)
+    optimizer = Drawing(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.listed = [module.weight]  # type: ignore[attr-defined]  # as some keep them beside their groups
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the instance's own `step`
+    module(torch.ones(1, 3)).sum().backward()
+    called: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    weights, gradients = copy.deepcopy(module.state_dict()), [one.grad for one in module.parameters()]
+    group, random = dict(optimizer.param_groups[0]), torch.get_rng_state()
+    adapter = TorchAdapter(module, optimizer, schedule)
+    assert set(adapter.shard().operators["weight"].moments) == {"momentum_buffer"}
+    assert differences(module.state_dict(), weights) == []
+    assert all(one.grad is before for one, before in zip(module.parameters(), gradients, strict=True))
+    assert (called, len(optimizer.state)) == ([], 0)
+    assert differences(optimizer.param_groups[0], group) == []
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+# Restarts of something else
+
+
+def saved(directory: Path, make: Make) -> None:
+    job = Job(make)
+    job.train(0, 2)
+    job.save(store_in(directory))
+
+
+def adamw(module: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), **settings)
+
+
+MISMATCHES: dict[str, tuple[Make, Make, type[Exception], str]] = {
+    "another class": (
+        adamw,
+        lambda module: torch.optim.Adam(module.parameters()),
+        UnsupportedEngineError,
+        "the state is of AdamW, and the optimizer is Adam now",
+    ),
+    "another key": (
+        adamw,
+        partial(adamw, amsgrad=True),
+        RunMismatchError,
+        r"the first difference is param/scale: .*|the first difference is param/.*max_exp_avg_sq",
+    ),
+    "another type": (
+        adamw,
+        lambda module: AveragingAdamW(module.parameters()),
+        RunMismatchError,
+        "the first difference is .*average float32",
+    ),
+    "one group more": (
+        adamw,
+        lambda module: grouped_alike(module),
+        UnsupportedEngineError,
+        "the saved AdamW has 1 parameter groups and this one 2",
+    ),
+    "groups of other sizes": (
+        lambda module: grouped_alike(module),
+        lambda module: grouped_alike(module, 1),
+        UnsupportedEngineError,
+        "parameter group 0 of AdamW had 3 parameters when saved and has 1 now",
+    ),
+    "another order": (
+        adamw,
+        lambda module: torch.optim.AdamW(list(module.parameters())[::-1]),
+        UnsupportedEngineError,
+        "the state was saved for scale where AdamW now has down.weight",
+    ),
+    "one optimizer of two": (
+        lambda module: muon_and_adamw(module),
+        adamw,
+        RunMismatchError,
+        r"the first difference is param/.*exp_avg",
+    ),
+}
+
+
+def grouped_alike(module: nn.Module, first: int = 3) -> torch.optim.Optimizer:
+    every = list(module.parameters())
+    groups: Any = [{"params": every[:first]}, {"params": every[first:]}]
+    return torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_mismatch_names_the_first_difference(case: str, tmp_path: Path) -> None:
+    before, now, error, message = MISMATCHES[case]
+    saved(tmp_path, before)
+    job = Job(now, start=3)
+    with pytest.raises(error, match=message):
+        job.restore(store_in(tmp_path), 2)
+    assert not any(one.state for one in job.optimizers)
+
+
+def test_another_size_of_a_tensor_by_row_is_named(tmp_path: Path) -> None:
+    """Of the same name and type, for a parameter of the same shape."""
+
+    class Rows(torch.optim.SGD):
+        size = 3
+
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("rows", parameter.new_zeros(self.size))
+
+    class Others(Rows):
+        size = 4
+
+    saved(tmp_path, lambda module: Rows(module.parameters(), lr=0.1))
+    with pytest.raises(RunMismatchError, match=r"rows float32\[3\], this job has .*rows float32\[4\]"):
+        Job(lambda module: Others(module.parameters(), lr=0.1)).restore(store_in(tmp_path), 2)
+
+
+# Earlier checkpoints
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (adamw, {"step": 3.0}),
+        (partial(adamw, amsgrad=True, fused=True), {"step": 3.0}),
+        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), {}),
+        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1), {}),
+    ],
+)
+def test_what_earlier_versions_saved_is_still_loaded(make: Make, numbers: dict[str, Any], tmp_path: Path) -> None:
+    """Of Adam, AdamW and SGD: numbers alone, of state that was created before the first step."""
+
+    class Used(Mixed):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return super().forward(images) + self.idle.sum() * 0.1
+
+    first = Job(make, Used)
+    first.train(0, 3)
+    tensors = {key: value.clone() for key, value in first.adapter.shard().tensors()}
+    scalars = first.adapter.scalars()
+    assert scalars["optimizer_steps"][-1] == numbers
+    earlier = {key: copy.deepcopy(value) for key, value in scalars.items() if key != "optimizer_state"}
+    losses = first.train(3, 3)
+    other = Job(make, Used, start=7)
+    for key, view in other.adapter.shard(to_fill=True).tensors():
+        view.copy_(tensors[key])
+    other.adapter.load_scalars(earlier)
+    assert other.train(3, 3) == losses
+    assert [state.keys() for state in other.optimizers[0].state.values()] == [
+        state.keys() for state in first.optimizers[0].state.values()
+    ]
+    if numbers:
+        assert differences(other.state(), first.state()) == []
+
+
+def test_a_later_form_is_refused() -> None:
+    job = Job(adamw)
+    scalars = job.adapter.scalars()
+    scalars["optimizer_state"]["form"] = 3
+    with pytest.raises(UnsupportedEngineError, match="in form 3 by a newer version"):
+        job.adapter.load_scalars(scalars)
+
+
+# Without moments
 
 
 def test_an_optimizer_as_new_has_taken_no_step_and_keeps_its_settings() -> None:
@@ -20,3 +441,142 @@ def test_an_optimizer_as_new_has_taken_no_step_and_keeps_its_settings() -> None:
         "param_groups": [{"lr": 1e-3, "step": 0}, {"lr": rate}],
     }
     assert scalars["optimizer_steps"][0] == {"step": 12.0}, "what was given is as it was"
+
+
+def test_state_that_begins_anew_is_absent() -> None:
+    job = Job(lambda module: Nested(module.parameters(), lr=0.25))
+    job.train(0, 3)
+    scalars = codec.decode(*codec.encode(job.adapter.scalars()))
+    other = Job(lambda module: Nested(module.parameters()))
+    other.adapter.load_scalars(as_new(scalars))
+    assert not other.optimizers[0].state
+    assert other.optimizers[0].param_groups[0]["lr"] == 0.25
+    assert other.adapter.iteration == 3
+
+
+# Prediction
+
+OBSTACLES = {"ASGD": "keeps eta", "NAdam": "keeps mu_product"}
+
+
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - REFUSED))
+def test_which_optimizers_of_torch_can_be_predicted(name: str) -> None:
+    job = Job(partial(made, EVERY[name], {}), Embedded if name == "SparseAdam" else Mixed)
+    obstacle = job.adapter.prediction_obstacle()
+    assert (obstacle is None) == (name not in OBSTACLES)
+    assert OBSTACLES.get(name, "") in (obstacle or "")
+    if obstacle is not None:
+        return
+    job.train(0, 2)
+    other = Job(partial(made, EVERY[name], {}), Embedded if name == "SparseAdam" else Mixed)
+    other.train(0, 2)
+    other.adapter.skip_ahead(3)
+    job.train(2, 3)
+    steps = [[one.get("step") for one in two.adapter.scalars()["optimizer_steps"]] for two in (other, job)]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "obstacle"),
+    [
+        ("schedule-free AdamW", "keeps weight_sum"),
+        ("lion", None),
+        ("bitsandbytes Adam8bit", None),
+        ("transformers Adafactor", None),
+    ],
+)
+def test_which_others_can_be_predicted(case: str, obstacle: str | None) -> None:
+    model, make = OF_OTHERS[case]
+    found = Job(make, model).adapter.prediction_obstacle()
+    assert found is None if obstacle is None else obstacle in str(found)
+
+
+def test_weights_beside_the_weights_are_an_obstacle() -> None:
+    found = Job(OF_THEIR_OWN["a subclass that keeps more"][1]).adapter.prediction_obstacle()
+    assert found == "AveragingAdamW keeps other weights (average) beside those that are trained"
+
+
+# Several optimizers in a loop
+
+
+def test_a_step_ends_with_the_last_optimizer_and_the_last_schedule() -> None:
+    module = Mixed().to(DEVICE)
+    optimizers = muon_and_adamw(module)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+    adapter = TorchAdapter(module, tuple(optimizers), schedules)
+    assert (adapter.optimizers, adapter.optimizer, adapter.loop_parts) == (optimizers, optimizers[1], schedules)
+    assert adapter.describe()["optimizer"] == "Muon+AdamW"
+    assert adapter.learning_rate() == pytest.approx(0.015)
+    job = Job(muon_and_adamw)
+    job.adapter.detach()
+    ends: list[int] = []
+    job.recorder.at_step_end = ends.append
+    adapter.attach(job.recorder)
+    for step in range(2):
+        module(torch.randn(4, 3, 5, 5, device=DEVICE)).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):  # each with its own
+            optimizer.step()
+            schedule.step()
+        assert ends == list(range(1, step + 2))
+    assert [event[0] for event in job.recorder.events] == ["before_update", "after_step"] * 2
+    rates, before = adapter.skip_ahead(1), adapter.scalars()
+    assert rates == [pytest.approx(0.015 * 0.81)]
+    other = Mixed().to(DEVICE)
+    again = muon_and_adamw(other)
+    restored = TorchAdapter(other, again, [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in again])
+    restored.shard(to_fill=True)
+    restored.load_scalars(codec.decode(*codec.encode(before)))
+    assert [one.param_groups[0]["lr"] for one in again] == [one.param_groups[0]["lr"] for one in optimizers]
+    with pytest.raises(UnsupportedEngineError, match="the saved run had 2 schedulers and this one has 1"):
+        TorchAdapter(other, again, torch.optim.lr_scheduler.ExponentialLR(again[0], 0.9)).load_scalars(before)
+
+
+def _last_alone(job: Job) -> None:
+    job.optimizers[1].step()
+
+
+def _first_twice(job: Job) -> None:
+    job.optimizers[0].step()
+    job.optimizers[0].step()
+
+
+def _first_alone(job: Job) -> None:
+    job.optimizers[0].step()
+    job.module(job.module.batch().to(DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (_last_alone, r"AdamW\.step\(\) was called where Muon\.step\(\) was to come"),
+        (_first_twice, r"AdamW\.step\(\) was not called in optimizer step 2"),
+        (_first_alone, r"AdamW\.step\(\) was not called in optimizer step 2"),
+    ],
+)
+def test_optimizers_step_once_each_in_their_order(steps: Callable[[Job], None], message: str) -> None:
+    job = Job(muon_and_adamw)
+    job.train(0, 1)
+    with pytest.raises(UnsupportedEngineError, match=message):
+        steps(job)
+
+
+def test_several_optimizers_under_one_scaler(caplog: pytest.LogCaptureFixture) -> None:
+    module = Mixed().to(DEVICE)
+    optimizers = muon_and_adamw(module)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    adapter = TorchAdapter(module, optimizers, grad_scaler=scaler)
+    recorder = Job(adamw).recorder
+    adapter.attach(recorder)
+    with caplog.at_level(logging.WARNING):
+        for factor in (1.0, float("inf"), 1.0):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scaler.scale(module(torch.ones(4, 3, 5, 5, device=DEVICE)) * factor).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert recorder.steps() == [(1, True), (2, False), (3, True)]
+    scaler.scale(module(torch.ones(4, 3, 5, 5, device=DEVICE))).backward()
+    scaler.step(optimizers[0])
+    with pytest.raises(UnsupportedEngineError, match=r"AdamW\.step\(\) was not called in optimizer step 4"):
+        scaler.update()

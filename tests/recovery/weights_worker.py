@@ -99,7 +99,7 @@ def state(recovery: CPSRRecovery, weights: Path) -> dict[str, Any]:
         "method": recovery.restored.method,
         "learning_rate": adapter.learning_rate(),
         "moments": sum(float(values.abs().sum()) for one in operators.values() for values in one.moments.values()),
-        "steps": sorted({float(one["step"]) for one in adapter.scalars()["optimizer_steps"]}),
+        "steps": sorted({float(one.get("step", 0.0)) for one in adapter.scalars()["optimizer_steps"]}),
     }
 
 

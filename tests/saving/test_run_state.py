@@ -62,7 +62,8 @@ def test_random_states_and_changed_objects_are_put_back() -> None:
 def test_on_a_device_a_capture_waits_for_nothing_and_a_comparison_for_all() -> None:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters(), fused=True))
-    adapter.shard()  # creates the optimizer's state
+    module(torch.ones(1, 2)).sum().backward()
+    adapter.optimizer.step()  # creates its state
     losses = LossRecorder(10)
     state = RunState(adapter, losses, Probes(adapter, 0), Learner(LinePredictor(), None))
     with stand_in_device() as device:

@@ -1,0 +1,175 @@
+"""Whole lives with optimizers of every kind: a failed one restarts bit for bit, or says what is not predicted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import IDENTITY, run_id
+from cpsr.errors import RunMismatchError, UnsupportedEngineError
+from cpsr.journal.reader import JournalReader
+from tests.committed import wait_until_committed
+from tests.engines.optimizer_cases import AveragingAdamW, Nested, differences
+
+INTERVAL, FAILURE, END = 3, 8, 12
+DATA: Any = torch.arange(60.0).reshape(-1, 2)
+Make = Callable[[nn.Module], Any]
+
+
+class Model(nn.Module):
+    """Returns its loss; one parameter has no gradient in the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 6), nn.Linear(6, 3)
+        self.late = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(torch.tanh(self.first(batch / 60.0)))
+        loss: torch.Tensor = hidden.square().mean()
+        return loss + self.late.square().sum() * 0.1 if batch[0, 0] > 24 else loss
+
+
+class Life:
+    """One life of the job."""
+
+    def __init__(
+        self, run_dir: Path, make: Make, mode: Literal["auto", "exact"] = "auto", memory: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        self.module = Model()
+        made = make(self.module)
+        self.optimizers = made if isinstance(made, list) else [made]
+        checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": memory}
+        config = {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint}
+        self._run_dir = run_dir
+        self.recovery = CPSRRecovery(TorchAdapter(self.module, made), config)
+        self.losses: list[float] = []
+
+    def until(self, iteration: int, *, fails: bool = False) -> "Life":
+        try:
+            with self.recovery as recovery:
+                self._train(recovery, iteration)
+                if fails:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        return self
+
+    def _train(self, recovery: CPSRRecovery, until: int) -> None:
+        began = recovery.iteration
+        for batch in recovery.resume(DataLoader(DATA, batch_size=2), repeat=True):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss = self.module(batch)
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.losses.append(loss.item())
+            last = recovery.iteration - 1
+            if last > began and last % INTERVAL == 0:  # the snapshot of the step before is complete
+                wait_until_committed(self._run_dir, last)
+            if recovery.iteration >= until:
+                return
+
+    @property
+    def state(self) -> list[Any]:
+        states = [[one.state.get(p, "absent") for p in self.module.parameters()] for one in self.optimizers]
+        return [list(self.module.parameters()), states]
+
+
+def muon_and_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    every = list(module.parameters())
+    matrices, rest = [one for one in every if one.dim() == 2], [one for one in every if one.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "Adafactor": lambda module: torch.optim.Adafactor(module.parameters(), lr=0.01),
+    "a subclass": lambda module: AveragingAdamW(module.parameters(), lr=0.01),
+    "nested": lambda module: Nested(module.parameters()),
+    "SGD with dampening": lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5),
+    "Muon and AdamW": muon_and_adamw,
+}
+
+
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_failed_life_restarts_bitwise(kind: str, memory: bool, tmp_path: Path) -> None:
+    make = OPTIMIZERS[kind]
+    whole = Life(tmp_path / "whole", make, "exact").until(END)
+    failed = Life(tmp_path / "failed", make, "exact", memory).until(FAILURE, fails=True)
+    try:
+        again = Life(tmp_path / "failed", make, "exact", memory).until(END)
+    finally:
+        remove_memory_states(run_id(tmp_path / "failed"))
+    at = again.recovery.restored.restored_iteration
+    assert at >= 6
+    assert failed.losses == whole.losses[:FAILURE]
+    assert again.losses == whole.losses[at:]
+    assert differences(again.state, whole.state) == []
+
+
+def events(run_dir: Path) -> dict[str, str]:
+    with JournalReader(run_dir / "journal.db") as reader:
+        return {event.kind: event.message for event in reader.events()}
+
+
+def test_what_is_not_predicted_is_recomputed_and_said(tmp_path: Path) -> None:
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(module.parameters(), lr=0.01)
+
+    Life(tmp_path, make).until(20, fails=True)
+    message = events(tmp_path)["predicting is off"]
+    assert "NAdam keeps mu_product, which its steps change by a rule of its own" in message
+    again = Life(tmp_path, make).until(22)
+    assert again.recovery.config.mode == "exact"
+    assert (again.recovery.restored.method, again.recovery.restored.restored_iteration) == ("exact", 18)
+
+
+def test_an_optimizer_that_can_be_predicted_changes_no_mode(tmp_path: Path) -> None:
+    life = Life(tmp_path, OPTIMIZERS["Muon and AdamW"]).until(2)
+    assert life.recovery.config.mode == "auto"
+    assert "predicting is off" not in events(tmp_path)
+
+
+def test_without_moments_the_state_begins_anew(tmp_path: Path) -> None:
+    make = OPTIMIZERS["Adafactor"]
+    Life(tmp_path, make).until(10, fails=True)
+    found = scan(tmp_path / "checkpoints").checkpoints
+    for info in found:
+        (info.directory / "rank-00000.moments.safetensors").unlink(missing_ok=True)
+    again = Life(tmp_path, make)
+    with again.recovery as recovery:
+        assert recovery.restored.method == "weights"
+        assert not again.optimizers[0].state
+        again.optimizers[0].zero_grad()
+        again.module(DATA[:2]).backward()
+        again.optimizers[0].step()
+    assert (tmp_path / IDENTITY).exists()
+
+
+@pytest.mark.parametrize(
+    ("now", "error", "message"),
+    [
+        (lambda module: torch.optim.NAdam(module.parameters()), RunMismatchError, "optimizer.*Adafactor.*NAdam"),
+        (
+            lambda module: torch.optim.Adafactor([{"params": [one]} for one in module.parameters()], lr=0.01),
+            UnsupportedEngineError,
+            "the saved Adafactor has 1 parameter groups and this one 5",
+        ),
+    ],
+)
+def test_a_restart_with_something_else_is_refused(
+    now: Make, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    Life(tmp_path, OPTIMIZERS["Adafactor"], "exact").until(FAILURE, fails=True)
+    with pytest.raises(error, match=message):
+        Life(tmp_path, now, "exact").until(END)
