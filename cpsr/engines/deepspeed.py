@@ -253,7 +253,7 @@ class DeepSpeedAdapter:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
         engine, optimizer = self._engine, torch_optimizer(self._engine)
         self._state.load(self._updated(), scalars)
-        rates = [group["lr"] for group in scalars["param_groups"]]
+        rates = [group.get("lr") for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
         optimizer_state.load_hyperparameters(optimizer, scalars["param_groups"])
         for name in _COUNTERS:

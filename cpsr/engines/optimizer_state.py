@@ -164,6 +164,8 @@ class OptimizerState:
 
     def obstacle(self, every: Sequence[Updated]) -> str | None:
         """Why no step ahead can be predicted; None where weights and step counts are all that moves."""
+        if bare := next((one for one in every if one.group.get("lr") is None), None):
+            return f"{bare.kind} has no learning rate (lr) in its parameter groups"
         return next((why for one in every if (why := self._of(one).expected.obstacle) is not None), None)
 
     def _of(self, updated: Updated) -> Known:
@@ -364,6 +366,7 @@ def second_moment_decay(optimizers: Sequence[torch.optim.Optimizer]) -> float:
 
 
 def learning_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """Mean learning rate over all parameter groups."""
-    rates = [float(group["lr"]) for one in optimizers for group in one.param_groups]
-    return rates[0] if len(rates) == 1 else math.fsum(rates) / len(rates)
+    """Mean learning rate over the parameter groups that have one; 0 where none has."""
+    found = [group.get("lr") for one in optimizers for group in one.param_groups]
+    rates = [float(rate) for rate in found if rate is not None]
+    return rates[0] if len(rates) == 1 else math.fsum(rates) / max(1, len(rates))

@@ -274,7 +274,7 @@ class TorchAdapter:
             _log.warning("the saved run had no grad_scaler: this one begins with its own scale")
         groups = list(scalars["param_groups"])
         self._state.load(self._updated(), scalars)
-        self._schedule.load(scalars["schedule"], [group["lr"] for group in groups])
+        self._schedule.load(scalars["schedule"], [group.get("lr") for group in groups])
         for place, one in enumerate(self._optimizers):
             last = place == len(self._optimizers) - 1
             own = groups if last else groups[: len(one.param_groups)]

@@ -482,7 +482,7 @@ def test_which_optimizers_of_torch_can_be_predicted(name: str) -> None:
         ("schedule-free AdamW", "keeps weight_sum"),
         ("lion", None),
         ("bitsandbytes Adam8bit", None),
-        ("transformers Adafactor", None),
+        ("transformers Adafactor", "has no learning rate (lr)"),
     ],
 )
 def test_which_others_can_be_predicted(case: str, obstacle: str | None) -> None:

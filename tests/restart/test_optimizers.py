@@ -91,7 +91,21 @@ def muon_and_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
+class Rateless(torch.optim.Optimizer):
+    """Knows no learning rate: the sign of the gradient counts, and a scale of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"scale": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.sign(), alpha=self.param_groups[0]["scale"])
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "no learning rate": lambda module: Rateless(module.parameters()),
     "Adafactor": lambda module: torch.optim.Adafactor(module.parameters(), lr=0.01),
     "a subclass": lambda module: AveragingAdamW(module.parameters(), lr=0.01),
     "nested": lambda module: Nested(module.parameters()),
@@ -132,6 +146,11 @@ def test_what_is_not_predicted_is_recomputed_and_said(tmp_path: Path) -> None:
     again = Life(tmp_path, make).until(22)
     assert again.recovery.config.mode == "exact"
     assert (again.recovery.restored.method, again.recovery.restored.restored_iteration) == ("exact", 18)
+
+
+def test_without_a_learning_rate_nothing_is_predicted(tmp_path: Path) -> None:
+    assert Life(tmp_path, OPTIMIZERS["no learning rate"]).until(2).recovery.config.mode == "exact"
+    assert "Rateless has no learning rate (lr) in its parameter groups" in events(tmp_path)["predicting is off"]
 
 
 def test_an_optimizer_that_can_be_predicted_changes_no_mode(tmp_path: Path) -> None:
