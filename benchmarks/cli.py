@@ -96,6 +96,18 @@ def durable(
 
 
 @bench.command()
+def frozen(
+    json_path: JsonPath = None,
+    checkpoints: Annotated[int, typer.Option(min=3, help="Of each way.")] = 16,
+    workdir: Workdir = None,
+) -> None:
+    """Bytes and stall of a checkpoint of adapters beside frozen weights, and beside the same weights as buffers."""
+    from cpsr.benchmarks.frozen.run import main as run_frozen
+
+    run_frozen(json_path, checkpoints, workdir)
+
+
+@bench.command()
 def upload(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Copies of each size and way.")] = 9,

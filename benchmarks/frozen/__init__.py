@@ -1,0 +1,1 @@
+"""What frozen weights cost in checkpoints."""
