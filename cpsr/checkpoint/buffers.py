@@ -131,7 +131,10 @@ class HostBuffer:
     def check(self, key: str, tensor: torch.Tensor) -> None:
         """Raise SaveError, naming the tensor, where it does not fit the template."""
         if key not in self._views:
-            raise SaveError(f"{key} was not there when the snapshot buffers were made; is it a new parameter?")
+            raise SaveError(
+                f"{key} was not there when the snapshot buffers were made; is it a new parameter, or one that began to "
+                "train? That makes another run: start the job with it and another run_dir"
+            )
         _require_same(key, self._views[key], tensor)
 
     @property

@@ -73,7 +73,7 @@ class FrozenWeights:
     @property
     def hashes(self) -> dict[str, str]:
         """xxh3-128 of the settled parameters, by name."""
-        return {name: one.xxh3_128 for name, one in self._settled.items()}
+        return {name: one.xxh3_128 for name, one in self._settled.items() if name in self._tensors}
 
     def settle(self, *, anew: bool = False) -> None:
         """Hash every parameter that is not known to be as it was; reads all of them once in a life.
@@ -170,7 +170,7 @@ class FrozenWeights:
         before, settled, word = self._word
         if settled is not self._settled or before != moved:
             settled, left_out = self._settled, set(moved)
-            kept = {name: one.xxh3_128 for name, one in settled.items() if name not in left_out}
+            kept = {name: one for name, one in self.hashes.items() if name not in left_out}
             word = word_of(kept)
             self._word = moved, settled, word
         return word

@@ -346,13 +346,13 @@ def test_nothing_is_committed_where_a_rank_did_not_write_its_part(two: list[Run]
 def sent_to(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are sent from now on."""
     sent: list[str] = []
-    send = type(place)._send
+    send = type(place).send
 
     def counted(self: Place, folder: str, file: str, chunks: Any) -> None:
         sent.append(file)
         send(self, folder, file, chunks)
 
-    monkeypatch.setattr(type(place), "_send", counted)
+    monkeypatch.setattr(type(place), "send", counted)
     return sent
 
 
