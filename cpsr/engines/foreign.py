@@ -46,8 +46,8 @@ ENGINES = (
     _Kind(
         ("accelerate",),
         ("Accelerator",),
-        "is accelerate's, which CPSR cannot use by itself: pass TorchAdapter(model, optimizer.optimizer) with the "
-        "model and the optimizer that prepare() returned; do not prepare the DataLoader and the scheduler",
+        "is accelerate's, which has no optimizer: pass engine_of(accelerator, model, optimizer, scheduler) of "
+        "cpsr.integrations.accelerate, with what prepare() returned",
     ),
     _Kind(
         ("accelerate.utils.deepspeed",),
@@ -57,7 +57,8 @@ ENGINES = (
     _Kind(
         ("transformers",),
         ("Trainer",),
-        f"is a Hugging Face Trainer, which runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
+        "is a Hugging Face Trainer, which runs its own loop: trainer.add_callback(CPSRCallback(trainer, config)) with "
+        "CPSRCallback of cpsr.integrations.transformers",
     ),
     _Kind(
         LIGHTNING,
@@ -90,7 +91,8 @@ OPTIMIZERS = (
     _Kind(
         ("accelerate",),
         ("AcceleratedOptimizer",),
-        "is accelerate's wrapper: pass the optimizer inside, TorchAdapter(model, optimizer.optimizer)",
+        "is accelerate's wrapper: pass engine_of(accelerator, model, optimizer, scheduler) of "
+        "cpsr.integrations.accelerate to CPSRRecovery, which takes the optimizer inside",
     ),
     _Kind(LIGHTNING, ("_FabricOptimizer", "FabricOptimizer", "LightningOptimizer"), FABRIC),
     _Kind(
@@ -99,25 +101,18 @@ OPTIMIZERS = (
         "belongs to a DeepSpeed engine, which needs no TorchAdapter: pass the engine to CPSRRecovery itself",
     ),
 )
-SCHEDULERS = (
-    _Kind(
-        ("accelerate",),
-        ("AcceleratedScheduler",),
-        "is accelerate's wrapper, which steps once for every process: do not prepare() the scheduler, and pass that",
-    ),
-)
 LOADERS = (
     _Kind(
         ("accelerate",),
         ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader"),
-        "is a loader that accelerate prepared, whose batches CPSR cannot deal again after a restart: pass a DataLoader "
-        "that was not prepared, with a DistributedSampler where there are several processes",
+        "is a loader that accelerate prepared, whose batches recovery.resume cannot deal again after a restart: "
+        "iterate over resume(recovery, loader) of cpsr.integrations.accelerate",
     ),
     _Kind(
         LIGHTNING,
         ("_FabricDataLoader",),
-        "is a loader that Fabric set up, whose batches CPSR cannot deal again after a restart: pass a DataLoader that "
-        "Fabric did not set up",
+        "is a loader that Fabric set up, whose batches recovery.resume cannot deal again after a restart: pass a "
+        "DataLoader that Fabric did not set up",
     ),
 )
 
@@ -165,8 +160,6 @@ def require_parts(module: Any, optimizers: Sequence[Any], schedulers: Sequence[A
     for name, given in (("optimizers", optimizers), ("schedulers", schedulers)):
         if len({id(one) for one in given}) < len(given):
             raise UnsupportedEngineError(f"one object is given twice among the {name}: give each once")
-    for scheduler in schedulers:
-        _refuse(scheduler, SCHEDULERS)
     for name, part in (*(("scheduler", one) for one in schedulers), ("grad_scaler", scaler)):
         if isinstance(part, type | bool):
             raise UnsupportedEngineError(f"{name} is {_named(part)}: pass the {name} object that the loop uses")

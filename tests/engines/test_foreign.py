@@ -44,7 +44,7 @@ ENGINES: dict[str, tuple[Any, str]] = {
     "a list": (lambda: [model(), adam(model())], r"a list \(Linear, Adam\) is no training engine"),
     "Accelerator": (
         lambda: named("accelerate.accelerator", "Accelerator"),
-        r"TorchAdapter\(model, optimizer\.optimizer\).*do not prepare the DataLoader and the scheduler",
+        r"pass engine_of\(accelerator, model, optimizer, scheduler\) of cpsr\.integrations\.accelerate",
     ),
     "accelerate with DeepSpeed": (
         lambda: named("accelerate.utils.deepspeed", "DeepSpeedEngineWrapper"),
@@ -52,7 +52,7 @@ ENGINES: dict[str, tuple[Any, str]] = {
     ),
     "Trainer": (
         lambda: named("mine", "MyTrainer", type(named("transformers.trainer", "Trainer"))),
-        "this MyTrainer is a Hugging Face Trainer.*write the loop yourself",
+        r"this MyTrainer is a Hugging Face Trainer.*trainer\.add_callback\(CPSRCallback\(trainer, config\)\)",
     ),
     "Lightning": (lambda: named("lightning.pytorch.trainer.trainer", "Trainer"), "belongs to Lightning"),
     "LightningModule": (
@@ -112,7 +112,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "of accelerate": (
         {"optimizer": other("accelerate.optimizer", "AcceleratedOptimizer")},
-        r"pass the optimizer inside, TorchAdapter\(model, optimizer\.optimizer\)",
+        r"pass engine_of\(accelerator, model, optimizer, scheduler\)",
     ),
     "of Fabric": ({"optimizer": other("lightning.fabric.wrappers", "_FabricOptimizer")}, "not set up by Fabric"),
     "of a DeepSpeed engine": (
@@ -127,10 +127,6 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "a scheduler's class": (
         {"scheduler": lambda module, optimizer: torch.optim.lr_scheduler.StepLR},
         "scheduler is the class StepLR",
-    ),
-    "a scheduler of accelerate": (
-        {"scheduler": other("accelerate.scheduler", "AcceleratedScheduler")},
-        r"do not prepare\(\) the scheduler",
     ),
     "a scaler's switch": (
         {"grad_scaler": lambda module, optimizer: True},

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from cpsr import Restored, RolledBack
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.journal import JournalReader
+from tests.committed import wait_until_committed
 from tests.integrations.lives import Stopped, example, killed_example
 
 pytest.importorskip("transformers")
@@ -47,10 +48,15 @@ class Pieces(Dataset[Any]):
 
 
 class FailAt(TrainerCallback):  # type: ignore[misc]  # untyped here
-    def __init__(self, step: int | None, sigterm: bool = False) -> None:
-        self.step, self.sigterm = step, sigterm
+    """Fails after a step; waits for each checkpoint, or a busy disk would decide how many there are."""
+
+    def __init__(self, step: int | None, run_dir: Path, interval: int, sigterm: bool) -> None:
+        self.step, self.sigterm, self.run_dir, self.interval = step, sigterm, run_dir, interval
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = state.global_step % self.interval == 1 and state.global_step > self.interval
+        if self.step is not None and due and not self.sigterm:
+            wait_until_committed(self.run_dir, state.global_step - 1)
         if state.global_step == self.step and self.sigterm:
             os.kill(os.getpid(), signal.SIGTERM)
         elif state.global_step == self.step:
@@ -115,7 +121,7 @@ def follow(
     }
     callback = CPSRCallback(trainer, config, on_event=() if events is None else (events.append,))
     trainer.add_callback(callback)
-    trainer.add_callback(FailAt(fail_at, sigterm))
+    trainer.add_callback(FailAt(fail_at, tmp_path / "cpsr", interval, sigterm))
     return callback
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from cpsr import Committed, CPSRRecovery, Leaving, Restored, RolledBack, TorchAdapter
 from cpsr.journal import JournalReader
 from cpsr.life.events import Event
+from tests.committed import wait_until_committed
 
 INTERVAL = 4
 
@@ -58,6 +59,8 @@ def train(
             optimizer.zero_grad()
             recovery.life.job.adapter.module(x, y * scale).backward()
             optimizer.step()
+            if fail_at is not None and recovery.iteration % INTERVAL == 1 and recovery.iteration > INTERVAL:
+                wait_until_committed(run_dir, recovery.iteration - 1)
             seen.append(recovery.iteration)
     return recovery
 

@@ -1,0 +1,95 @@
+"""CPSR in a loop over objects that `accelerator.prepare` returned."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from inspect import isgeneratorfunction
+from typing import Any
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+
+from cpsr.engines import EngineAdapter, TorchAdapter, adapt
+from cpsr.errors import UnsupportedEngineError
+from cpsr.integrations.passes import Passes, order_of_the_pass
+from cpsr.recovery import CPSRRecovery
+from cpsr.state.loader import ResumableLoader
+
+__all__ = ["engine_of", "resume"]
+
+
+def engine_of(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, scheduler: Any = None, **adapter: Any
+) -> EngineAdapter:
+    """The engine for `CPSRRecovery`, of what `accelerator.prepare` returned.
+
+    The loop calls `scheduler.step()` right after `optimizer.step()`, both inside `accelerator.accumulate(model)` where
+    gradients are accumulated.
+
+    Args:
+        accelerator: its gradient scaler and its number of accumulated batches are taken.
+        model: also one that is sharded, or DeepSpeed's engine, whose optimizer and schedule are its own.
+        optimizer: prepared.
+        scheduler: that the loop steps after every optimizer step, prepared or not.
+        adapter: more arguments of `TorchAdapter`.
+
+    Raises:
+        UnsupportedEngineError: see `TorchAdapter`; or a part that was not prepared.
+    """
+    if accelerator.distributed_type == "DEEPSPEED":
+        return adapt(model)
+    if not hasattr(optimizer, "step_was_skipped"):
+        raise UnsupportedEngineError(
+            f"this {type(optimizer).__name__} was not prepared: pass the optimizer that accelerator.prepare returned"
+        )
+    adapter = {"micro_batches_per_iteration": accelerator.gradient_accumulation_steps, **adapter}
+    return TorchAdapter(model, optimizer.optimizer, scheduler, accelerator.scaler, **adapter)
+
+
+def resume(recovery: CPSRRecovery, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
+    """As `recovery.resume(loader, epochs=epochs)`, for a loader that `accelerator.prepare` returned.
+
+    Batches that were trained before a restart are skipped without loading them.
+
+    Raises:
+        UnsupportedEngineError: a loader without a length, or one whose batches could not be dealt again.
+        ConfigError: outside the `with` block of `recovery`.
+    """
+    if not hasattr(loader, "end_of_dataloader") or not isgeneratorfunction(type(loader).__iter__):
+        raise UnsupportedEngineError(
+            f"this {type(loader).__name__} was not prepared by accelerate: pass it to recovery.resume(loader)"
+        )
+    if hasattr(loader.base_dataloader, "state_dict"):
+        raise UnsupportedEngineError(
+            "use_stateful_dataloader=True keeps a place in the data of its own, beside that of CPSR: leave it out of "
+            "the DataLoaderConfiguration"
+        )
+    try:
+        length = len(loader)
+    except TypeError:
+        raise UnsupportedEngineError(
+            f"the dataset {type(loader.dataset).__name__} has no length, so that the end of a pass is not known: give "
+            "it a __len__"
+        ) from None
+    numbers = recovery.resume(Passes(length, getattr(loader, "generator", None)), epochs=epochs)
+    return _batches(loader, numbers)
+
+
+def _batches(loader: Any, numbers: ResumableLoader) -> Iterator[Any]:
+    batches: Iterator[Any] = iter(())
+    opened, expected = loader, (0, 0)  # the next number, with its pass
+    for number in numbers:  # before each the last step is over, and may have been rolled back
+        epoch = numbers.position.epoch
+        continued = number > 0 and (epoch, number) != expected
+        if number == 0 or continued:
+            if expected[1] == len(loader):
+                next(batches, None)  # the end of the last pass, of which accelerate is told
+            elif expected[1]:
+                opened.end()
+            loader.set_epoch(epoch)
+            opened = skip_first_batches(loader, number) if number else loader
+            batches = iter(opened)
+        with order_of_the_pass(numbers) if continued else nullcontext():
+            batch = next(batches)
+        expected = (epoch, number + 1)
+        yield batch
+    next(batches, None)
