@@ -132,9 +132,9 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> N
     for key in [*wanted, *saved]:
         if saved.get(key) != wanted.get(key):
             raise RunMismatchError(
-                f"{directory} is of another model, optimizer or split over ranks; the first difference is {key}: saved "
-                f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. Nothing was changed; "
-                "use the model and the optimizer it was saved from, or another run_dir"
+                f"{directory} is of another model, another optimizer or another split over ranks; the first difference "
+                f"is {key}: saved was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. Nothing "
+                "was changed; use the model and the optimizer it was saved from, or another run_dir"
             )
 
 
