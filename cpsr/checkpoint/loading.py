@@ -133,8 +133,8 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard) -> N
         if saved.get(key) != wanted.get(key):
             raise RunMismatchError(
                 f"{directory} is of another model, another optimizer or another split over ranks; the first difference "
-                f"is {key}: saved was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. Nothing "
-                "was changed; use the model and the optimizer it was saved from, or another run_dir"
+                f"is {key}: saved was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}. "
+                "Nothing was changed; use the model and the optimizer it was saved from, or another run_dir"
             )
 
 
