@@ -151,9 +151,9 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard, froz
             changed = {f"{kind}/{name}" for kind in ("param", "frozen")} <= wanted.keys() | saved.keys()
             why = " A weight that begins or ceases to train makes another run." if changed else ""
             raise RunMismatchError(
-                f"{directory} is of another model, optimizer or split over ranks; the first difference is {key}: saved "
-                f"was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}.{why} Nothing was "
-                "changed; use the model and the optimizer it was saved from, or another run_dir"
+                f"{directory} is of another model, another optimizer or another split over ranks; the first difference "
+                f"is {key}: saved was {_described(saved.get(key))}, this job has {_described(wanted.get(key))}.{why} "
+                "Nothing was changed; use the model and the optimizer it was saved from, or another run_dir"
             )
 
 
