@@ -21,6 +21,7 @@ from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
 from cpsr.state.loader_parts import (
     generators_of,
+    has_persistent_workers,
     index_sampler,
     is_plain,
     is_repeating,
@@ -127,7 +128,7 @@ class ResumableLoader(Iterator[Any]):
                 "give resume() the DataLoader itself"
             )
         self._iterator = None
-        if getattr(self._loader, "persistent_workers", False):
+        if has_persistent_workers(self._loader):
             setattr(self._loader, "_iterator", None)  # noqa: B010 - its workers have drawn random numbers since
         self._moved = position.states is not None
         self.position = self._normalised(position)
@@ -177,7 +178,7 @@ class ResumableLoader(Iterator[Any]):
         epoch, batch = self.position.epoch, self.position.batch
         if not between and not self._pass_is_over():
             return {"epoch": epoch, **self._workers.at(batch)}
-        if not getattr(self._loader, "persistent_workers", False):
+        if not has_persistent_workers(self._loader):
             return None  # those of the next pass get new seeds
         states = self._workers.between if between else self._workers.at_end(batch)
         if states is None:
@@ -267,7 +268,7 @@ class ResumableLoader(Iterator[Any]):
     def _open_between(self, saved: dict[str, Any]) -> Iterator[Any]:
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
-        if self._state.is_torchdata and not getattr(self._loader, "persistent_workers", False):
+        if self._state.is_torchdata and not has_persistent_workers(self._loader):
             with self._following(WithState()):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
         self._restore_generators(saved["generators"])

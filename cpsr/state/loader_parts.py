@@ -9,7 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset
 __all__ = [
     "generators_of",
     "has_own_iteration",
+    "has_persistent_workers",
     "index_sampler",
+    "is_a",
+    "is_hugging_face",
     "is_plain",
     "is_repeating",
     "length_of",
@@ -21,6 +24,21 @@ __all__ = [
 def is_repeating(loader: Any) -> bool:
     """Whether this is DeepSpeed's RepeatingLoader, which hides the end of a pass."""
     return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
+
+
+def is_a(given: Any, package: str, name: str) -> bool:
+    """Whether its class is, or comes from, that of another package, which is not imported here."""
+    return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(given).__mro__)
+
+
+def is_hugging_face(given: Any) -> bool:
+    """Whether this is an iterable dataset of the package `datasets`."""
+    return is_a(given, "datasets", "IterableDataset")
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether its workers go on with the next pass."""
+    return isinstance(loader, DataLoader) and loader.persistent_workers
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

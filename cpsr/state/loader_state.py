@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from cpsr.errors import RecoveryError, UnsupportedEngineError
 from cpsr.state import codec
-from cpsr.state.loader_parts import has_own_iteration, index_sampler
+from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a, is_hugging_face
 from cpsr.state.scalars import DataPosition
 
 __all__ = ["LoaderState", "has_more"]
@@ -39,7 +39,7 @@ class LoaderState:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self.is_torchdata = _is_torchdata(loader)
+        self.is_torchdata = is_a(loader, "torchdata", "StatefulDataLoader")
         self.was_loaded = False
         self._holder = _holder(loader)
         if self._holder is not None and (obstacle := _obstacle(loader)) is not None:
@@ -123,10 +123,12 @@ class LoaderState:
         """
         try:
             iterator = iter(self._loader)
+            if getattr(self._loader, "num_workers", 0):  # which look at the state when they load the first batch
+                iterator = has_more(iterator) or iter(())
         except Exception as error:  # StatefulDataLoader looks at the state here
             raise self._refused(saved, error) from error
         dataset = _dataset(self._loader)
-        return _forgetting(iterator, dataset) if _is_hugging_face(dataset) else iterator
+        return _forgetting(iterator, dataset) if is_hugging_face(dataset) else iterator
 
     def _give_up(self, why: str) -> None:
         self._holder = None
@@ -136,7 +138,8 @@ class LoaderState:
         return RecoveryError(
             f"the {type(self._loader).__name__} does not take the state that it had after batch {saved['batches']} "
             f"({type(error).__name__}: {error}). Nothing was trained, the checkpoint is untouched: give resume() the "
-            "loader with the dataset and the settings of the run"
+            "loader with the dataset and the settings of the run; or one without load_state_dict, whose batches are "
+            "skipped one by one, as torch's DataLoader"
         )
 
 
@@ -144,14 +147,6 @@ def has_more(iterator: Iterator[Any]) -> Iterator[Any] | None:
     """The same batches, of which the first is fetched; None where there are none."""
     first = next(iterator, _NOTHING)
     return None if first is _NOTHING else chain([first], iterator)
-
-
-def _is_hugging_face(given: Any) -> bool:
-    """Whether this is an iterable dataset of the package `datasets`."""
-    return any(
-        base.__name__ == "IterableDataset" and base.__module__.split(".")[0] == "datasets"
-        for base in type(given).__mro__
-    )
 
 
 def _is_of_dataset(state: dict[str, Any]) -> bool:
@@ -168,17 +163,11 @@ def _is_of_dataset(state: dict[str, Any]) -> bool:
 
 def _is_of_one_pass(loader: Any) -> bool:
     """Whether nothing of the state goes on in the next pass."""
-    in_workers = getattr(loader, "num_workers", 0) and not getattr(loader, "persistent_workers", False)
+    if has_persistent_workers(loader):
+        return False
     dataset = _dataset(loader)
-    return _is_hugging_face(dataset) or bool(in_workers and isinstance(dataset, IterableDataset))
-
-
-def _is_torchdata(given: Any) -> bool:
-    return _is_a(given, "torchdata", "StatefulDataLoader")
-
-
-def _is_a(given: Any, package: str, name: str) -> bool:
-    return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(given).__mro__)
+    in_workers = bool(getattr(loader, "num_workers", 0)) and isinstance(dataset, IterableDataset)
+    return in_workers or is_hugging_face(dataset)
 
 
 def _dataset(loader: Iterable[Any]) -> Any:
@@ -220,16 +209,16 @@ def _has_state(given: Any) -> bool:
 def _obstacle(loader: Iterable[Any]) -> str | None:
     """Why a state would not continue a pass exactly; None where it does."""
     if not isinstance(loader, DataLoader):
-        return _dataset_obstacle(loader, persistent=False)
+        return _dataset_obstacle(loader)
     if loader.num_workers and not getattr(loader, "in_order", True):
         return "with in_order=False the state of a data loader is not that of the batches that it has yielded."
     if not isinstance(loader.dataset, IterableDataset):
-        return _order_obstacle(loader) if _is_torchdata(loader) else None
-    return _dataset_obstacle(loader.dataset, persistent=loader.persistent_workers)
+        return _order_obstacle(loader) if is_a(loader, "torchdata", "StatefulDataLoader") else None
+    return _dataset_obstacle(loader.dataset, loader.num_workers)
 
 
-def _dataset_obstacle(dataset: Any, *, persistent: bool) -> str | None:
-    if not _is_hugging_face(dataset):
+def _dataset_obstacle(dataset: Any, workers: int = 0) -> str | None:
+    if not is_hugging_face(dataset):
         return None
     kinds = {type(part).__name__ for part in _parts(getattr(dataset, "_ex_iterable", None))}
     if "BufferShuffledExamplesIterable" in kinds or "NoneType" in kinds:
@@ -237,10 +226,10 @@ def _dataset_obstacle(dataset: Any, *, persistent: bool) -> str | None:
             "the state of a Hugging Face dataset with a shuffle buffer leaves out what is in the buffer, which a "
             "restart would lose. To continue at once, shuffle shards alone, as with buffer_size=1 or in the files."
         )
-    if persistent:
+    if workers > 1 and "InterleavedShardsExamplesIterable" in kinds:
         return (
-            "a Hugging Face dataset in persistent workers begins later passes in the middle once its state was "
-            "loaded. To continue at once, give the loader persistent_workers=False."
+            "a Hugging Face dataset with shuffled shards does not take the state of one of several workers. To "
+            "continue at once, give the loader num_workers=1 or 0, or shuffle the list of files instead."
         )
     return None
 

@@ -74,14 +74,16 @@ def _prepared(iterator: Any) -> Iterator[None]:
         prepared = copy.copy(loader)
         prepared.generator = seeding_generator(loader)
         method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
+        self.follower = requested_follower()
+        beginning = _Beginning(loader.worker_init_fn, self.follower)
         if method == "forkserver":
             _warn_of_forkserver()
+            prepared.worker_init_fn = beginning
             start(self, prepared, *given)
             return
         if method == "spawn":
             resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
-        self.follower = requested_follower()
-        prepared.worker_init_fn = _Shield(loader.worker_init_fn, os.getpid(), self.follower)
+        prepared.worker_init_fn = _Shield(beginning, os.getpid())
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)  # which the workers inherit
         try:
             start(self, prepared, *given)
@@ -123,18 +125,25 @@ def _default_generator() -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class _Shield:
-    """The first actions of a worker.
-
-    Attributes:
-        init: the user's `worker_init_fn`.
-        rank: the process that it works for.
-        follower: keeps its random states.
-    """
+class _Beginning:
+    """The user's `worker_init_fn`, and then what keeps the random states of a worker."""
 
     init: Callable[[int], object] | None
-    rank: int
     follower: Follower | None
+
+    def __call__(self, worker: int) -> None:
+        if self.init is not None:
+            self.init(worker)
+        if self.follower is not None:
+            self.follower.follow(worker)
+
+
+@dataclass(frozen=True)
+class _Shield:
+    """The first actions of a worker; `rank` is the process that it works for."""
+
+    beginning: _Beginning
+    rank: int
 
     def __call__(self, worker: int) -> None:
         threading.Thread(target=_end_after, args=(self.rank,), name=THREAD_NAME, daemon=True).start()
@@ -142,10 +151,7 @@ class _Shield:
         atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter resets handlers at its end
         signal.siginterrupt(signal.SIGTERM, False)  # system calls of the data set continue after it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
-        if self.init is not None:
-            self.init(worker)
-        if self.follower is not None:
-            self.follower.follow(worker)
+        self.beginning(worker)
 
 
 @cache

@@ -19,6 +19,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import fetch
 
+from cpsr.state.loader_parts import is_hugging_face
+
 __all__ = ["Follower", "InTurn", "WithState", "followed", "requested_follower"]
 
 _PYTHON = struct.Struct("<625I?d")
@@ -170,7 +172,8 @@ class WithState:
     """Random states of torchdata's workers, which go to the rank and come back with the state of the dataset.
 
     This relies on torchdata 0.8 to 0.11: a worker makes its state with `_make_state_dict`, for the first time when a
-    state has been loaded and nothing has been fetched, and loads that of its dataset with `try_to_deserialize`.
+    state has been loaded and nothing has been fetched, and again when a pass begins; it loads the state of its dataset
+    with `try_to_deserialize`.
     """
 
     def follow(self, worker: int) -> None:
@@ -179,20 +182,28 @@ class WithState:
         if module is None:  # the loader that has a state starts these workers for something else
             return
         make, load = module._make_state_dict, module.try_to_deserialize
-        resumed: list[bytes] = []
+        loaded: list[dict[str, Any]] = []
+        current: Any = None
 
         def make_state(worker: int, kind: int, fetcher: Any, dataset: Any) -> dict[str, Any]:
-            if resumed:
-                unpack(resumed.pop())
+            nonlocal current
+            begins, current = fetcher is not current, fetcher
+            given = loaded.pop() if loaded else {}
+            if given:
+                unpack(given[_RANDOM])
             state: dict[str, Any] = make(worker, kind, fetcher, dataset)
-            fetched = state["fetcher_state"]
-            if fetched is not None and state["dataset_state"] is None and fetched["dataset_iter_state"] is None:
+            own, fetched = state["dataset_state"], state["fetcher_state"]
+            if begins and is_hugging_face(dataset):  # it has no state of this pass yet
+                own = given.get(_DATASET)
+                if not given:
+                    dataset.load_state_dict({})  # or every pass begins where the loaded state is
+            elif fetched is not None and own is None and fetched["dataset_iter_state"] is None:
                 return state  # torchdata loads all batches again, from the seeds on
-            return {**state, "dataset_state": {_DATASET: state["dataset_state"], _RANDOM: pack()}}
+            return {**state, "dataset_state": {_DATASET: own, _RANDOM: pack()}}
 
         def load_state(given: Any, state: Any) -> Any:
             if isinstance(state, dict) and _RANDOM in state:
-                resumed.append(state[_RANDOM])
+                loaded.append(state)
                 state = state[_DATASET]
             return given if state is None else load(given, state)
 

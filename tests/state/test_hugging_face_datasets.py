@@ -47,6 +47,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "unbatched": lambda: dataset().map(seen).with_format("torch"),
     "torchdata": lambda: StatefulDataLoader(dataset().map(seen), BATCH),
     "torchdata, workers": lambda: StatefulDataLoader(dataset().map(seen), BATCH, num_workers=2),
+    "torchdata, shuffled shards, worker": lambda: StatefulDataLoader(
+        shuffled(buffer_size=1).map(seen), BATCH, num_workers=1
+    ),
+    "torchdata, persistent workers": lambda: StatefulDataLoader(
+        dataset().map(seen), BATCH, num_workers=2, persistent_workers=True
+    ),
 }
 SKIPPED: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffle buffer": (
@@ -57,11 +63,11 @@ SKIPPED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: StatefulDataLoader(shuffled(buffer_size=9).map(seen), BATCH, num_workers=2),
         "leaves out what is in the buffer",
     ),
-    "workers": (lambda: DataLoader(dataset().map(seen), BATCH, num_workers=2), "its copies are in the workers"),
-    "persistent workers": (
-        lambda: StatefulDataLoader(dataset().map(seen), BATCH, num_workers=2, persistent_workers=True),
-        "persistent_workers=False",
+    "torchdata, shuffled shards": (
+        lambda: StatefulDataLoader(shuffled(buffer_size=1).map(seen), BATCH, num_workers=2),
+        "does not take the state of one of several workers",
     ),
+    "workers": (lambda: DataLoader(dataset().map(seen), BATCH, num_workers=2), "its copies are in the workers"),
 }
 EVERY = LOADERS | {name: make for name, (make, _) in SKIPPED.items()}
 
@@ -92,8 +98,8 @@ def test_three_restarts_in_a_row_lose_and_repeat_nothing(kind: str, steps: tuple
         now = stream(kind, position, epochs)
     assert [numbers(next(now)) for _ in range(20)] == expected[done:]
     if "shuffle" in kind:
-        length = SHARDS * SHARD // BATCH
-        passes = [expected[length * number : length * (number + 1)] for number in range(3)]
+        dealt, length = [item for batch in expected for item in batch], SHARDS * SHARD
+        passes = [dealt[length * number : length * (number + 1)] for number in range(3)]
         assert (passes[0] == passes[1] == passes[2]) == (not epochs)
 
 
