@@ -215,8 +215,9 @@ states = States(memory, rank)
 replicator = opened(states, replicas=1, chunk_bytes=8192, rate_limit_bytes_per_second=3_000_000)
 seconds = []
 replicator.follow(seconds.append)
-arrived = set()
-for iteration in range(1, 120):
+arrived, iteration = set(), 0
+while not group.all(len(arrived) >= 4):
+    iteration += 1
     replicator.offer(*states.seal_where_free(iteration))
     time.sleep(0.02)  # of the 0.2 s that it takes
     arrived |= set(replicated(1 - rank))
