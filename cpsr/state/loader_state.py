@@ -18,7 +18,7 @@ from cpsr.state import codec
 from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a, is_hugging_face
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["LoaderState", "has_more"]
+__all__ = ["LoaderState", "has_more", "report_once"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,9 @@ class LoaderState:
         if saved is None or saved["batches"] > position.batches:
             return False
         if self._holder is None:
-            _report(f"the checkpoint has a state of the data loader, this {type(self._loader).__name__} takes none.")
+            report_once(
+                f"the checkpoint has a state of the data loader, this {type(self._loader).__name__} takes none."
+            )
             return False
         if isinstance(self._loader, DataLoader) and self._loader.num_workers != saved["workers"]:
             if isinstance(self._loader.dataset, IterableDataset):
@@ -98,7 +100,7 @@ class LoaderState:
                     "state was saved: their data cannot be divided anew in the middle of a pass. Nothing was trained, "
                     f"the checkpoint is untouched: start the job with num_workers={saved['workers']}"
                 )
-            _report("the data loader has another num_workers than its saved state: that is not used.")
+            report_once("the data loader has another num_workers than its saved state: that is not used.")
             return False
         return True
 
@@ -132,7 +134,7 @@ class LoaderState:
 
     def _give_up(self, why: str) -> None:
         self._holder = None
-        _report(why)
+        report_once(why)
 
     def _refused(self, saved: dict[str, Any], error: Exception) -> RecoveryError:
         return RecoveryError(
@@ -175,7 +177,8 @@ def _dataset(loader: Iterable[Any]) -> Any:
 
 
 @cache
-def _report(why: str) -> None:
+def report_once(why: str) -> None:
+    """Warn that batches will be skipped one by one, and why."""
     logger.warning("%s %s", why, _BATCHES_ARE_SKIPPED)
 
 
@@ -188,7 +191,7 @@ def _holder(loader: Iterable[Any]) -> Any:
     if not isinstance(loader.dataset, IterableDataset) or not _has_state(loader.dataset):
         return None
     if loader.num_workers:
-        _report(
+        report_once(
             f"the state of the {type(loader.dataset).__name__} cannot be read: its copies are in the workers of a "
             "DataLoader. With num_workers=0, or with torchdata's StatefulDataLoader, a restart would continue at once."
         )

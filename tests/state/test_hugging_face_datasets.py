@@ -116,7 +116,7 @@ def test_what_was_trained_is_not_read_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_a_state_that_lacks_something_is_reported_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    loader_state._report.cache_clear()
+    loader_state.report_once.cache_clear()
     make, why = SKIPPED[kind]
     with caplog.at_level(logging.WARNING, "cpsr"):
         first, second = (ResumableLoader(make(), DataPosition(), until_epoch=1) for _ in range(2))

@@ -412,7 +412,7 @@ class Asking(Written):
 def test_a_loader_whose_state_cannot_be_saved_is_named_once_and_skipped(
     make: Any, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader_state._report.cache_clear()
+    loader_state.report_once.cache_clear()
     stream = ResumableLoader(make(), DataPosition(), until_epoch=None)
     train(stream, 3)
     position, rng = saved(stream)
@@ -441,7 +441,7 @@ def test_a_loader_that_does_not_take_its_state_is_an_error_that_says_what_to_do(
 
 
 def test_other_workers_may_load_a_map_style_dataset(caplog: pytest.LogCaptureFixture) -> None:
-    loader_state._report.cache_clear()
+    loader_state.report_once.cache_clear()
     order: Any = DistributedSampler(Items(), 2, 1, seed=3)
     make: Any = lambda workers: StatefulDataLoader(Items(), 1, sampler=order, num_workers=workers)  # noqa: E731
     stream = ResumableLoader(make(2), DataPosition(), until_epoch=None)
@@ -460,7 +460,7 @@ def test_other_workers_cannot_divide_a_stream_anew() -> None:
 
 
 def test_a_loader_without_a_state_is_skipped_to_the_place_of_a_saved_one(caplog: pytest.LogCaptureFixture) -> None:
-    loader_state._report.cache_clear()
+    loader_state.report_once.cache_clear()
     position = stopped(lambda: StatefulDataLoader(Items(), BATCH), 3)
     again = ResumableLoader(DataLoader(Items(), BATCH), position, until_epoch=None)
     assert items(next(again)) == list(range(3 * BATCH, 4 * BATCH))
