@@ -154,6 +154,7 @@ class FrozenFiles:
         hashes |= {name: rested[name] for name in self.weights.resting(rested)}  # those are of the snapshot
         if lacking := sorted(tensors.keys() - moved.keys() - hashes.keys()):
             raise SaveError(f"the values that {lacking[0]!r}, outside the optimizer, had at the snapshot are not known")
+        self._forget_unwritten(hashes)
         self._hold_alone({name: one for name, one in hashes.items() if self._held.get(name, ("", ""))[1] != one})
         held = {name: self._held[name][0] for name in hashes}
         files, written = self._put_files(directory, held, hashes, refuse_abandoned)
@@ -180,6 +181,15 @@ class FrozenFiles:
                 "them inside torch.no_grad() instead"
             )
 
+    def _forget_unwritten(self, hashes: Mapping[str, str]) -> None:
+        """Files of this rank alone that are nowhere yet, and of whose parameters some have moved, are not written."""
+        contents: dict[str, dict[str, str]] = {}
+        for name, (file, one) in self._held.items():
+            if frozen_writer(file) == self._rank and file not in self._agreed and file not in self._places:
+                contents.setdefault(file, {})[name] = one
+        gone = {file for file, content in contents.items() if not content.items() <= hashes.items()}
+        self._held = {name: held for name, held in self._held.items() if held[0] not in gone}
+
     def _hold_alone(self, hashes: Mapping[str, str]) -> None:
         """Parameters without a file that ranks have agreed on get one of this rank."""
         for names in self._in_files(hashes):
@@ -203,6 +213,7 @@ class FrozenFiles:
             refuse_abandoned()
             record = self._link(directory, file)
             if record is None:
+                self._refuse_other_content(file, content)
                 record = self._write(directory / file, content)
                 written += record.bytes
             files[file] = record
@@ -223,7 +234,16 @@ class FrozenFiles:
                     return record
             except (CheckpointError, OSError) as error:
                 _log.warning("%s is not linked, and is looked for elsewhere or written again: %s", source / file, error)
+        self._places.pop(file, None)
         return None
+
+    def _refuse_other_content(self, file: str, content: Mapping[str, str]) -> None:
+        """Raise SaveError where a file is gone of which some parameters have moved on; the others get another one."""
+        if file != frozen_file_name(self._rank, word_of(content)):
+            raise SaveError(
+                f"no checkpoint has {file} any more, and some of its parameters were written to since; the next "
+                "checkpoint writes the others anew"
+            )
 
     def _earlier(self, file: str) -> Iterator[tuple[Path, FileRecord]]:
         """Committed checkpoints with this file, the newest first; read once in a life for each file."""
@@ -273,15 +293,18 @@ class FrozenFiles:
             extra = file_name(record.rank, "extra")
             self._read(directory / extra, record.files[extra], "other", old)
 
-    def bring(self, state: Mapping[str, Any]) -> None:
+    def bring(self, state: Mapping[str, Any] | None) -> None:
         """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
 
         Args:
-            state: what `FrozenWeights.state` returned for it; empty: the engine keeps its own.
+            state: what `FrozenWeights.state` returned for it; empty: the engine keeps its own. None: an earlier version
+                took the snapshot, and had them elsewhere.
 
         Raises:
-            CheckpointError: neither the engine nor a checkpoint of this run has them.
+            CheckpointError: neither the engine nor a checkpoint of this run has them, or that is not known.
         """
+        if state is None and self.weights.tensors:
+            raise CheckpointError("an earlier version took the snapshot, which does not tell its frozen weights")
         if state:
             self._ensure([name for name in self.weights.tensors if name not in state["moved"]], state["word"])
             self.take(state)

@@ -48,7 +48,7 @@ class EngineState:
             CheckpointError: neither it nor a checkpoint has them; the engine's are as they were.
         """
         if self._frozen is not None:
-            self._frozen.bring(scalars.get("frozen", {}))
+            self._frozen.bring(scalars.get("frozen"))
 
     def take_moved(self, left: dict[str, Any]) -> None:
         """Give it those that had moved when an emergency dump was made; the engine has the checkpoint's."""
@@ -61,7 +61,8 @@ class EngineState:
         Raises:
             CheckpointError: as `bring_frozen`; nothing was changed.
         """
-        self.bring_frozen(snapshot.scalars)
+        if "frozen" in snapshot.scalars:  # else a checkpoint of an earlier version, which had them beside the buffers
+            self.bring_frozen(snapshot.scalars)
         live = dict(self._adapter.shard(to_fill=True).tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():

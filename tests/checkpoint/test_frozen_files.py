@@ -179,6 +179,18 @@ def test_one_that_was_changed_is_in_the_small_state_and_then_in_a_file_of_its_ow
     assert verify_run(tmp_path) == []
 
 
+def test_a_file_that_is_gone_is_written_anew_without_what_has_moved_since(run: Run, tmp_path: Path) -> None:
+    run.save(10)
+    run.store.quarantine(10, "a test")
+    run.weights["layers.0"].add_(1)
+    with pytest.raises(SaveError, match="the next checkpoint writes the others anew"):
+        run.store.write(run.snapshot(20))
+    run.save(30)
+    again = Run(tmp_path, base_weights(1), life=2)
+    again.load(30)
+    assert same(again.weights, run.weights)
+
+
 def test_one_that_changes_before_it_is_on_the_disk_fails_the_save_alone(run: Run, tmp_path: Path) -> None:
     taken = run.snapshot(10)
     run.weights["layers.0"].add_(1)
@@ -217,6 +229,16 @@ def test_a_snapshot_whose_weights_nobody_has_is_refused(run: Run, tmp_path: Path
     run.save(10)
     other.store.frozen.bring(state)
     assert same(other.weights, base_weights())
+
+
+def test_a_snapshot_of_a_version_that_had_them_elsewhere_is_refused(run: Run, tmp_path: Path) -> None:
+    """Host memory outlives an update of the package."""
+    assert run.store.frozen is not None
+    with pytest.raises(CheckpointError, match="does not tell its frozen weights"):
+        run.store.frozen.bring(None)
+    none = Run(tmp_path, {}, life=2)
+    assert none.store.frozen is not None
+    none.store.frozen.bring(None)
 
 
 def test_a_thinned_checkpoint_has_them_where_the_engine_or_another_checkpoint_does(run: Run, tmp_path: Path) -> None:
