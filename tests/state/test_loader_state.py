@@ -163,6 +163,12 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
 }
 LOADERS = AT_ONCE | WITH_WORKERS
+OFTEN = (
+    "torchdata, workers",
+    "torchdata, persistent workers",
+    "torchdata, stream, workers",
+    "shuffled, persistent workers",
+)
 
 
 def seed(number: int) -> None:
@@ -225,10 +231,22 @@ def test_three_restarts_in_a_row_continue_bitwise(kind: str, steps: tuple[int, .
     check_restarts(kind, steps)
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("steps", [*STEPS[:2], *(pytest.param(steps, marks=pytest.mark.slow) for steps in STEPS[2:])])
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_three_restarts_in_a_row_continue_bitwise_with_workers(kind: str, steps: tuple[int, ...]) -> None:
     check_restarts(kind, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+def test_workers_of_other_start_methods_draw_the_same_numbers_again(method: str, make: Any) -> None:
+    """Read by a dataset of this module, which they import."""
+    LOADERS["other"] = lambda: shuffled(make, num_workers=WORKERS, multiprocessing_context=method)
+    try:
+        check_restarts("other", (3,))
+    finally:
+        del LOADERS["other"]
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
@@ -347,7 +365,13 @@ def in_passes(
     return dealt, None
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "one-shot"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in AT_ONCE if kind != "one-shot"),
+        *(pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in WITH_WORKERS),
+    ],
+)
 @pytest.mark.parametrize("where", ["inside", "between", "last batch"])
 def test_passes_of_a_loop_of_the_users_own(kind: str, where: str) -> None:
     """Stopped in the second of four passes."""
