@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Value
 from typing import Any
@@ -401,6 +402,33 @@ def test_a_pass_that_the_loop_left_early_is_over_after_a_restart_too() -> None:
     hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
     again = ResumableLoader(shuffled(generator=seeded(1)), position, until_epoch=2, sets_epoch=False, hooks=hooks)
     assert train(again, 6) == expected
+
+
+def test_of_a_loader_that_another_thread_reads_ahead_no_state_is_taken() -> None:
+    """It may be in the middle of a batch."""
+    stream = ResumableLoader(Written(), DataPosition(), until_epoch=None)
+    with ThreadPoolExecutor(1) as ahead:
+        ahead.submit(next, stream).result()
+    assert stream.saved_position().loader is None
+    assert stream.saved_position().batches == 1
+
+
+class Kept(Written):
+    """Changes the state that was loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        state.clear()
+
+
+def test_a_state_can_be_loaded_twice() -> None:
+    stream = ResumableLoader(Kept(), DataPosition(), until_epoch=None)
+    next(stream)
+    position, _ = saved(stream)
+    again = ResumableLoader(Kept(), position, until_epoch=None)
+    expected = [items(next(again)) for _ in range(3)]
+    again.seek(position)
+    assert [items(next(again)) for _ in range(3)] == expected
 
 
 class Clumsy(Written):
