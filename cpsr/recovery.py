@@ -118,7 +118,8 @@ class CPSRRecovery:
         """Iterate over the loader, from the batch after the restored step.
 
         Args:
-            loader: a `DataLoader`, or any iterable that yields the same batches after a restart.
+            loader: a `DataLoader`, or any iterable that yields the same batches after a restart. If it has `state_dict`
+                and `load_state_dict`, as torchdata's `StatefulDataLoader`, a restart continues from its state at once.
             epochs: passes over the data of the whole run, those before a restart included. By default the iteration
                 ends with the current pass, for a loop of your own: `for epoch in range(recovery.epoch, epochs)`.
             repeat: never end (use it instead of DeepSpeed's `RepeatingLoader`).

@@ -8,6 +8,7 @@ already trained, without loading them. A loader that has a state of its own cont
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -104,6 +105,7 @@ class ResumableLoader(Iterator[Any]):
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
+        self._thread: int | None = None  # that has opened it
         self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
         self._moved = position.states is not None
@@ -166,6 +168,8 @@ class ResumableLoader(Iterator[Any]):
             return position
         if between and position.states is None:
             position = replace(position, states=self._capture(), states_epoch=position.epoch)
+        if self._thread not in (None, threading.get_ident()):  # it fetches ahead, maybe in this moment
+            return replace(position, loader=None, workers=None)
         loader = self._state.take(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
             loader["generators"] = [item.get_state() for item in self._generators]
@@ -201,7 +205,7 @@ class ResumableLoader(Iterator[Any]):
         self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
 
     def _open(self) -> Iterator[Any]:
-        position = self.position
+        position, self._thread = self.position, threading.get_ident()
         moved, self._moved = self._moved, False
         if moved and self._state.continues(position.loader, position):
             return self._open_saved(position)
@@ -387,7 +391,7 @@ class ResumableLoader(Iterator[Any]):
 
     def _restore_epoch(self, states: dict[str, Any]) -> None:
         """Continue a pass in its own order, even if the user's loop has set another epoch."""
-        saved = states["epochs"]
+        saved = states.get("epochs", [])
         now = self._epochs()[: len(saved)]  # earlier versions saved those of samplers alone, which come first
         if self._sets_epoch or now == saved or len(set(saved)) != 1:
             return

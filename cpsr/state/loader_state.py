@@ -4,6 +4,7 @@ It is taken between two batches, with every checkpoint. A restart loads the newe
 after it one by one: none after an exact restart. A state that cannot continue a pass exactly is not used.
 """
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ __all__ = ["LoaderState", "has_more", "report_once"]
 logger = logging.getLogger(__name__)
 
 _BATCHES_ARE_SKIPPED = "After a restart its batches are skipped one by one."
+_OF_DATASET = ("dataset_state", "dataset_iter_state")  # in the state of a StatefulDataLoader
 _NOTHING = object()
 
 
@@ -113,7 +115,8 @@ class LoaderState:
         assert self._holder is not None
         self.was_loaded = True
         try:
-            self._holder.load_state_dict(saved["state"])
+            # A copy: it may be changed in place, and a roll-back needs it once more.
+            self._holder.load_state_dict(copy.deepcopy(saved["state"]))
         except Exception as error:
             raise self._refused(saved, error) from error
 
@@ -157,9 +160,9 @@ def _is_of_dataset(state: dict[str, Any]) -> bool:
     Without, torchdata loads all batches again, and counts them twice.
     """
     return any(
-        _is_of_dataset(part) if isinstance(part, dict) and not name.startswith("dataset") else part is not None
+        part is not None if name in _OF_DATASET else _is_of_dataset(part)
         for name, part in state.items()
-        if isinstance(part, dict) or name.startswith("dataset")
+        if name in _OF_DATASET or isinstance(part, dict)
     )
 
 

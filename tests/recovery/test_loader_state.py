@@ -56,19 +56,24 @@ def check(directory: Path, kind: str, ranks: int) -> None:
         assert back.result(rank) == whole.result(rank)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+OFTEN = ("map-style, workers", "torchdata, stream", "written", "Hugging Face, shuffle buffer")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in LOADERS]
+)
 def test_three_kills_in_a_row_lose_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
     if "Hugging Face" in kind and importlib.util.find_spec("datasets") is None:
         pytest.skip("datasets is not installed")
     check(tmp_path, kind, ranks=1)
 
 
-@pytest.mark.parametrize("kind", ["torchdata, distributed", "torchdata, stream"])
+@pytest.mark.parametrize("kind", ["torchdata, distributed", pytest.param("torchdata, stream", marks=pytest.mark.slow)])
 def test_every_rank_continues_from_the_state_of_its_own_loader(tmp_path: Path, kind: str) -> None:
     check(tmp_path, kind, ranks=2)
 
 
-@pytest.mark.parametrize("kind", ["torchdata, workers", "torchdata, stream", "written"])
+@pytest.mark.parametrize("kind", ["torchdata, stream", pytest.param("torchdata, workers", marks=pytest.mark.slow)])
 def test_a_predicted_restart_continues_after_the_batch_of_the_failure(tmp_path: Path, kind: str) -> None:
     alone, job = Job(tmp_path / "alone"), Job(tmp_path / "job")
     assert launch(alone, kind, ranks=1).statuses == [0]

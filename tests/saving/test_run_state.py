@@ -1,6 +1,7 @@
 """The small state is put back after something was tried out, and what did not change is left alone."""
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -93,3 +94,45 @@ def test_waits_for_batches_of_other_processes_are_counted() -> None:
     loader = DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2, num_workers=1)
     assert len(list(state.stream(loader, epochs=1, repeat=False))) == 1
     assert bubbles.account().bubble_seconds > 0
+
+
+def test_the_state_of_a_loader_goes_on_between_two_passes_but_not_where_one_was_left_early() -> None:
+    module = nn.Linear(2, 1)
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
+    loader = Counted()
+    assert len(list(state.stream(loader, epochs=None, repeat=False))) == 3
+    assert state.capture().data.loader is None  # the next stream may be of another loader
+    second = state.stream(loader, epochs=None, repeat=False)
+    between = state.capture().data
+    assert between.loader is not None
+    assert (between.batches, between.loader["state"], between.loader["between"]) == (3, {"passes": 1, "at": 0}, True)
+    next(second)
+    inside = state.capture().data
+    assert inside.loader is not None
+    assert (inside.batches, inside.loader["state"], inside.loader["between"]) == (4, {"passes": 1, "at": 1}, False)
+    state.stream(loader, epochs=None, repeat=False)
+    assert state.capture().data.loader is None
+    next(state.stream(Counted(), epochs=None, repeat=False))
+    other = state.capture().data.loader
+    assert other is not None
+    assert other["state"] == {"passes": 0, "at": 1}
+
+
+class Counted:
+    """A loader that has a state."""
+
+    def __init__(self) -> None:
+        self.passes = self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(3):
+            self.at += 1
+            yield self.at
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.at = state["passes"], state["at"]

@@ -103,7 +103,7 @@ def test_three_restarts_in_a_row_lose_and_repeat_nothing(kind: str, steps: tuple
         assert (passes[0] == passes[1] == passes[2]) == (not epochs)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "worker" not in kind])
 def test_what_was_trained_is_not_read_again(kind: str) -> None:
     started = stream(kind, DataPosition(), True)
     for _ in range(5):

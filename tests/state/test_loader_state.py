@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Value
 from typing import Any
@@ -163,6 +164,12 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
 }
 LOADERS = AT_ONCE | WITH_WORKERS
+OFTEN = (
+    "torchdata, workers",
+    "torchdata, persistent workers",
+    "torchdata, stream, workers",
+    "shuffled, persistent workers",
+)
 
 
 def seed(number: int) -> None:
@@ -225,10 +232,22 @@ def test_three_restarts_in_a_row_continue_bitwise(kind: str, steps: tuple[int, .
     check_restarts(kind, steps)
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=str)
+@pytest.mark.parametrize("steps", [*STEPS[:2], *(pytest.param(steps, marks=pytest.mark.slow) for steps in STEPS[2:])])
 @pytest.mark.parametrize("kind", WITH_WORKERS)
 def test_three_restarts_in_a_row_continue_bitwise_with_workers(kind: str, steps: tuple[int, ...]) -> None:
     check_restarts(kind, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
+def test_workers_of_other_start_methods_draw_the_same_numbers_again(method: str, make: Any) -> None:
+    """Read by a dataset of this module, which they import."""
+    LOADERS["other"] = lambda: shuffled(make, num_workers=WORKERS, multiprocessing_context=method)
+    try:
+        check_restarts("other", (3,))
+    finally:
+        del LOADERS["other"]
 
 
 @pytest.mark.parametrize("ahead", [1, 4])
@@ -347,7 +366,13 @@ def in_passes(
     return dealt, None
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "one-shot"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in AT_ONCE if kind != "one-shot"),
+        *(pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in WITH_WORKERS),
+    ],
+)
 @pytest.mark.parametrize("where", ["inside", "between", "last batch"])
 def test_passes_of_a_loop_of_the_users_own(kind: str, where: str) -> None:
     """Stopped in the second of four passes."""
@@ -377,6 +402,33 @@ def test_a_pass_that_the_loop_left_early_is_over_after_a_restart_too() -> None:
     hooks = LoaderHooks(on_positioned=lambda: restore_rng(rng))
     again = ResumableLoader(shuffled(generator=seeded(1)), position, until_epoch=2, sets_epoch=False, hooks=hooks)
     assert train(again, 6) == expected
+
+
+def test_of_a_loader_that_another_thread_reads_ahead_no_state_is_taken() -> None:
+    """It may be in the middle of a batch."""
+    stream = ResumableLoader(Written(), DataPosition(), until_epoch=None)
+    with ThreadPoolExecutor(1) as ahead:
+        ahead.submit(next, stream).result()
+    assert stream.saved_position().loader is None
+    assert stream.saved_position().batches == 1
+
+
+class Kept(Written):
+    """Changes the state that was loaded."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        state.clear()
+
+
+def test_a_state_can_be_loaded_twice() -> None:
+    stream = ResumableLoader(Kept(), DataPosition(), until_epoch=None)
+    next(stream)
+    position, _ = saved(stream)
+    again = ResumableLoader(Kept(), position, until_epoch=None)
+    expected = [items(next(again)) for _ in range(3)]
+    again.seek(position)
+    assert [items(next(again)) for _ in range(3)] == expected
 
 
 class Clumsy(Written):

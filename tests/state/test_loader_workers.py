@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cpsr.state.loader_workers import prepared_workers
 
@@ -27,6 +28,7 @@ SETTINGS = [
     pytest.param({"persistent_workers": True}, id="persistent"),
     pytest.param({"multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
 ]
+LOADERS = [DataLoader, StatefulDataLoader]
 
 
 class Items(Dataset[int]):
@@ -68,8 +70,9 @@ def prepared() -> Iterator[None]:
     assert ended(workers())
 
 
-def loader(data: Dataset[Any], **settings: Any) -> "DataLoader[Any]":
-    return DataLoader(data, batch_size=2, **{"num_workers": 2, **settings})
+def loader(data: Dataset[Any], make: Any = DataLoader, **settings: Any) -> "DataLoader[Any]":
+    made: DataLoader[Any] = make(data, batch_size=2, **{"num_workers": 2, **settings})
+    return made
 
 
 def workers() -> list[psutil.Process]:
@@ -85,9 +88,10 @@ def ended(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, WAIT_SECONDS)[1]
 
 
+@pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_they_go_on(settings: dict[str, Any]) -> None:
-    batches = iter(loader(Items(), **settings))
+def test_they_go_on(settings: dict[str, Any], make: Any) -> None:
+    batches = iter(loader(Items(), make, **settings))
     dealt = next(batches).tolist()
     for _ in range(2):
         for worker in workers():
@@ -162,12 +166,13 @@ def test_a_worker_that_is_ended_on_purpose_is_no_failure(terminated: bool, tmp_p
     assert rank.exitcode == 0
 
 
+@pytest.mark.parametrize("make", LOADERS)
 @pytest.mark.parametrize("in_order", [True, False])
-def test_they_end_with_their_rank_also_where_they_hang(in_order: bool, tmp_path: Path) -> None:
+def test_they_end_with_their_rank_also_where_they_hang(in_order: bool, make: Any, tmp_path: Path) -> None:
     pids_file = tmp_path / "workers"
 
     def work() -> None:
-        batches = iter(loader(Items(0, lambda: time.sleep(600))))
+        batches = iter(loader(Items(0, lambda: time.sleep(600)), make))
         pids_file.with_suffix(".tmp").write_text(" ".join(str(worker.pid) for worker in workers()))
         pids_file.with_suffix(".tmp").replace(pids_file)
         if not in_order:
