@@ -201,8 +201,9 @@ class ResumableLoader(Iterator[Any]):
         if self._workers is not None:
             self._workers.end_pass(self.position.batch)
         self._iterator = None
-        self._follows_a_pass = True
         self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
+        # Where this stream ends, the next one may be of another loader.
+        self._follows_a_pass = self._until_epoch is None or self.position.epoch < self._until_epoch
 
     def _open(self) -> Iterator[Any]:
         position, self._thread = self.position, threading.get_ident()
