@@ -13,7 +13,6 @@ from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["FSDP1", "require_engine", "require_loader", "require_parts"]
 
-PLAIN_LOOP = "write the loop yourself and pass CPSRRecovery(TorchAdapter(model, optimizer), ...)"
 OPTIMIZER = "pass a torch.optim.Optimizer over the model's parameters, or a list of them"
 BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
 
@@ -63,7 +62,8 @@ ENGINES = (
     _Kind(
         LIGHTNING,
         ("Trainer", "LightningModule"),
-        f"belongs to Lightning, whose Trainer runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
+        "belongs to Lightning, whose Trainer runs its own loop: Trainer(callbacks=[CPSRCallback(config)]) with "
+        "CPSRCallback of cpsr.integrations.lightning",
     ),
     _Kind(LIGHTNING, ("Fabric", "_FabricModule"), FABRIC),
     _Kind(("torch",), ("FullyShardedDataParallel",), FSDP1),
