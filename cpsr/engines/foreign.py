@@ -12,7 +12,6 @@ from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_engine", "require_loader", "require_parts"]
 
-PLAIN_LOOP = "write the loop yourself and pass CPSRRecovery(TorchAdapter(model, optimizer), ...)"
 BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
 
 
@@ -60,7 +59,8 @@ ENGINES = (
     _Kind(
         LIGHTNING,
         ("Trainer", "LightningModule"),
-        f"belongs to Lightning, whose Trainer runs a loop that CPSR cannot follow yet: {PLAIN_LOOP}",
+        "belongs to Lightning, whose Trainer runs its own loop: Trainer(callbacks=[CPSRCallback(config)]) with "
+        "CPSRCallback of cpsr.integrations.lightning",
     ),
     _Kind(LIGHTNING, ("Fabric", "_FabricModule"), FABRIC),
     _Kind(("torch",), ("FullyShardedDataParallel", "FSDPModule"), SHARDED),

@@ -70,11 +70,19 @@ def resume(recovery: CPSRRecovery, loader: Any, *, epochs: int | None = None) ->
             f"the dataset {type(loader.dataset).__name__} has no length, so that the end of a pass is not known: give "
             "it a __len__"
         ) from None
-    numbers = recovery.resume(Passes(length, getattr(loader, "generator", None)), epochs=epochs)
-    return _batches(loader, numbers)
+    passes = Passes(length, loader)
+    if epochs is None:
+        return _batches(loader, recovery.resume(passes))
+    return _all_batches(recovery, loader, passes, epochs)
+
+
+def _all_batches(recovery: CPSRRecovery, loader: Any, passes: Passes, epochs: int) -> Iterator[Any]:
+    while recovery.epoch < epochs:
+        yield from _batches(loader, recovery.resume(passes))
 
 
 def _batches(loader: Any, numbers: ResumableLoader) -> Iterator[Any]:
+    """What is left of the current pass; also what is before it, once the state was rolled back."""
     batches: Iterator[Any] = iter(())
     opened, expected = loader, (0, 0)  # the next number, with its pass
     for number in numbers:  # before each the last step is over, and may have been rolled back

@@ -71,8 +71,6 @@ class TrainerPasses:
 
     def _run_passes(self, epoch: int, given: dict[str, Any]) -> None:
         trainer, recovery, updates = self._trainer, self._recovery, given["num_update_steps_per_epoch"]
-        if self._stream is None:
-            self._stream = self._resumed(given["train_dataloader"], updates)
         while (current := recovery.iteration // updates) <= epoch:
             if recovery.iteration >= trainer.state.max_steps:
                 trainer.control.should_training_stop = True
@@ -84,6 +82,8 @@ class TrainerPasses:
                 trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
             done = recovery.iteration % updates * trainer.args.gradient_accumulation_steps
             self._continued = done > 0
+            if not self._drawn and (self._stream is None or not done):
+                self._stream = self._resumed(given["train_dataloader"], updates)
             given |= {"epochs_trained": current, "steps_trained_in_current_epoch": done}
             given["resume_from_checkpoint"] = str(recovery.config.run_dir) if done else None  # nothing to load there
             try:
@@ -106,8 +106,8 @@ class TrainerPasses:
                 f"the training loader is a {type(loader).__name__} that Accelerate has not prepared, whose order "
                 "cannot be drawn again: return trainer.accelerator.prepare(loader) from get_train_dataloader"
             )
-        passes = Passes(updates * self._batches, getattr(loader, "generator", None))
-        return self._recovery.resume(passes, repeat=True)
+        passes = Passes(updates * self._batches, loader)
+        return self._recovery.resume(passes)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """In place of the Trainer's: the batches of one step. CPSR hears before that the last step is over."""

@@ -54,7 +54,10 @@ ENGINES: dict[str, tuple[Any, str]] = {
         lambda: named("mine", "MyTrainer", type(named("transformers.trainer", "Trainer"))),
         r"this MyTrainer is a Hugging Face Trainer.*trainer\.add_callback\(CPSRCallback\(trainer, config\)\)",
     ),
-    "Lightning": (lambda: named("lightning.pytorch.trainer.trainer", "Trainer"), "belongs to Lightning"),
+    "Lightning": (
+        lambda: named("lightning.pytorch.trainer.trainer", "Trainer"),
+        r"Trainer\(callbacks=\[CPSRCallback\(config\)\]\)",
+    ),
     "LightningModule": (
         lambda: named("mine", "Net", type(named("pytorch_lightning.core.module", "LightningModule", nn.Module))),
         "this Net belongs to Lightning",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cpsr import CPSRRecovery, Restored, RolledBack
 from cpsr.errors import UnsupportedEngineError
@@ -42,6 +42,7 @@ def train(
     scale: float = 1.0,
     seedable: bool = False,
     own_passes: bool = True,
+    own_generator: bool = False,
     events: list[Any] | None = None,
 ) -> tuple[str, list[Any]]:
     """One life; returns the final state, and the losses with their steps that this life trained."""
@@ -55,7 +56,9 @@ def train(
     model: Any = Net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-2)
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, PASSES * STEPS_IN_PASS)
-    loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2, shuffle=True)  # 11 batches
+    dataset = TensorDataset(x, x.sum(1, keepdim=True))
+    sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(4)) if own_generator else None
+    loader: Any = DataLoader(dataset, 2, shuffle=sampler is None, sampler=sampler)  # 11 batches
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     config = {
         "run_dir": str(run_dir),
@@ -98,15 +101,15 @@ def fail(run_dir: Path, at: int, **options: Any) -> None:
         train(run_dir, at, **options)
 
 
-@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("order", [{}, {"seedable": True}, {"own_generator": True}])
 @pytest.mark.parametrize(("own_passes", "at"), [(True, 10), (False, 10), (True, 13), (False, 14)])
-def test_the_run_continues_bit_for_bit(tmp_path: Path, seedable: bool, own_passes: bool, at: int) -> None:
-    whole, trained = train(tmp_path / "whole", seedable=seedable, own_passes=own_passes)
+def test_the_run_continues_bit_for_bit(tmp_path: Path, order: dict[str, Any], own_passes: bool, at: int) -> None:
+    whole, trained = train(tmp_path / "whole", own_passes=own_passes, **order)
     assert len(trained) == PASSES * 11
     assert trained[-1][0] == PASSES * STEPS_IN_PASS
-    fail(tmp_path / "run", at, seedable=seedable, own_passes=own_passes)
+    fail(tmp_path / "run", at, own_passes=own_passes, **order)
     events: list[Any] = []
-    again, rest = train(tmp_path / "run", seedable=seedable, own_passes=own_passes, events=events)
+    again, rest = train(tmp_path / "run", own_passes=own_passes, events=events, **order)
     assert isinstance(events[0], Restored)
     assert events[0].iteration == at // 4 * 4
     assert again == whole

@@ -1,0 +1,206 @@
+"""One rank of a small job in another package's loop, of which rank 1 can kill itself after a step."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from cpsr import CPSRRecovery
+from cpsr.demo.ranks import join_ranks
+
+ITEMS, BATCH = 42, 2  # on two ranks 11 batches each, in 6 steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one life of the job does.
+
+    Attributes:
+        config: CPSR's configuration.
+        result: where the result goes, `.<rank>.json` appended.
+        iterations: end of the run.
+        loop: `Trainer`, `Trainer with DeepSpeed`, `accelerate` or `Lightning`.
+        fault: the step after which rank 1 kills itself.
+        committed: a commit record that must exist before.
+    """
+
+    config: dict[str, Any]
+    result: Path
+    iterations: int
+    loop: str = ""
+    fault: str = ""
+    committed: Path | None = None
+
+    def after_step(self, step: int) -> None:
+        if self.fault and step == int(self.fault) and os.environ["RANK"] == "1":
+            while self.committed is not None and not self.committed.exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Items(Dataset[Any]):
+    """Inputs and the sines that are to be learned."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(ITEMS, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.x[index].sin().sum()}
+
+
+class Net(nn.Module):
+    """Returns its loss; the dropout makes random states matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.layers(x).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(output, labels), "logits": output}
+
+
+def main(options: Options, rank: int, ranks: int) -> None:
+    # Accelerate asks for them as torchrun sets them; the group of the ranks is there by then.
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    join_ranks(f"file://{options.result.with_suffix('.ranks')}")
+    train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop, with_trainer)
+    steps, values, losses = train(options)
+    digest = hashlib.sha256(b"".join(one.detach().float().numpy().tobytes() for one in values)).hexdigest()
+    result = {"steps": steps, "state": digest, "losses": losses}
+    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def with_trainer(options: Options) -> Any:
+    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    from cpsr.integrations.transformers import CPSRCallback
+
+    class AfterStep(TrainerCallback):  # type: ignore[misc]  # untyped here
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            options.after_step(state.global_step)
+
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
+        "zero_allow_untested_optimizer": True,
+    }
+    set_seed(3)
+    args = TrainingArguments(
+        output_dir=str(options.result.with_suffix(".trainer")),
+        max_steps=options.iterations,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=5,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        deepspeed=deepspeed if "DeepSpeed" in options.loop else None,
+    )
+    trainer = Trainer(model=Net(), args=args, train_dataset=Items())
+    trainer.add_callback(CPSRCallback(trainer, options.config))
+    trainer.add_callback(AfterStep())
+    trainer.train()
+    losses = [[entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer.state.global_step, trainer.model.state_dict().values(), losses
+
+
+def with_accelerate(options: Options) -> Any:
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from cpsr.integrations.accelerate import engine_of, resume
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    set_seed(3)
+    net = Net()
+    adam = torch.optim.AdamW(net.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 8, 0.7)  # a step on each rank for every one of the optimizer
+    loader: Any = DataLoader(Items(), BATCH, shuffle=True)
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    model, optimizer, loader, scheduler = accelerator.prepare(net, adam, loader, schedule)
+    losses: dict[str, float] = {}
+    with CPSRRecovery(engine_of(accelerator, model, optimizer, scheduler), options.config) as recovery:
+        recovery.register("losses", losses)
+        for batch in resume(recovery, loader, epochs=options.iterations // 6):
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses[str(recovery.iteration)] = loss.item()
+            options.after_step(recovery.iteration)
+    return recovery.iteration, net.state_dict().values(), [*losses.items(), scheduler.get_last_lr()]
+
+
+def with_lightning(options: Options) -> Any:
+    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from cpsr.integrations.lightning import CPSRCallback
+
+    class Module(LightningModule):  # type: ignore[misc]  # untyped here
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    class AfterStep(Callback):  # type: ignore[misc]  # untyped here
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            options.after_step(trainer.global_step)
+
+    class Joined(LightningEnvironment):  # type: ignore[misc]  # untyped here
+        """The processes are there already."""
+
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+        def world_size(self) -> int:
+            return int(os.environ["WORLD_SIZE"])
+
+        def global_rank(self) -> int:
+            return int(os.environ["RANK"])
+
+    seed_everything(3)
+    trainer = Trainer(
+        max_steps=options.iterations,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=DDPStrategy(cluster_environment=Joined(), process_group_backend="gloo"),
+        callbacks=[CPSRCallback(options.config), AfterStep()],
+        default_root_dir=options.result.with_suffix(".lightning"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(Items(), BATCH, shuffle=True))
+    return trainer.global_step, module.state_dict().values(), []
