@@ -3,7 +3,7 @@
     python examples/accelerate_loop.py --folder runs/accelerate --kill-at 17   # killed after step 17
     python examples/accelerate_loop.py --folder runs/accelerate                # goes on, and ends after 8 passes
 
-Under `cpsr run` the second start comes by itself: `cpsr run examples/accelerate_loop.py --folder runs/accelerate`.
+The launcher starts it again by itself: `cpsr run examples/accelerate_loop.py --folder runs/accelerate --kill-at 17`.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main() -> None:
                     scheduler.step()
                     optimizer.zero_grad()
                 losses[str(recovery.iteration)] = loss.item()
-                if recovery.iteration == options.kill_at:
+                if recovery.iteration == options.kill_at and recovery.restored.restored_iteration == 0:
                     while not any(run_dir.glob("checkpoints/step-*/COMMIT")):  # else it would begin anew
                         time.sleep(0.02)
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,7 @@
     python examples/lightning_trainer.py --folder runs/lightning --kill-at 17   # killed after step 17
     python examples/lightning_trainer.py --folder runs/lightning                # goes on, and ends after 8 passes
 
-Under `cpsr run` the second start comes by itself: `cpsr run examples/lightning_trainer.py --folder runs/lightning`.
+The launcher starts it again by itself: `cpsr run examples/lightning_trainer.py --folder runs/lightning --kill-at 17`.
 """
 
 import argparse
@@ -42,13 +42,13 @@ class Net(LightningModule):
 
 
 class KillAt(Callback):
-    """Ends this process as a crash would, once there is a checkpoint to come back to."""
+    """Ends the first life as a crash would, once there is a checkpoint to come back to."""
 
-    def __init__(self, step: int, run_dir: Path) -> None:
-        self.step, self.run_dir = step, run_dir
+    def __init__(self, step: int, cpsr: CPSRCallback, run_dir: Path) -> None:
+        self.step, self.cpsr, self.run_dir = step, cpsr, run_dir
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and self.cpsr.recovery.restored.restored_iteration == 0:
             while not any(self.run_dir.glob("checkpoints/step-*/COMMIT")):
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,14 +65,13 @@ def main() -> None:
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
     run_dir = options.folder / "cpsr"
     config = {"run_dir": str(run_dir), "checkpoint": {"interval_iterations": 5}}
-    callbacks: list[Callback] = [CPSRCallback(config)]  # the one line for CPSR
-    if options.kill_at is not None:
-        callbacks.append(KillAt(options.kill_at, run_dir))
+    cpsr = CPSRCallback(config)
+    killing = [] if options.kill_at is None else [KillAt(options.kill_at, cpsr, run_dir)]
     trainer = Trainer(
         max_epochs=8,
         accumulate_grad_batches=2,
         val_check_interval=5,
-        callbacks=callbacks,
+        callbacks=[cpsr, *killing],
         default_root_dir=options.folder,
         accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=1,

@@ -3,7 +3,7 @@
     python examples/transformers_trainer.py --folder runs/trainer --kill-at 17   # killed after step 17
     python examples/transformers_trainer.py --folder runs/trainer                # goes on, and ends at step 40
 
-Under `cpsr run` the second start comes by itself: `cpsr run examples/transformers_trainer.py --folder runs/trainer`.
+The launcher starts it again by itself: `cpsr run examples/transformers_trainer.py --folder runs/trainer --kill-at 17`.
 """
 
 import argparse
@@ -46,13 +46,13 @@ class Bytes(Dataset):
 
 
 class KillAt(TrainerCallback):
-    """Ends this process as a crash would, once there is a checkpoint to come back to."""
+    """Ends the first life as a crash would, once there is a checkpoint to come back to."""
 
-    def __init__(self, step: int, run_dir: Path) -> None:
-        self.step, self.run_dir = step, run_dir
+    def __init__(self, step: int, cpsr: CPSRCallback, run_dir: Path) -> None:
+        self.step, self.cpsr, self.run_dir = step, cpsr, run_dir
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
+        if state.global_step == self.step and self.cpsr.recovery.restored.restored_iteration == 0:
             while not any(self.run_dir.glob("checkpoints/step-*/COMMIT")):
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -96,9 +96,10 @@ def main() -> None:
     )
     run_dir = options.folder / "cpsr"
     config = {"run_dir": str(run_dir), "mode": "exact", "checkpoint": {"interval_iterations": 5}}
-    trainer.add_callback(CPSRCallback(trainer, config))  # the one line for CPSR
+    cpsr = CPSRCallback(trainer, config)
+    trainer.add_callback(cpsr)
     if options.kill_at is not None:
-        trainer.add_callback(KillAt(options.kill_at, run_dir))
+        trainer.add_callback(KillAt(options.kill_at, cpsr, run_dir))
     trainer.train()
 
     trainer.save_model(str(options.folder / "final"))
