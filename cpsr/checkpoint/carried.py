@@ -14,6 +14,7 @@ the same operator in an older file is out of date.
 """
 
 import errno
+import logging
 import os
 import shutil
 from collections import deque
@@ -23,9 +24,12 @@ from pathlib import Path
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files, file_name
-from cpsr.errors import SaveError
+from cpsr.checkpoint.verify import check_file
+from cpsr.errors import CheckpointError, SaveError
 
-__all__ = ["CarriedFiles", "put_files"]
+__all__ = ["CarriedFiles", "put_files", "put_verified"]
+
+_log = logging.getLogger(__name__)
 
 # How many checkpoints are searched, newest first; retention never removes the newest two.
 _REMEMBERED_PLACES = 8
@@ -120,6 +124,24 @@ def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *,
                 (directory / done).unlink(missing_ok=True)
             return False
     return True
+
+
+def put_verified(directory: Path, source: Path, record: FileRecord, *, fsync: bool, direct: bool) -> bool:
+    """As `put_files` for one file, which is read first; False, with the reason in the log, where it is not whole.
+
+    Args:
+        directory: where to; nothing of this name is there.
+        source: the file.
+        record: what it should be.
+        fsync: see `put_files`.
+        direct: see `check_file`.
+    """
+    try:
+        check_file(source, record, direct=direct)
+        return put_files(directory, source.parent, {source.name: record}, fsync=fsync)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is not linked, and is looked for elsewhere: %s", source, error)
+        return False
 
 
 def _link(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.carried import put_files
-from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.carried import put_files, put_verified
+from cpsr.checkpoint.catalogue import CheckpointInfo, scan
 from cpsr.checkpoint.files import write_tensors
-from cpsr.checkpoint.loading import dtype_name, place
+from cpsr.checkpoint.loading import dtype_name, place, settle
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
@@ -32,7 +32,7 @@ from cpsr.checkpoint.manifest import (
     frozen_writer,
     step_name,
 )
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest, read_tensors
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest, read_tensors
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
@@ -228,12 +228,8 @@ class FrozenFiles:
                 if source != directory and put_files(directory, source, {file: record}, fsync=self._fsync):
                     return record
         for source, record in self._earlier(file):
-            try:
-                check_file(source / file, record, direct=self._fsync)
-                if put_files(directory, source, {file: record}, fsync=self._fsync):
-                    return record
-            except (CheckpointError, OSError) as error:
-                _log.warning("%s is not linked, and is looked for elsewhere or written again: %s", source / file, error)
+            if put_verified(directory, source / file, record, fsync=self._fsync, direct=self._fsync):
+                return record
         self._places.pop(file, None)
         return None
 
@@ -245,9 +241,12 @@ class FrozenFiles:
                 "checkpoint writes the others anew"
             )
 
+    def _newest_first(self) -> list[CheckpointInfo]:
+        return sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence)
+
     def _earlier(self, file: str) -> Iterator[tuple[Path, FileRecord]]:
         """Committed checkpoints with this file, the newest first; read once in a life for each file."""
-        for info in sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence):
+        for info in self._newest_first():
             try:
                 manifest = read_manifest(info.directory)
                 if info.full and file in manifest.ranks[self._rank].files:
@@ -341,7 +340,7 @@ class FrozenFiles:
         """See `bring`."""
         if word_of(self.weights.present(names)) == word:
             return
-        for info in sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence):
+        for info in self._newest_first():
             try:
                 record = read_rank_manifest(info.directory, read_manifest(info.directory), self._rank)
                 hashes = _settled_in(record)
@@ -365,12 +364,8 @@ class FrozenFiles:
         targets = {f"{kind}/{name}": self.weights.tensors[name] for name in names}
         self.weights.forget(list(names))
         found = read_tensors(path, record, partial(place, targets, targets.keys()))
-        for key, target in targets.items():
-            if key not in found:
-                raise DamagedFileError(path, f"holds no {key}, which its manifest describes")
-            if found[key] is not target:
-                with torch.no_grad():
-                    target.copy_(found[key])
+        if lacking := settle(targets, found):
+            raise DamagedFileError(path, f"holds no {lacking}, which its manifest describes")
 
 
 def _settled_in(record: RankManifest) -> dict[str, str]:

@@ -25,7 +25,7 @@ from cpsr.state.codec import decode, decode_without_tensors
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record", "place"]
-__all__ += ["tensor_record"]
+__all__ += ["settle", "tensor_record"]
 
 Kind = Literal["params", "moments", "extra"]
 
@@ -190,13 +190,20 @@ def _read(
     for name, keys in wanted.items():
         found |= read_tensors(directory / name, record.files[name], partial(place, targets, keys))
     found |= _left_to_others(directory, manifest, record, kinds, targets)
+    if lacking := settle(targets, found):
+        raise DamagedFileError(directory, f"its manifest describes {lacking}, its files hold nothing of that name")
+    return {key: tensor for key, tensor in found.items() if key.startswith(SCALARS)}
+
+
+def settle(targets: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """Copy what was read, and not read into its target at once; returns the first key of which nothing was found."""
     for key, target in targets.items():
         if key not in found:
-            raise DamagedFileError(directory, f"its manifest describes {key}, its files hold nothing of that name")
+            return key
         if found[key] is not target:
             with torch.no_grad():
                 target.copy_(found[key])
-    return {key: tensor for key, tensor in found.items() if key.startswith(SCALARS)}
+    return None
 
 
 def place(

@@ -163,13 +163,13 @@ class DeepSpeedAdapter:
 
     def shard(self, to_fill: bool = False) -> Shard:
         """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
-        updated = {id(one.master): one for one in self._updated()}
+        iteration, updated = self.iteration, {id(one.master): one for one in self._updated()}
         operators = {}
         for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
             values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
-            operators[name] = OperatorState(name, parameter, moments, self.iteration)
+            operators[name] = OperatorState(name, parameter, moments, iteration)
         return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:

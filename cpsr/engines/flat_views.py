@@ -41,10 +41,6 @@ class _Views:
             and self.layout == (tuple(updated.master.shape), updated.master.stride())
         )
 
-    def placed(self) -> list[tuple[torch.Tensor, int]]:
-        """Each of the tensors, and where it was."""
-        return list(zip(self.tensors, self.addresses, strict=True))
-
 
 class FlatViews:
     """The views of every operator that was asked for, by its name.
@@ -120,13 +116,12 @@ class _Sources:
         distinct = list({id(views.updated.master): views for views in kept}.values())
         self._masters = [views.updated.master for views in distinct]
         self._trees = StateTrees([views.tree for views in distinct])
-        tensors = [tensor for views in distinct for tensor in views.tensors]
-        # Those of plain tensors apart: they are compared without a look at what each is.
-        self._plain = [tensor for tensor in tensors if not is_distributed(tensor)]
-        self._split = [tensor for tensor in tensors if is_distributed(tensor)]
-        addresses = [(tensor, address) for views in distinct for tensor, address in views.placed()]
-        self._addresses = [address for tensor, address in addresses if not is_distributed(tensor)]
-        self._addresses += [address for tensor, address in addresses if is_distributed(tensor)]
+        placed = [pair for views in distinct for pair in zip(views.tensors, views.addresses, strict=True)]
+        # Plain tensors first: they are compared without a look at what each is.
+        placed.sort(key=lambda pair: is_distributed(pair[0]))
+        self._addresses = [address for _, address in placed]
+        self._plain = [tensor for tensor, _ in placed if not is_distributed(tensor)]
+        self._split = [tensor for tensor, _ in placed[len(self._plain) :]]
         self._strides = [views.layout[1] for views in distinct]
 
     def unchanged(self, every: Sequence[Updated]) -> bool:

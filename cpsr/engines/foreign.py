@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.loader_parts import is_a
 
 __all__ = ["FSDP1", "require_engine", "require_loader", "require_parts"]
 
@@ -26,10 +27,7 @@ class _Kind:
     reason: str
 
     def made(self, given: Any) -> bool:
-        return any(
-            base.__name__ in self.classes and any(f"{base.__module__}.".startswith(f"{at}.") for at in self.packages)
-            for base in type(given).__mro__
-        )
+        return any(is_a(given, package, name) for package in self.packages for name in self.classes)
 
 
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -224,10 +224,11 @@ class _Described:
     """
 
     def __init__(self, found: Sequence[Known]) -> None:
-        self._every = [known.updated for known in found]
+        every = [known.updated for known in found]
+        self._masters, self._groups = [one.master for one in every], [one.group for one in every]
         self._trees = [known.tree for known in found]
         self._together = StateTrees(self._trees)
-        self._optimizers = optimizers_of(self._every)
+        self._optimizers = optimizers_of(every)
         self._attributes: list[set[str]] = [set() for _ in self._optimizers]
         changes = set[str]()
         for known in {id(known.expected): known for known in found}.values():
@@ -241,19 +242,19 @@ class _Described:
             "form": FORM,
             "forms": list(forms),
             "of": places,
-            "names": [one.name for one in self._every],
+            "names": [one.name for one in every],
             "rest": {str(index): rest for index, known in flat if (rest := known.not_per_element())},
             "classes": [type(one).__name__ for one in self._optimizers],
-            "groups": [group_sizes(self._every, one) for one in self._optimizers],
+            "groups": [group_sizes(every, one) for one in self._optimizers],
             "changes": sorted(changes),
         }
 
     def holds(self, every: Sequence[Updated]) -> bool:
         """Whether it is of the present state, but for the numbers."""
         return (
-            len(every) == len(self._every)
-            and all(map(is_, [one.master for one in every], [one.master for one in self._every]))
-            and all(map(is_, [one.group for one in every], [one.group for one in self._every]))
+            len(every) == len(self._masters)
+            and all(map(is_, [one.master for one in every], self._masters))
+            and all(map(is_, [one.group for one in every], self._groups))
             and self._together.same([one.optimizer.state.get(one.master) for one in every])
         )
 
@@ -274,7 +275,7 @@ class _Described:
 
     def form(self) -> dict[str, Any]:
         """Everything but the numbers."""
-        device = self._every[0].master.device
+        device = self._masters[0].device
         owned = zip(self._optimizers, self._attributes, strict=True)
         return self._form | {"outside": [outside_state(one, own, device) for one, own in owned]}
 

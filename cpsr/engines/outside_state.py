@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.state_tree import Form, StateTree, dtype_of, put_together
+from cpsr.engines.state_tree import Form, StateTree, number_of, place_of, put_together
 
 __all__ = ["load_outside", "outside_state"]
 
@@ -45,17 +45,12 @@ def load_outside(optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None,
         return
     tensors, numbers = saved["tensors"], saved["numbers"]
 
-    def place(name: str) -> torch.device:
-        return torch.device("cpu") if name == "host" else device
-
     def tensor(path: str, form: Form) -> torch.Tensor:
         found: torch.Tensor = tensors[path]
-        return found.to(place(form[4]), copy=True)
+        return found.to(place_of(form, device), copy=True)
 
     def number(path: str, form: Form) -> Any:
-        if form[0] != "scalar":
-            return numbers[path]
-        return torch.tensor(numbers[path], dtype=dtype_of(form), device=place(form[2]))
+        return number_of(form, numbers[path], device)
 
     found = put_together(saved["form"], tensor, number)
     if found["more"]:

@@ -10,7 +10,7 @@ import torch
 
 from cpsr.engines.optimizer_probe import Expected, Leaf
 from cpsr.engines.sharded import is_distributed, local, split_as
-from cpsr.engines.state_tree import Form, StateTree, dtype_of, put_together
+from cpsr.engines.state_tree import Form, StateTree, dtype_of, number_of, place_of, put_together
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Known", "RestoredEntry", "Updated", "earlier_form", "group_sizes", "named", "optimizers_of"]
@@ -128,7 +128,7 @@ class RestoredEntry:
         own = self._known.tree.tensors.get(path)
         brought = self._known.room.get(path, own)
         if path in self._more:
-            brought = self._more[path].to(self._place(form[4]), copy=True)
+            brought = self._more[path].to(place_of(form, self._device), copy=True)
         if brought is None and not math.prod(shape) and path in self._known.expected.leaves:
             brought = self._known.room_for(path, self._known.expected.leaves[path])  # nothing is to be brought
         if brought is None:
@@ -150,19 +150,13 @@ class RestoredEntry:
         return split_as(self._known.updated.master, held) if split else held
 
     def _number(self, path: str, form: Form) -> Any:
-        value = self._numbers[path]
-        if form[0] != "scalar":
-            return value
-        own, dtype, place = self._known.tree.scalar(path), dtype_of(form), self._place(form[2])
-        if isinstance(own, torch.Tensor) and (own.dtype, own.device) == (dtype, place):
-            self._filled.append(
-                (own, torch.tensor(value, dtype=dtype, device="cpu"))
-            )  # where it is: a CUDA graph may read it there
+        own, value = self._known.tree.scalar(path), self._numbers[path]
+        scalar = form[0] == "scalar" and isinstance(own, torch.Tensor)
+        if scalar and (own.dtype, own.device) == (dtype_of(form), place_of(form, self._device)):
+            # Where it is: a CUDA graph may read it there.
+            self._filled.append((own, torch.tensor(value, dtype=own.dtype, device="cpu")))
             return own
-        return torch.tensor(value, dtype=dtype, device=place)
-
-    def _place(self, place: str) -> torch.device:
-        return torch.device("cpu") if place == "host" else self._device
+        return number_of(form, value, self._device)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:

@@ -22,7 +22,7 @@ from cpsr.engines.sharded import is_distributed, local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import number
 
-__all__ = ["Form", "StateTree", "StateTrees", "dtype_of", "flat_view", "put_together"]
+__all__ = ["Form", "StateTree", "StateTrees", "dtype_of", "flat_view", "number_of", "place_of", "put_together"]
 
 Form = list[Any]
 
@@ -66,11 +66,7 @@ class StateTree:
 
     def same(self) -> bool:
         """Whether it still is what the optimizer keeps, but for the values of numbers."""
-        try:
-            found = map(getitem, self.within, self.keys)
-            return list(map(len, self.containers)) == self.lengths and all(map(is_, found, self.values))
-        except (KeyError, IndexError):
-            return False
+        return _unchanged(self)
 
     def numbers(self, *, on_device: bool = False) -> dict[str, Any] | None:
         """The numbers by path; None where one has another type than it had.
@@ -165,27 +161,32 @@ class StateTrees:
 
     Args:
         trees: of the state of several tensors.
+
+    Attributes:
+        containers, lengths, within, keys, values: see `StateTree`.
     """
 
     def __init__(self, trees: Sequence[StateTree]) -> None:
         self._entries = [tree.entry for tree in trees]
-        self._containers = [one for tree in trees for one in tree.containers]
-        self._lengths = [length for tree in trees for length in tree.lengths]
-        self._within = [one for tree in trees for one in tree.within]
-        self._keys = [key for tree in trees for key in tree.keys]
-        self._values = [value for tree in trees for value in tree.values]
+        self.containers = [one for tree in trees for one in tree.containers]
+        self.lengths = [length for tree in trees for length in tree.lengths]
+        self.within = [one for tree in trees for one in tree.within]
+        self.keys = [key for tree in trees for key in tree.keys]
+        self.values = [value for tree in trees for value in tree.values]
 
     def same(self, entries: list[Any]) -> bool:
         """Whether these are the entries of all trees, and `StateTree.same` is true of each."""
-        try:
-            return (
-                len(entries) == len(self._entries)
-                and all(map(is_, entries, self._entries))
-                and list(map(len, self._containers)) == self._lengths
-                and all(map(is_, map(getitem, self._within, self._keys), self._values))
-            )
-        except (KeyError, IndexError):
-            return False
+        alike = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+        return alike and _unchanged(self)
+
+
+def _unchanged(of: StateTree | StateTrees) -> bool:
+    """Whether every container still has as many items, and the same objects where no numbers are."""
+    try:
+        found = map(getitem, of.within, of.keys)
+        return list(map(len, of.containers)) == of.lengths and all(map(is_, found, of.values))
+    except (KeyError, IndexError):
+        return False
 
 
 def put_together(
@@ -216,6 +217,18 @@ def dtype_of(form: Form) -> torch.dtype:
     found = getattr(torch, form[1])
     assert isinstance(found, torch.dtype)
     return found
+
+
+def place_of(form: Form, device: torch.device) -> torch.device:
+    """Where a tensor or a scalar belongs, whose parameter is on this device."""
+    return torch.device("cpu") if form[-1] == "host" else device
+
+
+def number_of(form: Form, value: Any, device: torch.device) -> Any:
+    """A Python number as it is, and a scalar as a tensor in its place."""
+    if form[0] != "scalar":
+        return value
+    return torch.tensor(value, dtype=dtype_of(form), device=place_of(form, device))
 
 
 def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:

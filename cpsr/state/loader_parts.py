@@ -27,8 +27,10 @@ def is_repeating(loader: Any) -> bool:
 
 
 def is_a(given: Any, package: str, name: str) -> bool:
-    """Whether its class is, or comes from, that of another package, which is not imported here."""
-    return any(base.__name__ == name and base.__module__.split(".")[0] == package for base in type(given).__mro__)
+    """Whether its class is, or comes from, that of another package or module, which is not imported here."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in type(given).__mro__
+    )
 
 
 def is_hugging_face(given: Any) -> bool:

@@ -378,6 +378,12 @@ def sent_to(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sent
 
 
+def copy_to(place: Place, run: Run, iteration: int, known: set[str] | None = None) -> None:
+    """As the thread that copies: it has looked at the target before."""
+    earlier = scan(place, RUN).copies
+    upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False, earlier, known)
+
+
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_target_gets_them_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     place = open_place(f"{kind}://{tmp_path / 'target'}")
@@ -385,12 +391,12 @@ def test_a_target_gets_them_once(run: Run, tmp_path: Path, monkeypatch: pytest.M
     known: set[str] = set()
     for iteration in (10, 20):
         run.save(iteration)
-        upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False, known)
+        copy_to(place, run, iteration, known)
     assert sum(map(holds_frozen, sent)) == 1
     assert sent.count("rank-00000.params.safetensors") == 2
     assert verify(place) == []
     run.save(30)
-    upload(place, run.store.directory / step_name(30), IDENTITY, lambda: False)  # another process
+    copy_to(place, run, 30)  # another process
     assert sum(map(holds_frozen, sent)) == 1
     retain(place, RUN, 1)
     assert verify(place) == []
@@ -404,7 +410,7 @@ def test_a_target_whose_file_is_damaged_gets_it_again(
     sent = sent_to(place, monkeypatch)
     for iteration in (10, 20):
         run.save(iteration)
-        upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False)
+        copy_to(place, run, iteration)
         (name,) = run.files(iteration)
         spoil(place.root / "checkpoints" / step_name(iteration) / name)
     assert sum(map(holds_frozen, sent)) == 2
@@ -414,7 +420,7 @@ def test_a_fetch_links_what_the_run_directory_has(run: Run, tmp_path: Path) -> N
     place = open_place(f"file://{tmp_path.parent / (tmp_path.name + '-target')}")
     for iteration in (10, 20):
         run.save(iteration)
-    upload(place, run.store.directory / step_name(20), IDENTITY, lambda: False)
+    copy_to(place, run, 20)
     (copy,) = scan(place, RUN).copies
     prepare_fetch(tmp_path, copy)
     fetched = fetch_ranks(place, copy, [0], tmp_path)

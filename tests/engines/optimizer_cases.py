@@ -78,6 +78,17 @@ class Large(nn.Module):
         return torch.randn(4, 70)
 
 
+def train_step(module: Any, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor) -> float:
+    """One step of a plain loop; the loss."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss = module(batch)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return float(loss.item())
+
+
 class Job:
     """A plain loop; what its optimizers keep is laid out before the first step, as a life does."""
 
@@ -97,13 +108,7 @@ class Job:
         for step in range(first, first + steps):
             seed(1000 + step)
             batch = self.module.batch().to(DEVICE)
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            loss = self.module(batch)
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(self.module, self.optimizers, batch))
         return losses
 
     def save(self, store: CheckpointStore) -> int:

@@ -14,17 +14,19 @@ class Stopped(Exception):  # noqa: N818 - a failure of the machine, not an error
     """What ends a life in the middle of the loop."""
 
 
-def example(name: str, folder: Path) -> str:
-    """Run an example to its end; returns what it prints."""
-    ended = _run(name, folder)
-    assert ended.returncode == 0, ended.stdout[-3000:]
-    return ended.stdout
+def killed_and_back(name: str, folder: Path) -> None:
+    """Run an example without a failure (`whole`), and in two lives (`killed`), which end with the same words."""
+    whole = _ended(_run(name, folder / "whole"), 0)
+    _ended(_run(name, folder / "killed", "--kill-at", "17"), -signal.SIGKILL)
+    back = _ended(_run(name, folder / "killed"), 0)
+    assert "Training continues at iteration" in back
+    assert back.splitlines()[-1] == whole.splitlines()[-1]
 
 
-def killed_example(name: str, folder: Path, kill_at: int) -> None:
-    """Run an example that kills itself after a step."""
-    ended = _run(name, folder, "--kill-at", str(kill_at))
-    assert ended.returncode == -signal.SIGKILL, ended.stdout[-3000:]
+def _ended(process: subprocess.CompletedProcess[str], status: int) -> str:
+    """What it has printed."""
+    assert process.returncode == status, process.stdout[-3000:]
+    return process.stdout
 
 
 def _run(name: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,6 @@
 """One rank of a small job in another package's loop, of which rank 1 can kill itself after a step."""
 
 import hashlib
-import json
 import os
 import signal
 import time
@@ -15,26 +14,21 @@ from torch.utils.data import DataLoader, Dataset
 
 from cpsr import CPSRRecovery
 from cpsr.demo.ranks import join_ranks
+from tests.recovery.options import LifeOptions
 
 ITEMS, BATCH = 42, 2  # on two ranks 11 batches each, in 6 steps
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         loop: `Trainer`, `Trainer with DeepSpeed`, `accelerate` or `Lightning`.
         fault: the step after which rank 1 kills itself.
         committed: a commit record that must exist before.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     loop: str = ""
     fault: str = ""
     committed: Path | None = None
@@ -75,12 +69,12 @@ def main(options: Options, rank: int, ranks: int) -> None:
     # Accelerate asks for them as torchrun sets them; the group of the ranks is there by then.
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    join_ranks(f"file://{options.result.with_suffix('.ranks')}")
+    join_ranks(options.meeting)
     train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop, with_trainer)
     steps, values, losses = train(options)
     digest = hashlib.sha256(b"".join(one.detach().float().numpy().tobytes() for one in values)).hexdigest()
     result = {"steps": steps, "state": digest, "losses": losses}
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    options.leave(rank, result)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 

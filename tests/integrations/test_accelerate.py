@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from cpsr import CPSRRecovery, Restored, RolledBack
 from cpsr.errors import UnsupportedEngineError
 from tests.committed import wait_until_committed
-from tests.integrations.lives import Stopped, example, killed_example
+from tests.integrations.lives import Stopped, killed_and_back
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -152,12 +152,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
-    name = "accelerate_loop.py"
-    whole = example(name, tmp_path / "whole")
-    killed_example(name, tmp_path / "killed", kill_at=17)
-    back = example(name, tmp_path / "killed")
-    assert "Training continues at iteration" in back
-    assert back.splitlines()[-1] == whole.splitlines()[-1]
+    killed_and_back("accelerate_loop.py", tmp_path)
     ends = [torch.load(tmp_path / life / "final.pt") for life in ("whole", "killed")]
     assert ends[0]["losses"] == ends[1]["losses"]
     assert all(torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items())

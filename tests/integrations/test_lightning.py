@@ -16,7 +16,7 @@ from cpsr import Restored
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.journal import JournalReader
 from tests.committed import wait_until_committed
-from tests.integrations.lives import Stopped, example, killed_example
+from tests.integrations.lives import Stopped, killed_and_back
 
 pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -208,11 +208,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
-    name = "lightning_trainer.py"
-    whole = example(name, tmp_path / "whole")
-    killed_example(name, tmp_path / "killed", kill_at=17)
-    back = example(name, tmp_path / "killed")
-    assert "Training continues at iteration" in back
-    assert back.splitlines()[-1] == whole.splitlines()[-1]
+    killed_and_back("lightning_trainer.py", tmp_path)
     ends = [torch.load(tmp_path / life / "final.pt") for life in ("whole", "killed")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())

@@ -15,7 +15,7 @@ from cpsr import Restored, RolledBack
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.journal import JournalReader
 from tests.committed import wait_until_committed
-from tests.integrations.lives import Stopped, example, killed_example
+from tests.integrations.lives import Stopped, killed_and_back
 
 pytest.importorskip("transformers")
 from transformers import (
@@ -325,11 +325,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
-    name = "transformers_trainer.py"
-    whole = example(name, tmp_path / "whole")
-    killed_example(name, tmp_path / "killed", kill_at=17)
-    back = example(name, tmp_path / "killed")
-    assert "Training continues at iteration" in back
-    assert back.splitlines()[-1] == whole.splitlines()[-1]
+    killed_and_back("transformers_trainer.py", tmp_path)
     weights = [(tmp_path / life / "final" / "model.safetensors").read_bytes() for life in ("whole", "killed")]
     assert weights[0] == weights[1]

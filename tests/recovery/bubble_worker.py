@@ -1,6 +1,5 @@
 """One rank of a pipeline whose stages wait for each other long enough for the predictor to learn meanwhile."""
 
-import json
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ import cpsr.predictor.examples
 from cpsr import CPSRRecovery
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
+from tests.recovery.options import LifeOptions
 
 COMPUTE_SECONDS = 0.02  # of a stage and micro-batch: the other stage waits as long, and a slice takes some milliseconds
 STAGES, MICRO_BATCHES = 2, 2
@@ -30,22 +30,16 @@ STARVED_SECONDS = 0.3  # likewise: the job takes no longer than some seconds
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         alone: train without CPSR.
         broken: the predictor raises (`raises`) where it should learn, or never comes back (`hangs`).
         dies_at: the last stage ends its process before that iteration; the other one waits for it.
         fault, committed: not used here.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     alone: bool = False
     broken: str = ""
     dies_at: int | None = None
@@ -89,7 +83,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if not options.alone:
         found["account"] = asdict(recovery.life.loop.learning.bubbles.account())
     found["threads"] = [thread.name for thread in threading.enumerate()]
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+    options.leave(rank, found)
     if options.dies_at is not None:
         os._exit(0)  # the group cannot be left in order, the other rank is gone
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
+from tests.recovery.options import LifeOptions
 from tests.state.test_loader_state import BATCH, Items, Stream, Written, seed, seeded, values
 
 SHARDS, SHARD = 4, 7
@@ -27,22 +28,16 @@ WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"} 
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.batches` appended.
-        iterations: end of the run.
         kind: of the loader; a key of `LOADERS`.
         accumulate: micro-batches in a step.
         fault: before which micro-batch of the run, `iteration:micro`, rank 0 kills itself.
         committed: a commit record that must exist before.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     kind: str
     accumulate: int = 2
     fault: str = ""
@@ -98,7 +93,7 @@ LOADERS: dict[str, Any] = {
 
 def main(options: Options, rank: int, ranks: int) -> None:
     if ranks > 1:
-        meeting = f"file://{options.result.with_suffix('.ranks')}"
+        meeting = options.meeting
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     seed(7)
     module = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -133,7 +128,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         "state": digest([value.tolist() for value in module.state_dict().values()]),
         "drawn": digest(torch.rand(3)),
     }
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(ended))
+    options.leave(rank, ended)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 

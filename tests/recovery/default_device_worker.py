@@ -5,45 +5,38 @@ wrong. On a machine without a GPU it stands for `cuda`.
 """
 
 import hashlib
-import json
 import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from cpsr import CPSRRecovery, TorchAdapter
+from tests.recovery.options import LifeOptions
 
 ITEMS, BATCH, FEATURES, WIDTH = 40, 4, 5, 8
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         fault: the iteration after which rank 1 is killed, if any.
         committed: a commit record that must exist before.
         default_device: from before CPSR opens to its end.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     fault: str = ""
     committed: Path | None = None
     default_device: str = "cpu"
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
-    meeting = f"file://{options.result.with_suffix('.ranks')}"
+    meeting = options.meeting
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(7)
     module = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
@@ -74,7 +67,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
                 break
     torch.set_default_device("cpu")
     ended = {"started": started, "state": digest(module), "iteration": recovery.iteration}
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(ended))
+    options.leave(rank, ended)
     torch.distributed.destroy_process_group()
 
 

@@ -1,7 +1,6 @@
 """One rank of a plain torch loop that trains adapters beside frozen weights, and can kill itself at a chosen step."""
 
 import hashlib
-import json
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from tests.device import DEVICE
+from tests.recovery.options import LifeOptions
 
 FEATURES, RANK = 32, 2
 WAIT_SECONDS = 60.0
@@ -23,13 +23,10 @@ MOVING = 0.9  # share of itself that the teacher keeps in a step
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         base_seed: of the base weights that the script loads.
         teacher: whether a part of the module outside the optimizer follows the trained weights in every step.
         merge_at: after this step the adapters are merged into the base weights, and begin at zero again.
@@ -39,9 +36,6 @@ class Options:
         committed: a commit record that must exist before.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     base_seed: int = 3
     teacher: bool = False
     merge_at: int = 0
@@ -104,7 +98,7 @@ class Net(nn.Module):
 
 def main(options: Options, rank: int, ranks: int) -> None:
     if ranks > 1:
-        meeting = f"file://{options.result.with_suffix('.ranks')}"
+        meeting = options.meeting
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(options.base_seed)
     module = Net(teacher=options.teacher).to(DEVICE)
@@ -121,7 +115,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         ended["started"] = recovery.iteration
         train(recovery, called, module, optimizer, DataLoader(items, batch_size=4, shuffle=True), options, ended, rank)
     ended["state"] = digest(module.state_dict().values())
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(ended))
+    options.leave(rank, ended)
 
 
 def train(

@@ -21,18 +21,16 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from tests.device import DEVICE
+from tests.recovery.options import LifeOptions
 
 ITEMS, BATCH, FEATURES, WIDTH = 40, 4, 5, 8
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         keeps: what the loop keeps; a key of `LOOPS`.
         given: how CPSR gets it: `adapter`, `register`, or not at all.
         accumulate: micro-batches in a step.
@@ -44,9 +42,6 @@ class Options:
         committed: a commit record that must exist before.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     keeps: str = "nothing"
     given: str = ""
     accumulate: int = 1
@@ -307,7 +302,7 @@ LOOPS = {
 
 def main(options: Options, rank: int, ranks: int) -> None:
     if ranks > 1:
-        meeting = f"file://{options.result.with_suffix('.ranks')}"
+        meeting = options.meeting
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     torch.manual_seed(7)
     module = Net().to(DEVICE)
@@ -327,7 +322,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
             recovery.register("kept", loop.kept)
         train(recovery, called, loop, loader, options, rank, ranks)
     ended = {"state": digest(module.state_dict().values()), "kept": loop.ends_with()}
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(ended))
+    options.leave(rank, ended)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 

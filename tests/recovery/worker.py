@@ -49,19 +49,17 @@ from tests.recovery.engines import (
     loader,
     pipeline,
 )
+from tests.recovery.options import LifeOptions
 from tests.rehearsal.faults import FAULTS
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        config: CPSR's configuration.
-        result: where the result goes, `.<rank>.json` appended.
-        iterations: end of the run.
         fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
         committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
         in_memory: an iteration whose state of every rank must be in shared memory before, likewise.
@@ -88,9 +86,6 @@ class Options:
         loading: more settings of the data loader.
     """
 
-    config: dict[str, Any]
-    result: Path
-    iterations: int
     fault: str = ""
     committed: Path | None = None
     in_memory: int | None = None
@@ -138,7 +133,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         dealt = loop(recovery, engine, batches, options, faults)
         result = {"started": started, "state_at_start": state_at_start, "batches": dealt}
         result |= final_state(recovery, engine)
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    options.leave(rank, result)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 

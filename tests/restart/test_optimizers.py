@@ -16,7 +16,7 @@ from cpsr.checkpoint.run_directory import IDENTITY, run_id
 from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.journal.reader import JournalReader
 from tests.committed import wait_until_committed
-from tests.engines.optimizer_cases import AveragingAdamW, Nested, differences
+from tests.engines.optimizer_cases import AveragingAdamW, Nested, differences, train_step
 
 INTERVAL, FAILURE, END = 3, 8, 12
 DATA: Any = torch.arange(60.0).reshape(-1, 2)
@@ -66,13 +66,7 @@ class Life:
     def _train(self, recovery: CPSRRecovery, until: int) -> None:
         began = recovery.iteration
         for batch in recovery.resume(DataLoader(DATA, batch_size=2), repeat=True):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            loss = self.module(batch)
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
-            self.losses.append(loss.item())
+            self.losses.append(train_step(self.module, self.optimizers, batch))
             last = recovery.iteration - 1
             if last > began and last % INTERVAL == 0:  # the snapshot of the step before is complete
                 wait_until_committed(self._run_dir, last)

@@ -135,7 +135,7 @@ class Copier:
         for folder, owner in found.unfinished.items():
             if owner in (None, identity.run_id):  # otherwise a full target would stay full
                 self._place.remove(folder, first=COMMIT)
-        copied = upload(self._place, info.directory, identity, self._stopped.is_set, self._known)
+        copied = upload(self._place, info.directory, identity, self._stopped.is_set, found.copies, self._known)
         self._report_copied(info, copied.bytes, copied.seconds)
         self._retain(identity.run_id, info.iteration)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from cpsr.checkpoint.carried import put_files
+from cpsr.checkpoint.carried import put_verified
 from cpsr.checkpoint.files import (
     hash_file,
     make_directory,
@@ -133,12 +133,8 @@ def _linked(run_dir: Path, path: Path, expected: FileRecord) -> bool:
     if not holds_frozen(path.name):
         return False
     for source in sorted((run_dir / "checkpoints").glob(f"step-*/{path.name}"), reverse=True):
-        try:
-            check_file(source, expected)
-            if put_files(path.parent, source.parent, {path.name: expected}, fsync=True):
-                return True
-        except (CheckpointError, OSError) as error:
-            _log.warning("%s is not used: %s", source, error)
+        if put_verified(path.parent, source, expected, fsync=True, direct=False):
+            return True
     return False
 
 

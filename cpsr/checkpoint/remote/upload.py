@@ -49,7 +49,12 @@ class Uploaded:
 
 
 def upload(
-    place: Place, directory: Path, identity: Identity, stopped: Callable[[], bool], known: set[str] | None = None
+    place: Place,
+    directory: Path,
+    identity: Identity,
+    stopped: Callable[[], bool],
+    earlier: Sequence[Copy] = (),
+    known: set[str] | None = None,
 ) -> Uploaded:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
@@ -64,6 +69,7 @@ def upload(
         directory: the checkpoint; it must stay whole meanwhile.
         identity: of the run.
         stopped: checked between pieces.
+        earlier: copies of the run at the target, in the order of their commits.
         known: hashes of files that this process has read back from the target; grows. Others are read back once more.
 
     Raises:
@@ -81,7 +87,7 @@ def upload(
     records = {rank: read_rank_manifest(directory, manifest, rank) for rank in sorted(manifest.ranks)}
     every = [(directory / name, record.files[name]) for record in records.values() for name in sorted(record.files)]
     known = set() if known is None else known
-    there = _duplicated(place, folder, [file for file in every if holds_frozen(file[0].name)], identity, known, stopped)
+    there = _duplicated(place, folder, [file for file in every if holds_frozen(file[0].name)], earlier, known, stopped)
     files = [(path, record) for path, record in every if path.name not in there]
     if place.sends:
         _copy_beside(place, folder, files, stopped)
@@ -166,13 +172,13 @@ def _duplicated(
     place: Place,
     folder: str,
     files: Sequence[tuple[Path, FileRecord]],
-    identity: Identity,
+    earlier: Sequence[Copy],
     known: set[str],
     stopped: Callable[[], bool],
 ) -> set[str]:
     """Names of those of these files that the target has copied from an earlier copy of the run."""
     done: set[str] = set()
-    for copy in reversed(scan(place, identity.run_id).copies) if files else ():
+    for copy in reversed(earlier):
         for path, record in files:
             name = path.name
             if name in done or copy.folder == folder or name not in copy.manifest.ranks[frozen_writer(name)].files:
