@@ -13,6 +13,7 @@ from cpsr.journal.terminal import log_to_terminal
 from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
+from cpsr.life.one_at_a_time import ProcessSlot
 from cpsr.planner.plan import Plan
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored
@@ -35,7 +36,7 @@ class CPSRRecovery:
         mode: overrides the configured mode.
 
     Raises (on entering):
-        ConfigError: the configuration is not usable.
+        ConfigError: the configuration is not usable, or another run is open in this process.
         UnsupportedEngineError: the engine keeps state that CPSR cannot see.
         RunMismatchError: the run directory belongs to another model or world size.
         ResourceError: not enough host memory or disk space.
@@ -66,17 +67,26 @@ class CPSRRecovery:
         self._config = _configuration(engine, config, mode)
         self._loop = Loop(adapter, self._config, loss_fn, probe_batches)
         self._life: Life | None = None
+        self._slot = ProcessSlot(str(self._config.run_dir))
 
     def __enter__(self) -> "CPSRRecovery":
-        log_to_terminal(self._loop.adapter.rank)
-        self._life = Life(self._loop, self._config)
-        self._loop.events.opened(self._life.restored)
+        self._slot.take()
+        try:
+            log_to_terminal(self._loop.adapter.rank)
+            self._life = Life(self._loop, self._config)
+            self._loop.events.opened(self._life.restored)
+        except BaseException:
+            self._slot.give_back()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.life.close(kind, error)
+        try:
+            self.life.close(kind, error)
+        finally:
+            self._slot.give_back()
 
     @property
     def life(self) -> Life:
@@ -153,10 +163,12 @@ class CPSRRecovery:
         Args:
             name: unique in the run and the same after a restart.
             stateful: has `state_dict` and `load_state_dict`; or a generator of torch, NumPy or Python; or a dictionary,
-                whose content is the state. Its state must be plain data and tensors.
+                whose content is the state. Its state must be plain data and tensors. A further module is saved so, and
+                its optimizer under another name; a restart near the failure takes both from the checkpoint.
 
         Raises:
             ConfigError: the name is taken, or the object is none of these.
+            UnsupportedEngineError: a training engine, or a pair of module and optimizer: CPSR follows one engine.
         """
         self._loop.state.register(name, stateful)
 

@@ -12,7 +12,7 @@ import torch
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.loader_parts import is_a
 
-__all__ = ["FSDP1", "require_engine", "require_loader", "require_parts"]
+__all__ = ["FSDP1", "require_engine", "require_loader", "require_no_engine", "require_parts"]
 
 OPTIMIZER = "pass a torch.optim.Optimizer over the model's parameters, or a list of them"
 BOTH_WAYS = "pass the engine that deepspeed.initialize returns first, or TorchAdapter(model, optimizer)"
@@ -75,6 +75,11 @@ ENGINES = (
         ("Optimizer",),
         "is an optimizer without its model: pass TorchAdapter(model, optimizer) with this optimizer",
     ),
+)
+SECOND_ENGINES = (
+    _Kind(("deepspeed",), ("DeepSpeedEngine",), ""),
+    _Kind(("cpsr",), ("TorchAdapter", "DeepSpeedAdapter", "CPSRRecovery"), ""),
+    *ENGINES[:3],
 )
 MODULES = (
     _Kind(
@@ -161,6 +166,29 @@ def require_parts(module: Any, optimizers: Sequence[Any], schedulers: Sequence[A
     for name, part in (*(("scheduler", one) for one in schedulers), ("grad_scaler", scaler)):
         if isinstance(part, type | bool):
             raise UnsupportedEngineError(f"{name} is {_named(part)}: pass the {name} object that the loop uses")
+
+
+def require_no_engine(name: str, given: Any) -> None:
+    """Refuse a further engine among the objects that are registered.
+
+    Args:
+        name: under which it is registered.
+        given: an object of the user.
+
+    Raises:
+        UnsupportedEngineError: it is a training engine, or holds modules or optimizers in a tuple or a list.
+    """
+    parts = given if isinstance(given, tuple | list) else ()
+    pair = any(isinstance(part, torch.nn.Module | torch.optim.Optimizer) for part in parts)
+    if not pair and not any(kind.made(given) for kind in SECOND_ENGINES):
+        return
+    what = f"this {' and '.join(type(one).__name__ for one in parts)}" if pair else f"this {type(given).__name__}"
+    raise UnsupportedEngineError(
+        f"register('{name}', ...): {what} would be a second engine, and CPSR follows one engine in a process. Register "
+        f"module and optimizer each by itself, as in register('{name}.model', module) and register('{name}.optimizer', "
+        "optimizer): both are saved and restored. Or let one engine train everything: TorchAdapter(model, [optimizer, "
+        "optimizer]) takes several optimizers"
+    )
 
 
 def require_loader(loader: Any) -> None:

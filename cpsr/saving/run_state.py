@@ -9,6 +9,7 @@ from typing import Any
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.foreign import require_no_engine
 from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.errors import ConfigError
 from cpsr.job import Part, Rewind
@@ -126,10 +127,11 @@ class RunState(Part):
 
         Raises:
             ConfigError: the name is taken, or the object has no state.
-            UnsupportedEngineError: its state is not plain data and tensors.
+            UnsupportedEngineError: its state is not plain data and tensors, or it is a second engine.
         """
         if name in self._registered:
             raise ConfigError(f"an object named '{name}' is registered already")
+        require_no_engine(name, given)
         item = stateful(name, given)
         codec.encode(item.state_dict(), name)
         self._registered[name] = item

@@ -1,0 +1,103 @@
+"""One open run in a process, and what a second model in it can do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.errors import ConfigError, RunMismatchError, UnsupportedEngineError
+
+
+def engine_of(width: int = 3) -> TorchAdapter:
+    module = nn.Linear(width, 1)
+    return TorchAdapter(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+
+
+def weight_of(engine: TorchAdapter) -> nn.Parameter:
+    (weight,) = (one for name, one in engine.module.named_parameters() if name == "weight")
+    return weight
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    return {"run_dir": str(folder), "mode": "exact", "checkpoint": {"interval_iterations": 2}}
+
+
+def train(engine: TorchAdapter, width: int = 3) -> None:
+    engine.optimizer.zero_grad()
+    engine.module(torch.ones(2, width)).sum().backward()
+    engine.optimizer.step()
+
+
+def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    first, second = engine_of(), engine_of()
+    before = weight_of(second).detach().clone()
+    with CPSRRecovery(first, settings(tmp_path / "first")) as recovery:
+        train(first)
+        other = CPSRRecovery(second, settings(tmp_path / "second"))
+        with pytest.raises(ConfigError, match=r"open in this process already .*first.*takes several optimizers"):
+            other.__enter__()
+        train(second)
+        assert not (tmp_path / "second").exists()
+        assert second.iteration == 0
+        assert not torch.equal(weight_of(second), before)
+        train(first)
+        assert recovery.iteration == 2
+    with CPSRRecovery(engine_of(), settings(tmp_path / "second")) as recovery:
+        assert recovery.restored.restored_iteration == 0
+    with CPSRRecovery(engine_of(), settings(tmp_path / "first")) as recovery:
+        assert recovery.restored.restored_iteration == 2
+
+
+def test_what_could_not_be_opened_and_what_failed_hold_nothing(tmp_path: Path) -> None:
+    with CPSRRecovery(engine_of(), settings(tmp_path / "run")):
+        pass
+    with pytest.raises(RunMismatchError), CPSRRecovery(engine_of(5), settings(tmp_path / "run")):
+        pass
+    with pytest.raises(ZeroDivisionError), CPSRRecovery(engine_of(), settings(tmp_path / "run")):
+        raise ZeroDivisionError
+    with CPSRRecovery(engine_of(), settings(tmp_path / "run")):
+        pass
+
+
+def test_a_second_model_and_its_optimizer_are_registered_by_themselves(tmp_path: Path) -> None:
+    kept: list[dict[str, torch.Tensor]] = []
+    for steps in (2, 2):
+        first, second = engine_of(), engine_of(4)
+        with CPSRRecovery(first, settings(tmp_path)) as recovery:
+            recovery.register("second.model", second.module)
+            recovery.register("second.optimizer", second.optimizer)
+            if kept:
+                assert recovery.restored.restored_iteration == 2
+                assert torch.equal(weight_of(second), kept[0]["weight"])
+                assert torch.equal(state_of(second)["exp_avg"], kept[0]["exp_avg"])
+            for _ in range(steps):
+                train(second, 4)
+                train(first)
+            kept.append({"weight": weight_of(second).detach().clone(), **state_of(second)})
+    assert not torch.equal(kept[0]["weight"], kept[1]["weight"])
+    assert int(kept[1]["step"]) == 4
+
+
+def state_of(engine: TorchAdapter) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in engine.optimizer.state.get(weight_of(engine), {}).items()}
+
+
+SECOND: dict[str, Callable[[TorchAdapter], Any]] = {
+    "engine": lambda engine: engine,
+    "pair": lambda engine: (engine.module, engine.optimizer),
+    "list": lambda engine: [engine.module, engine.optimizer],
+    "run": lambda engine: CPSRRecovery(engine, {"run_dir": "elsewhere"}),
+}
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_a_second_engine_is_not_registered(kind: str, tmp_path: Path) -> None:
+    recovery = CPSRRecovery(engine_of(), settings(tmp_path / "run"))
+    with pytest.raises(
+        UnsupportedEngineError, match=r"register\('x', \.\.\.\): this .*second engine.*'x\.model', module"
+    ):
+        recovery.register("x", SECOND[kind](engine_of()))
