@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
@@ -29,6 +30,7 @@ from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
+from cpsr.engines.grad_scaler import advance_scaler, autocast_scaler, scaler_state
 from cpsr.engines.learning_rate_schedule import Schedule
 from cpsr.engines.moe.deepspeed import Capacities, expert_names, expert_parallel, has_experts, token_counts
 from cpsr.engines.moe.naming import DEEPSPEED, Naming
@@ -49,6 +51,10 @@ __all__ = ["DeepSpeedAdapter"]
 
 # DeepSpeed's names for the running values of its two kinds of dynamic loss scaler; the rest is configuration.
 _LOSS_SCALE_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+UNMANAGED = (
+    "with managed_gradient_accumulation=false the loop decides how many batches a step takes, so that those of steps "
+    "which were not seen cannot be counted"
+)
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -81,6 +87,7 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
         self._schedule = Schedule(engine.lr_scheduler)
+        self._scaler = autocast_scaler(engine)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
         self._state = OptimizerState()
@@ -104,7 +111,7 @@ class DeepSpeedAdapter:
 
     @property
     def micro_batches_per_iteration(self) -> int:
-        """Gradient accumulation steps; each takes one batch from the loader."""
+        """Gradient accumulation steps, of one batch each; where the loop decides, those of the configuration."""
         return int(self._engine.gradient_accumulation_steps())
 
     @property
@@ -125,8 +132,8 @@ class DeepSpeedAdapter:
 
     @property
     def loop_parts(self) -> list[Any]:
-        """The engine's schedule."""
-        return [] if self._engine.lr_scheduler is None else [self._engine.lr_scheduler]
+        """The engine's schedule and gradient scaler."""
+        return [one for one in (self._engine.lr_scheduler, self._scaler) if one is not None]
 
     @property
     def pipeline_stage(self) -> Stage | None:
@@ -235,7 +242,7 @@ class DeepSpeedAdapter:
         """
         engine, optimizer = self._engine, torch_optimizer(self._engine)
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
-        counters["micro_steps"] -= counters["micro_steps"] % int(engine.gradient_accumulation_steps())
+        counters["micro_steps"] = self._loop.micro_steps
         return {
             "counters": counters,
             "loss_scale": {
@@ -247,11 +254,18 @@ class DeepSpeedAdapter:
             **self._state.scalars(self._updated(), on_device=on_device),
             "param_groups": optimizer_state.hyperparameters(optimizer),
             "schedule": self._schedule.state(),
+            "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
         engine, optimizer = self._engine, torch_optimizer(self._engine)
+        saved_scaler = scalars.get("grad_scaler")
+        if (saved_scaler is None) != (self._scaler is None):
+            raise UnsupportedEngineError(
+                f"the saved run had {'no' if saved_scaler is None else 'a'} gradient scaler of torch_autocast with "
+                f"float16, and this one has {'none' if self._scaler is None else 'one'}; set torch_autocast as it was"
+            )
         self._state.load(self._updated(), scalars)
         rates = [group.get("lr") for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
@@ -261,6 +275,9 @@ class DeepSpeedAdapter:
         for scaler in self._loss_scalers():
             for name, value in scalars["loss_scale"].items():
                 setattr(scaler, name, value)
+        if self._scaler is not None and saved_scaler is not None:
+            self._scaler.load_state_dict(saved_scaler)
+        engine._unmanaged_backward_count = 0  # of a step that the loop was in
         self._loop.forget_step()
 
     def _loss_scalers(self) -> list[Any]:
@@ -285,7 +302,9 @@ class DeepSpeedAdapter:
         return optimizer_state.second_moment_decay(self.optimizers)
 
     def prediction_obstacle(self) -> str | None:
-        """What the optimizer keeps that no step ahead can be predicted of."""
+        """What the optimizer keeps that no step ahead can be predicted of, or batches that nobody can count."""
+        if not self._engine.managed_gradient_accumulation():
+            return UNMANAGED
         return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
@@ -296,11 +315,15 @@ class DeepSpeedAdapter:
             rates.append(self.learning_rate())
             self._schedule.advance()
             advance_loss_scale(engine.optimizer)
-        self._state.advance(self._updated(), iterations)
+        updated = self._updated()
+        self._state.advance(updated, iterations)
+        # ZeRO steps its flat tensors one by one, and the scaler is updated after each.
+        advance_scaler(self._scaler, iterations * (len(updated) if engine.zero_optimization() else 1))
         engine.global_steps += iterations
         engine.global_samples += iterations * engine.train_batch_size()
         if not self._pipeline:  # pipelines leave this counter at zero
             engine.micro_steps += iterations * self.micro_batches_per_iteration
+        self._loop.forget_step()
         return rates
 
     def expert_naming(self) -> Naming | None:
@@ -337,6 +360,8 @@ class DeepSpeedAdapter:
         """A pipeline; or a loop that does not train, by `engine.backward`, on `loss_fn`'s loss or the module's own."""
         if self._pipeline:
             return "a pipeline takes its batches from the user's iterator by itself"
+        if not self._engine.managed_gradient_accumulation():
+            return UNMANAGED
         if not loss_given and not self.can_evaluate:
             return "the module does not return its loss; give loss_fn"
         if not loss_given and not self._loop.trains_given_loss:
@@ -397,7 +422,9 @@ class DeepSpeedAdapter:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        with preserved_training_state(self._engine.module), preserved_tracked_states(), self._quiet_engine():
+        # Not compiled: evaluation mode would be compiled anew, and take the place of what training has compiled.
+        eager = torch.compiler.set_stance("force_eager") if self._engine.is_compiled else nullcontext()
+        with eager, preserved_training_state(self._engine.module), preserved_tracked_states(), self._quiet_engine():
             try:
                 yield
             finally:
@@ -413,7 +440,8 @@ class DeepSpeedAdapter:
         """
         if self._pipeline:
             raise UnsupportedEngineError("a pipeline's loss exists on its last stage only: CPSR cannot evaluate it")
-        loss = loss_of(self._engine.module(*args, **kwargs))
+        with autocast_if_enabled(self._engine):
+            loss = loss_of(self._engine.module(*args, **kwargs))
         if loss is None:
             raise UnsupportedEngineError(
                 f"{type(self._engine.module).__name__} returned no loss in evaluation mode; return a scalar tensor or "

@@ -11,6 +11,7 @@ from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.deepspeed_pipeline import watch_receives
 from cpsr.engines.evaluation import loss_of
+from cpsr.engines.grad_scaler import autocast_scaler
 from cpsr.engines.hooks import Hooks
 
 __all__ = ["DeepSpeedLoop"]
@@ -73,6 +74,7 @@ class DeepSpeedLoop:
         self.gives_loss = False
         self.trains_given_loss = False
         self.calls_backward = False
+        self._updates = False  # whether the optimizer stepped in the update in progress
         # Weak, or it would keep the graph alive; with its version, which changes where a loop adds to it in place.
         self._given_loss: tuple[TensorWeakRef, int] | None = None
         self.forget_step()
@@ -108,9 +110,10 @@ class DeepSpeedLoop:
             return
         hooks.wrap(engine, "backward", self._around_backward)
         hooks.wrap(engine, "step", self._around_step)
-        # Prepended: the inputs as the user gave them, before DeepSpeed casts them.
-        hooks.add(engine.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-        hooks.add(engine.module.register_forward_hook(self._after_forward))
+        # On the engine: the inputs as the user gave them, before DeepSpeed casts them, and outside of what
+        # `engine.compile` compiles.
+        hooks.add(engine.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+        hooks.add(engine.register_forward_hook(self._after_forward))
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing."""
@@ -118,15 +121,26 @@ class DeepSpeedLoop:
         self._observer = None
         self.forget_step()
 
+    @property
+    def micro_steps(self) -> int:
+        """The engine's at the end of its last step: those of a step that is not complete do not count."""
+        iteration, at_end = self._boundary
+        now, per_step = int(self._engine.micro_steps), int(self._engine.gradient_accumulation_steps())
+        if iteration == self._engine.global_steps:
+            return at_end
+        return now - now % per_step if self._engine.managed_gradient_accumulation() else now
+
     def _watching(self) -> StepObserver:
         assert self._observer is not None  # hooks are installed only while there is one
         return self._observer
 
     def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._updates = False
         self._watching().before_update()
         return original(*args, **kwargs)
 
     def _before_optimizer_step(self, *_: Any) -> None:
+        self._updates = True
         self._watching().state_changes()
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,10 +166,16 @@ class DeepSpeedLoop:
         for loss in losses:
             self._watching().on_loss(loss)
         # Last, and nothing after it: the observer may roll the whole engine back, or leave the process.
-        self._watching().after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
+        self._watching().after_step(self._engine.global_steps, self._applied())
+
+    def _applied(self) -> bool:
+        """Whether the optimizer stepped: the engine does not count a step that a gradient scaler of torch left out."""
+        left_out = autocast_scaler(self._engine) is not None and not self._updates
+        return bool(self._engine.was_step_applied()) and not left_out
 
     def forget_step(self) -> None:
-        """Drop what was seen of the step in progress."""
+        """Drop what was seen of the step in progress: the engine is at the end of a step."""
+        self._boundary = int(self._engine.global_steps), int(self._engine.micro_steps)
         self._backward_seen = False
         self._forward_losses: list[torch.Tensor] = []
 
@@ -177,12 +197,12 @@ class DeepSpeedLoop:
         self._watching().after_external_load(self._engine.global_steps)
         return result
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled():
+    def _before_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if engine.module.training and torch.is_grad_enabled():
             self._watching().on_forward(args, kwargs)
 
-    def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+    def _after_forward(self, engine: Any, args: tuple[Any, ...], output: Any) -> None:
+        if engine.module.training and torch.is_grad_enabled():
             loss = loss_of(output)
             self.gives_loss = loss is not None
             self._given_loss = None if loss is None else (TensorWeakRef(loss), loss._version)

@@ -33,7 +33,22 @@ def require_supported(engine: Any) -> None:
             f"DeepSpeed configuration uses {', '.join(found)}, whose state CPSR cannot see or has not been tested to "
             "restore bit for bit; remove it from the configuration"
         )
+    _require_one_precision(engine)
     _require_visible_optimizer(engine)
+
+
+def _require_one_precision(engine: Any) -> None:
+    """Refuse parameters that ZeRO-3 keeps whole in float32, but gathers in less where it has none.
+
+    DeepSpeed gathers them in `torch_autocast.dtype` in an engine's first iteration, and as they are from then on.
+    """
+    kept = getattr(engine.optimizer, "persistent_parameters", [])
+    if any(getattr(one, "comm_dtype", one.dtype) != one.dtype for one in kept):
+        raise UnsupportedEngineError(
+            "torch_autocast at ZeRO 3 gathers the parameters that stay whole in another precision in the first "
+            "iteration of an engine than later, so that a restart would not go on bit for bit; add "
+            '"stage3_param_persistence_threshold": 0 to zero_optimization, which keeps none whole, or use ZeRO 2'
+        )
 
 
 def _require_visible_optimizer(engine: Any) -> None:
@@ -62,10 +77,7 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
         ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
         ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
         ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
-        ("torch_autocast", bool(engine.torch_autocast_enabled())),
-        ("bf16.bf16_optimizer_states", bool(engine.bf16_optimizer_states())),
         ("compile.deepcompile", bool(engine.is_deepcompile_enabled())),
-        ("managed_gradient_accumulation=false", not engine.managed_gradient_accumulation()),
         ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
         *unsupported_experts(engine),
     ]

@@ -14,6 +14,7 @@ from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
 from cpsr.engines.fully_sharded import FullySharded
+from cpsr.engines.grad_scaler import advance_scaler, scaler_state
 from cpsr.engines.learning_rate_schedule import Schedules
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
@@ -30,7 +31,6 @@ from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.device_values import number
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
@@ -241,21 +241,7 @@ class TorchAdapter:
             **self._state.scalars(self._updated(), on_device=on_device),
             "param_groups": [group for one in self._optimizers for group in optimizer_state.hyperparameters(one)],
             "schedule": self._schedule.state(),
-            "grad_scaler": self._scaler_state(on_device) if self._scaler is not None else None,
-        }
-
-    def _scaler_state(self, on_device: bool) -> dict[str, Any]:
-        """The scaler's `state_dict()`, which would wait for both of its numbers."""
-        scaler = self._scaler
-        assert scaler is not None
-        if not on_device or not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
-            return scaler.state_dict()
-        return {
-            "scale": number(scaler._scale, on_device=True),
-            "growth_factor": scaler.get_growth_factor(),
-            "backoff_factor": scaler.get_backoff_factor(),
-            "growth_interval": scaler.get_growth_interval(),
-            "_growth_tracker": number(scaler._growth_tracker, on_device=True),
+            "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
@@ -311,18 +297,9 @@ class TorchAdapter:
             rates.append(self.learning_rate())
             self._schedule.advance()
         self._state.advance(self._updated(), iterations)
-        self._advance_scaler(iterations)
+        advance_scaler(self._scaler, iterations)
         self._loop.iteration += iterations
         return rates
-
-    def _advance_scaler(self, iterations: int) -> None:
-        state = self._scaler.state_dict() if self._scaler is not None else {}
-        if self._scaler is None or not state:  # a disabled scaler has no state
-            return
-        growths, tracker = divmod(state["_growth_tracker"] + iterations, state["growth_interval"])
-        state["scale"] *= state["growth_factor"] ** growths
-        state["_growth_tracker"] = tracker
-        self._scaler.load_state_dict(state)
 
     def expert_naming(self) -> Naming | None:
         """As given to the constructor."""

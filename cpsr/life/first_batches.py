@@ -84,6 +84,14 @@ class FirstBatches:
                 self._adapter.iteration,
                 logging.WARNING,
             )
+        if self._predicts and self._group.rank == 0 and self._per_step[1] != self._per_step[2]:
+            self._report(
+                "batches per step",
+                f"the loop takes {', '.join(map(str, self._per_step))} batches for its first steps, and CPSR expects "
+                f"{configured} for each: a restart near the failure would continue at the wrong batch. Set mode: exact",
+                self._adapter.iteration,
+                logging.WARNING,
+            )
 
     def _check_ahead(self) -> None:
         ahead = self._per_step[0] > self._per_step[1] == self._per_step[2] > 0

@@ -94,6 +94,8 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
 class DeepSpeedJob:
     """The usual loop, with an overflow at given steps when the precision is fp16.
 
+    Where the loop decides when to step, its steps take one to three batches.
+
     Args:
         engine: of `initialize`.
         direct_backward: call `loss.backward()` in place of the engine's.
@@ -103,18 +105,23 @@ class DeepSpeedJob:
         self.engine, self.module, self.direct_backward = engine, engine.module, direct_backward
         self.adapter = adapt(engine)
         self.after_micro_batch: Callable[[], None] = lambda: None
+        casts = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+        self._scales = engine.fp16_enabled() or casts
 
     def train_step(self, step: int) -> None:
         """Train one iteration."""
-        overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
-        for micro in range(self.engine.gradient_accumulation_steps()):
+        overflow = self._scales and step in OVERFLOWING_STEPS
+        managed = self.engine.managed_gradient_accumulation()
+        micro_batches = self.engine.gradient_accumulation_steps() if managed else 1 + step % 3
+        for micro in range(micro_batches):
             tokens, targets = (one.to(self.engine.device) for one in token_batch(step, micro, self.adapter.rank))
             loss = self.engine(tokens, targets=targets, loss_factor=OVERFLOW if overflow else 1.0)
             if self.direct_backward:
                 loss.backward()
             else:
                 self.engine.backward(loss)
-            self.engine.step()
+            if managed or micro == micro_batches - 1:
+                self.engine.step()
             self.after_micro_batch()
 
 

@@ -23,6 +23,7 @@ from cpsr.demo.device import CPU, CUDA
 from cpsr.demo.ranks import join_ranks
 from cpsr.qualify.cells import FUSED
 from cpsr.qualify.fused_adam import fused_adam_problem
+from cpsr.qualify.process_globals import own_process_globals
 from cpsr.qualify.records import Records, read_records
 from cpsr.qualify.remains import clear, folder_name, release_memory
 from cpsr.qualify.scene import Scene
@@ -161,7 +162,8 @@ class Rank:
         faulthandler.dump_traceback_later(trial.check.deadline_seconds, exit=True)
         started, error, figures = time.perf_counter(), "", {}
         try:
-            figures = dict(trial.check.run(trial.cell, scene))
+            with own_process_globals():
+                figures = dict(trial.check.run(trial.cell, scene))
         except Exception as failure:  # noqa: BLE001 - the traceback is the result
             # Where a rank has killed itself, the others raise what they get; what a check asserts is a finding.
             left = trial.check.kills and scene.killed and not isinstance(failure, AssertionError)

@@ -276,9 +276,6 @@ def refusals() -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     refused(offload, "offload_optimizer")
-    autocast = {"enabled": True, "dtype": "bfloat16"}
-    refused(configuration(1, "fp32", torch_autocast=autocast), "torch_autocast")
-    refused(configuration(1, "fp32", managed_gradient_accumulation=False), "managed_gradient_accumulation")
     engine = initialize(TinyLM(), configuration(1, "fp32"))
     engine.lr_scheduler.extra = object()
     with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.extra"):

@@ -2,6 +2,7 @@
 
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
+from tests.engines.feature_cases import FEATURES
 from tests.engines.fused_adam_cases import FUSED
 from tests.engines.mixture_cases import MIXTURES
 from tests.engines.saving_cases import SAVING
@@ -15,6 +16,7 @@ SPLIT = ("fsdp2", "hsdp", "tp", "sharded")  # over gloo with CUDA tensors they a
 ALL: dict[str, dict[str, Case]] = {
     "zero": ZERO,
     "other": OTHER,
+    "features": FEATURES,
     "fused": FUSED,
     "mixtures": MIXTURES | SAVING,
     "sharded": SHARDED,

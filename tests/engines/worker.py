@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 
+from cpsr.qualify.process_globals import own_process_globals
 from tests.device import ON_CUDA
 from tests.engines.groups import GROUPS
 
@@ -38,7 +39,8 @@ def main(group: str, folder: Path, rank: int, ranks: int) -> None:
     for name, case in GROUPS[group].items():
         start, error = time.perf_counter(), ""
         try:
-            case()
+            with own_process_globals():
+                case()
         except Exception:  # noqa: BLE001 - the traceback is the result
             error = traceback.format_exc()
         results[name] = {"error": error, "seconds": time.perf_counter() - start}

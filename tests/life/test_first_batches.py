@@ -52,6 +52,16 @@ def ahead(count, predicts=False, threaded=False):
         first.after_step()
     return kinds
 
+def uneven(counts, predicts=True):
+    kinds = []
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
+    for count in counts:
+        for _ in range(count):
+            first.on_batch(torch.rand(3) + rank)
+        first.after_step()
+    return kinds
+
 def drawn(seed, count=6):
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(3, generator=generator) for _ in range(count)]
@@ -61,6 +71,9 @@ same, own = drawn(0), drawn(rank)
 half = [one.bfloat16() for one in same]
 found = {
     "same": reports(same),
+    "uneven": uneven([1, 2, 3]),
+    "uneven exact": uneven([1, 2, 3], predicts=False),
+    "one more at first": uneven([2, 1, 1]),
     "own": reports(own),
     "same in structures": reports([{"x": (half[i], same[i].numpy()), "id": [str(i)]} for i in range(6)]),
     "own in one place": reports([{"x": same[i], "y": [own[i]]} for i in range(6)]),
@@ -95,6 +108,7 @@ def test_only_ranks_that_are_dealt_the_same_are_reported(tmp_path: Path) -> None
         "two ahead": ["batches ahead"],
         "another thread": ["batches ahead"],
         "two a step": ["batches per step"],
+        "uneven": ["batches per step"],
     }
     assert found == expected
     assert not any(other.values())

@@ -1,0 +1,179 @@
+"""The conformance cases of what DeepSpeed's configuration can add to an engine; run by `worker.py` on two ranks."""
+
+import json
+import shutil
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr import CPSRRecovery
+from cpsr.engines import adapt
+from cpsr.errors import UnsupportedEngineError
+from cpsr.qualify.conformance import AFTER, BEFORE, assert_bitwise, check_resume, seed
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.models import BATCH, TinyLM, token_batch
+from tests.engines.deepspeed_cases import Case, skipped_steps
+
+__all__ = ["FEATURES"]
+
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def resume(stage: int, precision: str, skip: int = 0, optimizer: str = "adamw", **extra: Any) -> dict[str, Any]:
+    config = configuration(stage, precision, **extra)
+    if stage == 3 and "torch_autocast" in extra:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return check_resume(lambda: DeepSpeedJob(initialize(TinyLM(), config, optimizer)), skip)
+
+
+def autocast(dtype: str, **more: Any) -> dict[str, Any]:
+    return {"enabled": True, "dtype": dtype, **more}
+
+
+def casts(stage: int, dtype: str, skip: int = 0, **more: Any) -> None:
+    """Weights, moments and the gradient scaler of torch, which an overflow before and after the snapshot changes."""
+    result = resume(stage, "fp32", skip, torch_autocast=autocast(dtype, **more))
+    assert len(result["evaluations"]) == AFTER
+    scaler = '"grad_scaler": {' in result["snapshot"]["json"]
+    assert scaler == (dtype == "float16")
+    assert bool(skipped_steps(result)) == (scaler and stage > 0)  # at ZeRO 0 the engine does not count them
+
+
+def kept_whole_in_another_precision() -> None:
+    engine = initialize(TinyLM(), configuration(3, "fp32", torch_autocast=autocast("bfloat16")))
+    with pytest.raises(UnsupportedEngineError, match='"stage3_param_persistence_threshold": 0 to zero_optimization'):
+        adapt(engine)
+
+
+def low_precision_masters(stage: int, skip: int = 0) -> None:
+    result = resume(stage, "bf16", skip, bf16=BF16_MASTERS)
+    tensors = result["snapshot"]["tensors"]
+    dtypes = {str(tensor.dtype) for key, tensor in tensors.items() if key.startswith(("param/", "moment/"))}
+    assert dtypes == {"torch.bfloat16"}, {key: tensor.dtype for key, tensor in tensors.items()}
+
+
+def unmanaged(stage: int, precision: str, **extra: Any) -> None:
+    result = resume(stage, precision, managed_gradient_accumulation=False, **extra)
+    counters = json.loads(result["snapshot"]["json"])["scalars"]["counters"]
+    assert counters["micro_steps"] == counters["global_steps"] == BEFORE  # DeepSpeed counts the calls of step()
+    assert counters["global_samples"] == 2 * BATCH * (1 + 2 + 3)
+    engine = initialize(TinyLM(), configuration(stage, precision, managed_gradient_accumulation=False))
+    adapter = adapt(engine)
+    assert "the loop decides how many batches a step takes" in str(adapter.prediction_obstacle())
+    assert adapter.rehearsal_obstacle(True) == adapter.prediction_obstacle()
+
+
+class BoundaryJob(DeepSpeedJob):
+    """Tells the engine which micro-batch is the last, of a number that changes, and calls its step once."""
+
+    def train_step(self, step: int) -> None:
+        count = 1 + step % 3
+        for micro in range(count):
+            self.engine.set_gradient_accumulation_boundary(micro == count - 1)
+            tokens, targets = (one.to(self.engine.device) for one in token_batch(step, micro, self.adapter.rank))
+            self.engine.backward(self.engine(tokens, targets=targets))
+        self.engine.step()
+
+
+def told_boundaries(stage: int) -> None:
+    config = configuration(stage, "fp32")
+    result = check_resume(lambda: BoundaryJob(initialize(TinyLM(), config)))
+    counters = json.loads(result["snapshot"]["json"])["scalars"]["counters"]
+    assert counters["micro_steps"] == counters["global_steps"] == BEFORE, "no multiple of the configured number"
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def a_run_of_uneven_steps_sees_every_batch_once() -> None:
+    """Three lives of a run whose steps take one to three batches, against one that never stopped."""
+    paths: list[Any] = [tempfile.mkdtemp(prefix="cpsr-uneven-") if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(paths)
+    seen: dict[str, list[int]] = {"straight": [], "lives": []}
+    finals = []
+    for kind, lives in (("straight", [9]), ("lives", [4, 6, 9])):
+        for until in lives:
+            seed(1)
+            config = configuration(2, "bf16", managed_gradient_accumulation=False)
+            engine = initialize(TinyLM(), config)
+            settings = {"run_dir": f"{paths[0]}/{kind}", "mode": "auto", "checkpoint": {"interval_iterations": 100}}
+            with CPSRRecovery(engine, settings) as recovery:
+                loader = torch.utils.data.DataLoader(
+                    Numbers(), shuffle=True, generator=torch.Generator().manual_seed(4)
+                )
+                batches = recovery.resume(loader, repeat=True)
+                while recovery.iteration < until:
+                    for _ in range(1 + recovery.iteration % 3):
+                        number = int(next(batches))
+                        seen[kind].append(number)
+                        tokens, targets = token_batch(number, 0, recovery.life.job.group.rank)
+                        engine.backward(engine(tokens, targets=targets))
+                    engine.step()
+                samples = engine.global_samples
+        finals.append(
+            {"samples": samples, **{name: one.detach().clone() for name, one in engine.module.named_parameters()}}
+        )
+    assert seen["lives"] == seen["straight"]
+    assert len(seen["straight"]) == 18
+    assert_bitwise(finals[1], finals[0])
+    torch.distributed.barrier()
+    shutil.rmtree(paths[0], ignore_errors=True)
+
+
+def compiled(stage: int, precision: str, backend: str, skip: int = 0, **extra: Any) -> None:
+    """Inputs and losses are seen outside of what is compiled, and names are those of the module."""
+
+    def build() -> DeepSpeedJob:
+        engine = initialize(TinyLM(), configuration(stage, precision, **extra))
+        engine.compile(backend=backend)
+        return DeepSpeedJob(engine)
+
+    result = check_resume(build, skip)
+    assert len(result["evaluations"]) == AFTER
+    assert "up.weight" in result["description"]["tensors"]
+
+
+def wrapped_by_torch_compile(stage: int) -> None:
+    """The module given to DeepSpeed is compiled already: a run goes on with it or without."""
+
+    def build() -> DeepSpeedJob:
+        module: Any = torch.compile(TinyLM(), backend="eager")
+        return DeepSpeedJob(initialize(module, configuration(stage, "fp32")))
+
+    result = check_resume(build)
+    plain = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "fp32")))
+    assert plain.adapter.describe()["tensors"] == result["description"]["tensors"]
+
+
+FEATURES: dict[str, Case] = {
+    **{f"zero{stage}-autocast-bf16": partial(casts, stage, "bfloat16") for stage in range(4)},
+    **{f"zero{stage}-autocast-fp16": partial(casts, stage, "float16") for stage in (1, 3)},
+    "zero1-autocast-modules": partial(
+        casts, 1, "bfloat16", lower_precision_safe_modules=["torch.nn.Linear", "torch.nn.Embedding"]
+    ),
+    "zero0-autocast-skip-ahead": partial(casts, 0, "float16", 1),
+    "zero2-autocast-skip-ahead": partial(casts, 2, "float16", 1),
+    "zero3-autocast-refused": kept_whole_in_another_precision,
+    **{f"zero{stage}-bf16-states": partial(low_precision_masters, stage) for stage in (1, 2, 3)},
+    "zero1-bf16-states-skip-ahead": partial(low_precision_masters, 1, 3),
+    "zero0-unmanaged": partial(unmanaged, 0, "fp32"),
+    "zero1-unmanaged": partial(unmanaged, 1, "fp16"),
+    "zero2-unmanaged": partial(unmanaged, 2, "bf16"),
+    "zero3-unmanaged": partial(unmanaged, 3, "fp32"),
+    "zero1-told-boundaries": partial(told_boundaries, 1),
+    "zero3-told-boundaries": partial(told_boundaries, 3),
+    "unmanaged-run": a_run_of_uneven_steps_sees_every_batch_once,
+    "zero0-compiled": partial(compiled, 0, "fp32", "aot_eager"),
+    "zero1-compiled": partial(compiled, 1, "bf16", "eager", 2),
+    "zero2-compiled": partial(compiled, 2, "fp32", "aot_eager"),
+    "zero3-compiled": partial(compiled, 3, "bf16", "eager"),
+    "zero1-wrapped-by-torch-compile": partial(wrapped_by_torch_compile, 1),
+}
