@@ -25,6 +25,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
+from cpsr.engines.deepspeed_muon import muon_of
 from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_support import require_supported
@@ -95,7 +96,8 @@ class DeepSpeedAdapter:
         self._masters: list[torch.Tensor] = []  # that `_named` is of
         self._named: list[tuple[str, MasterSlice]] = []
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
-        self._loop = DeepSpeedLoop(engine, self._pipeline)
+        self._muon = muon_of(engine)
+        self._loop = DeepSpeedLoop(engine, self._pipeline, [] if self._muon is None else self._muon.committing())
         self._has_experts = has_experts(engine.module)
         self._capacities = Capacities(engine.module)
 
@@ -175,13 +177,17 @@ class DeepSpeedAdapter:
         for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
             values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
+            if self._muon is not None:
+                moments |= self._muon.moments(piece, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
+        if self._muon is not None:
+            self._muon.look()
         return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._updated()):
+        if not self._views.unchanged(self._updated()) or (self._muon is not None and not self._muon.unchanged()):
             return None
         buffers = named_buffers(self._engine.module, self._rename) if shard.others else {}
         return Shard(shard.operators, buffers, shard.frozen)
@@ -196,7 +202,11 @@ class DeepSpeedAdapter:
             self._whole = {id(piece.master): name for name, piece in self._named if piece.is_whole}
         optimizer = torch_optimizer(self._engine)
         groups = optimizer.param_groups
-        return [Updated(optimizer, groups[index], one, self._whole.get(id(one), "")) for index, one in found]
+        by_group = {} if self._muon is None else self._muon.optimizers()
+        return [
+            Updated(by_group.get(id(groups[i]), optimizer), groups[i], one, self._whole.get(id(one), ""))
+            for i, one in found
+        ]
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
@@ -252,6 +262,7 @@ class DeepSpeedAdapter:
                 if hasattr(scaler, name)
             },
             **self._state.scalars(self._updated(), on_device=on_device),
+            "muon": None if self._muon is None else self._muon.state(),
             "param_groups": optimizer_state.hyperparameters(optimizer),
             "schedule": self._schedule.state(),
             "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
@@ -267,6 +278,8 @@ class DeepSpeedAdapter:
                 f"float16, and this one has {'none' if self._scaler is None else 'one'}; set torch_autocast as it was"
             )
         self._state.load(self._updated(), scalars)
+        if self._muon is not None:
+            self._muon.load(scalars.get("muon"))
         rates = [group.get("lr") for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
         optimizer_state.load_hyperparameters(optimizer, scalars["param_groups"])
@@ -305,7 +318,8 @@ class DeepSpeedAdapter:
         """What the optimizer keeps that no step ahead can be predicted of, or batches that nobody can count."""
         if not self._engine.managed_gradient_accumulation():
             return UNMANAGED
-        return self._state.obstacle(self._updated())
+        of_muon = None if self._muon is None else self._muon.obstacle()
+        return of_muon or self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""

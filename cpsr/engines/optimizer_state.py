@@ -315,6 +315,7 @@ def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
         counts = [{key: type(value)(0) for key, value in one.items()} for one in scalars["optimizer_steps"]]
         groups = [{**group, "step": 0} if "step" in group else group for group in scalars["param_groups"]]
         return {**scalars, "optimizer_steps": counts, "param_groups": groups}
+    scalars = {key: value for key, value in scalars.items() if key != "muon"}  # a momentum beside the optimizer's state
     counts = [{} for _ in scalars["optimizer_steps"]]
     anew = {**saved, "forms": ["null"], "of": [0] * len(counts), "rest": {}, "outside": [None] * len(saved["outside"])}
     kept = [

@@ -59,12 +59,15 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     Args:
         module: DeepSpeed moves it to its device.
         config: as of `configuration`.
-        optimizer: `sgd`, `rmsprop`, or an implementation of AdamW as of `torch_cases.adamw_of`.
+        optimizer: `sgd`, `rmsprop`, `muon` (DeepSpeed's own, without a schedule), or an implementation of AdamW as of
+            `torch_cases.adamw_of`.
         schedule: `cosine`, `warmup` (DeepSpeed's own), or `none`.
     """
     if optimizer == "adamw-fused":
         module = module.to(deepspeed.accelerator.get_accelerator().current_device_name())  # it asks for the device
     parameters = [p for p in module.parameters() if p.requires_grad]
+    if optimizer == "muon":
+        return _with_muon(module, config)
     tuned: torch.optim.Optimizer
     if optimizer == "sgd":
         tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -91,6 +94,15 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     return engine
 
 
+def _with_muon(module: nn.Module, config: dict[str, Any]) -> Any:
+    """An engine with the optimizer from its configuration; other than matrices go to torch's AdamW."""
+    params = {"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.01, "torch_adam": True}
+    config = config | {"optimizer": {"type": "Muon", "params": params}}
+    config["zero_optimization"] = config["zero_optimization"] | {"reduce_scatter": False}  # as it demands at ZeRO 3
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    return engine
+
+
 class DeepSpeedJob:
     """The usual loop, with an overflow at given steps when the precision is fp16.
 
@@ -110,6 +122,12 @@ class DeepSpeedJob:
 
     def train_step(self, step: int) -> None:
         """Train one iteration."""
+        if self.engine.optimizer_name() != "muon":
+            return self._train(step)
+        with torch.compiler.set_stance("force_eager"):  # DeepSpeed would compile its iterations for minutes
+            return self._train(step)
+
+    def _train(self, step: int) -> None:
         overflow = self._scales and step in OVERFLOWING_STEPS
         managed = self.engine.managed_gradient_accumulation()
         micro_batches = self.engine.gradient_accumulation_steps() if managed else 1 + step % 3
