@@ -26,7 +26,7 @@ from cpsr.engines.deepspeed_masters import (
     torch_optimizer,
 )
 from cpsr.engines.deepspeed_muon import muon_of
-from cpsr.engines.deepspeed_quiet import unmarked, unreported
+from cpsr.engines.deepspeed_quiet import unmarked, unreported, untimed
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
@@ -412,24 +412,6 @@ class DeepSpeedAdapter:
         self._engine.backward(loss)
         self._engine.step()
 
-    @contextmanager
-    def _quiet_engine(self) -> Iterator[None]:
-        """Keep DeepSpeed's throughput and forward timers, and those of MoE layers, out of an evaluation."""
-        engine = self._engine
-        timed = [layer for layer in (*engine.moe_layers, *engine.gate_modules) if layer.wall_clock_breakdown]
-        forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
-        engine.engine_timers.forward_timers = []
-        for layer in timed:
-            layer.wall_clock_breakdown = False
-        try:
-            yield
-        finally:
-            for layer in timed:
-                layer.wall_clock_breakdown = True
-            engine.engine_timers.forward_timers = forward_timers
-            vars(engine.tput_timer).clear()
-            vars(engine.tput_timer).update(throughput)
-
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""
         return self._evaluation()
@@ -438,7 +420,7 @@ class DeepSpeedAdapter:
     def _evaluation(self) -> Iterator[None]:
         # Not compiled: evaluation mode would be compiled anew, and take the place of what training has compiled.
         eager = torch.compiler.set_stance("force_eager") if self._engine.is_compiled else nullcontext()
-        with eager, preserved_training_state(self._engine.module), preserved_tracked_states(), self._quiet_engine():
+        with eager, preserved_training_state(self._engine.module), preserved_tracked_states(), untimed(self._engine):
             try:
                 yield
             finally:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["unmarked", "unreported"]
+__all__ = ["unmarked", "unreported", "untimed"]
 
 
 @contextmanager
@@ -34,6 +34,24 @@ def unreported(engine: Any) -> Iterator[None]:
             for name, value in numbers.items():
                 if _is_number(getattr(owner, name, None)):
                     setattr(owner, name, value)
+
+
+@contextmanager
+def untimed(engine: Any) -> Iterator[None]:
+    """Keep DeepSpeed's throughput and forward timers, and those of MoE layers, out of an evaluation."""
+    timed = [layer for layer in (*engine.moe_layers, *engine.gate_modules) if layer.wall_clock_breakdown]
+    forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
+    engine.engine_timers.forward_timers = []
+    for layer in timed:
+        layer.wall_clock_breakdown = False
+    try:
+        yield
+    finally:
+        for layer in timed:
+            layer.wall_clock_breakdown = True
+        engine.engine_timers.forward_timers = forward_timers
+        vars(engine.tput_timer).clear()
+        vars(engine.tput_timer).update(throughput)
 
 
 @contextmanager

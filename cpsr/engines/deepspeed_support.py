@@ -7,6 +7,7 @@ import torch
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.deepspeed_masters import torch_optimizer
+from cpsr.engines.deepspeed_refusals import refusal
 from cpsr.engines.moe.deepspeed import unsupported_experts
 from cpsr.errors import UnsupportedEngineError
 
@@ -29,10 +30,7 @@ def require_supported(engine: Any) -> None:
         )
     found = [name for name, used in _unsupported(engine) if used]
     if found:
-        raise UnsupportedEngineError(
-            f"DeepSpeed configuration uses {', '.join(found)}, whose state CPSR cannot see or has not been tested to "
-            "restore bit for bit; remove it from the configuration"
-        )
+        raise UnsupportedEngineError(refusal(found))
     _require_one_precision(engine)
     _require_visible_optimizer(engine)
 
@@ -72,6 +70,7 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
     return [
         ("zero_optimization.offload_optimizer", _offloads(zero.offload_optimizer)),
         ("zero_optimization.offload_param", _offloads(zero.offload_param)),
+        ("zero_optimization.offload_optimizer.super_offload", bool(engine.super_offload())),
         ("zero_optimization.zenflow", bool(engine.zenflow)),
         ("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
         ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),

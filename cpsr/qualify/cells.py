@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["FUSED", "Cell", "cells_of"]
+__all__ = ["ADAPTER", "EMA", "FUSED", "LOADER", "Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
@@ -12,6 +12,7 @@ CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", FUSED)
 ZERO_STAGES = range(4)
 SPLIT = {"fsdp2": ("fp32", "bf16"), "tp": ("fp32",)}  # engine -> precisions
 STAGES = 2  # of a pipeline
+EMA, LOADER, ADAPTER = "ema", "stateful loader", "frozen weights"
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,22 @@ class Cell:
         zero: stage of ZeRO; None outside DeepSpeed.
         precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
             is that of forward and backward.
-        optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, or `fused`: DeepSpeed's FusedAdam.
+        optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`, `muon` (DeepSpeed's
+            own), `muon+adamw`: two of torch in one job, or `fused`: DeepSpeed's FusedAdam.
+        feature: what the job has beside these; empty for nothing.
     """
 
     engine: str
     zero: int | None
     precision: str
     optimizer: str
+    feature: str = ""
 
     @property
     def name(self) -> str:
         """The parts in one line, as in `deepspeed zero1 bf16 adamw`."""
         zero = "" if self.zero is None else f"zero{self.zero} "
-        return f"{self.engine} {zero}{self.precision} {self.optimizer}"
+        return f"{self.engine} {zero}{self.precision} {self.optimizer} {self.feature}".rstrip()
 
     @property
     def alone(self) -> bool:
@@ -73,9 +77,23 @@ def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> It
             yield from (Cell(engine, None, precision, name) for precision in precisions for name in OPTIMIZERS)
     for stage in ZERO_STAGES:
         yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
+    yield from _features(ranks)
     yield Cell("mixture", 0, "fp32", "adamw")
     yield Cell("mixture", 1, "bf16", "adamw")
     yield Cell("mixture", 2, "fp16", "adamw")
     if ranks % STAGES == 0 and stages_can_send:
         yield Cell("pipeline", 0, "fp32", "adamw")
         yield Cell("pipeline", 1, "bf16", "adamw")
+
+
+def _features(ranks: int) -> Iterator[Cell]:
+    """What users add to these engines, each once."""
+    yield Cell("torch", None, "fp32", "adafactor")
+    yield Cell("torch", None, "fp32", "muon+adamw")
+    for feature in (ADAPTER, EMA, LOADER) if ranks > 1 else ():
+        yield Cell("ddp", None, "fp32", "adamw", feature)
+    yield Cell("deepspeed", 1, "fp32", "adamw", "torch_autocast")
+    yield Cell("deepspeed", 1, "bf16", "adamw", "bf16_optimizer_states")
+    yield Cell("deepspeed", 2, "bf16", "adamw", "unmanaged")
+    yield Cell("deepspeed", 1, "bf16", "muon")
+    yield Cell("deepspeed", 2, "fp32", "adamw", "compiled")

@@ -6,18 +6,29 @@ from typing import Any
 
 import torch
 
-from cpsr.qualify.cells import Cell
+from cpsr.qualify.cells import ADAPTER, EMA, LOADER, Cell
 from cpsr.qualify.conformance import Job, check_early_state, check_resume
+from cpsr.qualify.lives_check import check_lives
 from cpsr.qualify.scene import Scene
-from cpsr.qualify.torch_cases import small_job
+from cpsr.qualify.torch_cases import adapted_job, small_job, two_optimizers
 
 __all__ = ["check_restart"]
 
 MICRO_BATCHES = 2  # where torch splits parameters: gradients are summed over the ranks at the last
 
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16_optimizer_states": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    },
+    "unmanaged": {"managed_gradient_accumulation": False},
+}
+
 
 def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """Bitwise equality of what restarted and what never stopped; returns the size of the snapshot."""
+    if cell.feature in (EMA, LOADER):
+        return check_lives(cell.feature, scene)
     build = builder_of(cell, scene)
     result = check_resume(build)
     check_early_state(build)
@@ -31,6 +42,10 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
         from cpsr.qualify.sharded_jobs import split_job
 
         return partial(split_job, cell, scene.device, scene.ranks, MICRO_BATCHES, "cosine")
+    if cell.optimizer == "muon+adamw":
+        return partial(two_optimizers, scene.device)
+    if cell.feature == ADAPTER:
+        return partial(adapted_job, scene.device, scene.ranks)
     if cell.zero is None:
         ranks = 1 if cell.alone else scene.ranks
         return partial(small_job, cell.precision, cell.optimizer, scene.device, ranks)
@@ -39,8 +54,15 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
     if cell.engine == "pipeline":
         stage, precision, optimizer = cell.zero, cell.precision, cell.optimizer
         return lambda: jobs.PipelineJob(jobs.pipeline_engine(stage, precision, optimizer))
-    config = jobs.configuration(cell.zero, cell.precision)
-    return lambda: jobs.DeepSpeedJob(jobs.initialize(_module(cell, scene), config, cell.optimizer))
+    config = jobs.configuration(cell.zero, cell.precision, **CONFIGURED.get(cell.feature, {}))
+
+    def build() -> Job:
+        engine = jobs.initialize(_module(cell, scene), config, cell.optimizer)
+        if cell.feature == "compiled":
+            engine.compile(backend="aot_eager")  # without kernels, which take a compiler and minutes
+        return jobs.DeepSpeedJob(engine)
+
+    return build
 
 
 def _module(cell: Cell, scene: Scene) -> torch.nn.Module:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from cpsr.qualify.cells import Cell
+
 __all__ = ["CheckResult", "Qualification", "qualification_of"]
 
 FORMAT = 1  # of the JSON
@@ -17,7 +19,7 @@ class CheckResult:
     """One place of the table.
 
     Attributes:
-        engine, zero, precision, optimizer: the cell; `zero` is None outside DeepSpeed.
+        engine, zero, precision, optimizer, feature: the cell; `zero` is None outside DeepSpeed.
         check: name of the check.
         status: of it.
         reason: why it failed (end of the first traceback) or does not apply; empty where it passed.
@@ -34,12 +36,12 @@ class CheckResult:
     reason: str = ""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+    feature: str = ""
 
     @property
     def cell(self) -> str:
         """The cell in one line."""
-        zero = "" if self.zero is None else f"zero{self.zero} "
-        return f"{self.engine} {zero}{self.precision} {self.optimizer}"
+        return Cell(self.engine, self.zero, self.precision, self.optimizer, self.feature).name
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from cpsr.qualify.models import (
 __all__ = [
     "CASES",
     "TorchJob",
+    "adapted_job",
     "build",
     "build_ddp",
     "one_thread",
@@ -31,6 +32,7 @@ __all__ = [
     "scaler_on",
     "scheduler_of",
     "small_job",
+    "two_optimizers",
 ]
 
 Device = torch.device | str
@@ -41,7 +43,7 @@ class TorchJob:
 
     Args:
         module: whose parameters are trained.
-        optimizer: of them.
+        optimizer: of them; or several.
         scheduler: steps after the optimizer, if there is one.
         grad_scaler: scales losses, which overflow at given steps, if there is one.
         micro_batches: of an iteration.
@@ -58,20 +60,22 @@ class TorchJob:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Any = None,
         grad_scaler: Any = None,
         micro_batches: int = 1,
         called: nn.Module | None = None,
         experts: MixtureOfExperts | None = None,
     ) -> None:
-        self.module, self.optimizer, self.scheduler, self.scaler = module, optimizer, scheduler, grad_scaler
+        self.optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        self.module, self.optimizer = module, self.optimizers[-1]
+        self.scheduler, self.scaler = scheduler, grad_scaler
         self.called, self.micro_batches = called or module, micro_batches
         self.batch: Callable[[int, int, int], tuple[torch.Tensor, ...]] = token_batch
         self.autocast: torch.dtype | None = None
         self.largest_norm: float | None = None
         self.accumulating: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()
-        self.adapter = TorchAdapter(self.called, optimizer, scheduler, grad_scaler, micro_batches, experts)
+        self.adapter = TorchAdapter(self.called, self.optimizers, scheduler, grad_scaler, micro_batches, experts)
 
     def train_step(self, step: int) -> None:
         """Train one iteration on the batches of this step; with a scaler, some overflow."""
@@ -82,7 +86,8 @@ class TorchJob:
     def train_on(self, batches: Sequence[Sequence[torch.Tensor]], factor: float = 1.0) -> torch.Tensor:
         """Train one iteration, with scaled losses times a factor; returns the last micro-batch's loss."""
         device, loss = self.adapter.device, torch.zeros(())
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         for index, batch in enumerate(batches):
             with self.accumulating(index == len(batches) - 1):
                 with nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast):
@@ -94,11 +99,13 @@ class TorchJob:
                     (loss / self.micro_batches).backward()
         if self.largest_norm is not None:
             nn.utils.clip_grad_norm_(self.module.parameters(), self.largest_norm)
+        for optimizer in self.optimizers:
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
         if self.scaler is not None:
-            self.scaler.step(self.optimizer)
             self.scaler.update()
-        else:
-            self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         return loss.detach()
@@ -108,13 +115,16 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of that name over the module's parameters; AdamW has two groups, one without weight decay.
 
     Args:
-        name: `sgd`, `amsgrad`, `adamw`; on CUDA also `adamw-fused`, `adamw-capturable` and `fused`, DeepSpeed's.
+        name: `sgd`, `amsgrad`, `adafactor`, `adamw`; on CUDA also `adamw-fused`, `adamw-capturable` and `fused`,
+            DeepSpeed's.
         module: on its device already.
     """
     if name == "sgd":
         return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     if name == "amsgrad":
         return torch.optim.AdamW(module.parameters(), lr=0.01, amsgrad=True)
+    if name == "adafactor":
+        return torch.optim.Adafactor(module.parameters(), lr=0.01)
     decayed = [p for p in module.parameters() if p.dim() > 1]
     rest = [p for p in module.parameters() if p.dim() == 1]
     return adamw_of(name, [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}])
@@ -183,23 +193,45 @@ def build_mixture(device: Device = "cpu") -> TorchJob:
     return TorchJob(module, optimizer, scheduler_of("cosine", optimizer), experts=MixtureOfExperts(counts_of))
 
 
-CASES: dict[str, Callable[..., TorchJob]] = {
-    "fp32-sgd": partial(build, "fp32", "sgd", "none"),
-    "fp32-adamw-cosine": partial(build, "fp32", "adamw", "cosine"),
-    "fp32-amsgrad-sequential": partial(build, "fp32", "amsgrad", "sequential"),
-    "bf16-sgd-cosine": partial(build, "bf16", "sgd", "cosine"),
-    "bf16-adamw": partial(build, "bf16", "adamw", "none", micro_batches=2),
-    "channels_last-sgd-onecycle": partial(build, "conv", "sgd", "onecycle"),
-    "channels_last-adamw": partial(build, "conv", "adamw", "cosine"),
-    "grad_scaler": partial(build, "fp32", "adamw", "none", scaler=True),
-    "grad_scaler-cosine": partial(build, "fp32", "adamw", "cosine", scaler=True),
-    "experts": build_mixture,
-}
-
-
 def build_ddp(device: Device = "cpu") -> TorchJob:
     """A rank of a DDP job."""
     return small_job("fp32", "adamw", device, ranks=2, micro_batches=2)
+
+
+def two_optimizers(device: Device = "cpu") -> TorchJob:
+    """Torch's Muon for matrices beside AdamW."""
+    module = TinyLM().to(device)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
+    return TorchJob(module, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)])
+
+
+class LowRank(nn.Module):
+    """A frozen layer with an adapter of rank 2 beside it, which trains."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.inside = nn.Linear(base.in_features, 2, bias=False)
+        self.outside = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What both give together."""
+        given: torch.Tensor = self.base(hidden) + self.outside(self.inside(hidden))
+        return given
+
+
+def adapted_job(device: Device, ranks: int) -> TorchJob:
+    """A rank of a DDP job in which adapters alone train."""
+    module = TinyLM().requires_grad_(False)
+    for name in ("up", "down"):
+        base = module.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        setattr(module, name, LowRank(base))
+    module = module.to(device)
+    called = nn.parallel.DistributedDataParallel(module) if ranks > 1 else module
+    tuned = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    return TorchJob(module, tuned, scheduler_of("cosine", tuned), called=called)
 
 
 def small_job(
@@ -222,6 +254,22 @@ def small_job(
     job = TorchJob(module, tuned, scheduler_of(schedule, tuned), scaler, micro_batches, called)
     job.autocast = torch.float16 if precision == "fp16" else None
     return job
+
+
+CASES: dict[str, Callable[..., TorchJob]] = {
+    "fp32-sgd": partial(build, "fp32", "sgd", "none"),
+    "fp32-adamw-cosine": partial(build, "fp32", "adamw", "cosine"),
+    "fp32-amsgrad-sequential": partial(build, "fp32", "amsgrad", "sequential"),
+    "bf16-sgd-cosine": partial(build, "bf16", "sgd", "cosine"),
+    "bf16-adamw": partial(build, "bf16", "adamw", "none", micro_batches=2),
+    "channels_last-sgd-onecycle": partial(build, "conv", "sgd", "onecycle"),
+    "channels_last-adamw": partial(build, "conv", "adamw", "cosine"),
+    "grad_scaler": partial(build, "fp32", "adamw", "none", scaler=True),
+    "grad_scaler-cosine": partial(build, "fp32", "adamw", "cosine", scaler=True),
+    "experts": build_mixture,
+    "two-optimizers": two_optimizers,
+    "frozen-weights": partial(adapted_job, ranks=1),
+}
 
 
 @contextmanager

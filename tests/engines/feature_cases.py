@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from cpsr import CPSRRecovery
 from cpsr.engines import adapt
@@ -15,6 +16,7 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import AFTER, BEFORE, assert_bitwise, check_early_state, check_resume, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
 from cpsr.qualify.models import BATCH, TinyLM, token_batch
+from cpsr.qualify.process_globals import own_process_globals
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
 __all__ = ["FEATURES"]
@@ -170,6 +172,73 @@ def muon(stage: int, precision: str, skip: int = 0, **extra: Any) -> None:
     check_early_state(lambda: DeepSpeedJob(initialize(TinyLM(), configuration(stage, precision, **extra), "muon")))
 
 
+RANDOM_LTD = {
+    "total_layer_num": 2,
+    "random_ltd_layer_num": 1,
+    "random_ltd_layer_id": [0],
+    "model_mask_name": "attention_mask",
+    "model_type": "decoder",
+    "hidden_state_order": "seq_batch_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 3,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 4, "seq_per_step": 1},
+    },
+    "layer_token_lr_schedule": {"enabled": False},
+}
+REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "hpz": (3, {"zero_hpz_partition_size": 2}, {}, r"zero_hpz_partition_size: .*second copy.*set it to 1"),
+    "quantised-gradients": (2, {"zero_quantized_gradients": True}, {}, "zero_quantized_gradients: .*set it to false"),
+    "deepcompile": (
+        1,
+        {},
+        {"compile": {"deepcompile": True}},
+        r"compile\.deepcompile: it runs on CUDA.*engine\.compile",
+    ),
+    "random-ltd": (
+        1,
+        {},
+        {
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **RANDOM_LTD}},
+            }
+        },
+        r"data_routing\.random_ltd: its schedule.*enabled: false",
+    ),
+}
+
+
+def refused_by_name(name: str) -> None:
+    stage, zero, extra, message = REFUSED[name]
+    config = configuration(stage, "fp32", **extra)
+    config["zero_optimization"] |= zero
+    engine = initialize(TinyLM(), config)
+    with pytest.raises(UnsupportedEngineError, match=message):
+        adapt(engine)
+
+
+def muon_in_a_wrapper_that_is_not_read() -> None:
+    engine = initialize(TinyLM(), configuration(1, "bf16-fp32grad"), "muon")
+    with pytest.raises(UnsupportedEngineError, match=r"Muon with bf16 and data_types.grad_accum_dtype.*use ZeRO 2"):
+        adapt(engine)
+
+
+def globals_are_put_back() -> None:
+    """After autocast and ZeRO-3 an engine is as if there had been none, and gets no gradient scaler."""
+    linear = torch.nn.functional.linear
+    with own_process_globals():
+        config = configuration(3, "fp32", torch_autocast=autocast("float16"))
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        DeepSpeedJob(initialize(TinyLM(), config)).train_step(0)
+        assert is_autocast_initialized()
+        assert torch.nn.functional.linear is not linear
+    assert torch.nn.functional.linear is linear
+    assert not is_autocast_initialized()
+    assert adapt(initialize(TinyLM(), configuration(1, "fp32"))).scalars()["grad_scaler"] is None
+
+
 FEATURES: dict[str, Case] = {
     **{f"zero{stage}-autocast-bf16": partial(casts, stage, "bfloat16") for stage in range(4)},
     **{f"zero{stage}-autocast-fp16": partial(casts, stage, "float16") for stage in (1, 3)},
@@ -181,6 +250,8 @@ FEATURES: dict[str, Case] = {
     "zero3-autocast-refused": kept_whole_in_another_precision,
     **{f"zero{stage}-bf16-states": partial(low_precision_masters, stage) for stage in (1, 2, 3)},
     "zero1-bf16-states-skip-ahead": partial(low_precision_masters, 1, 3),
+    **{f"refused-{name}": partial(refused_by_name, name) for name in REFUSED},
+    "globals": globals_are_put_back,
     "zero0-unmanaged": partial(unmanaged, 0, "fp32"),
     "zero1-unmanaged": partial(unmanaged, 1, "fp16"),
     "zero2-unmanaged": partial(unmanaged, 2, "bf16"),
@@ -201,4 +272,5 @@ FEATURES: dict[str, Case] = {
     "zero3-muon-fp32": partial(muon, 3, "fp32", 2),
     "zero3-muon-bf16": partial(muon, 3, "bf16"),
     "zero1-muon-unmanaged": partial(muon, 1, "fp32", managed_gradient_accumulation=False),
+    "refused-muon-wrapper": muon_in_a_wrapper_that_is_not_read,
 }

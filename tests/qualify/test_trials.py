@@ -24,7 +24,8 @@ def test_kills_follow_and_pipelines_are_the_last() -> None:
 
 @pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
 def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
-    assert {cell.optimizer for cell in cells_of(device, 2, True)} == {"adamw", "sgd"} | more
+    of_torch = {"adafactor", "muon+adamw"}
+    assert {cell.optimizer for cell in cells_of(device, 2, True)} == {"adamw", "sgd", "muon"} | of_torch | more
 
 
 def test_gloo_sends_no_cuda_tensors_from_stage_to_stage() -> None:
