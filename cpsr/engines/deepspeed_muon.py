@@ -69,7 +69,7 @@ class _Layout:
     spare: list[tuple[int, int]]
 
 
-class _Orthogonalized(torch.optim.Optimizer):
+class MuonMatrices(torch.optim.Optimizer):
     """Stands for the groups of matrices: it keeps a momentum of their shape."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as its own does without a closure
@@ -80,7 +80,7 @@ class _Orthogonalized(torch.optim.Optimizer):
                 parameter.add_(momentum, alpha=-group["lr"])
 
 
-class _Given(torch.optim.Optimizer):
+class MuonPartitions(torch.optim.Optimizer):
     """Stands for the groups of matrices at ZeRO 1 and 2, whose momentum `Muon` handles: it keeps nothing."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as its own does without a closure
@@ -100,7 +100,7 @@ class Muon:
     def __init__(self, wrapper: Any, optimizer: Any) -> None:
         self._wrapper, self._optimizer = wrapper, optimizer
         self._flat = type(wrapper) is DeepSpeedZeroOptimizer
-        self._matrices: Any = object.__new__(_Given if self._flat else _Orthogonalized)
+        self._matrices: Any = object.__new__(MuonPartitions if self._flat else MuonMatrices)
         self._rest: Any = object.__new__(type(optimizer.aux_optimizer or optimizer))
         self._room: dict[int, torch.Tensor] = {}
         self._seen: list[torch.Tensor | None] | None = None
@@ -122,10 +122,13 @@ class Muon:
         return [(self._wrapper, name) for name in COMMITTING if hasattr(self._wrapper, name)]
 
     def obstacle(self) -> str | None:
-        """Why no later state can be predicted: ranks that share a matrix must have one momentum of it."""
+        """Why no later state can be predicted; None where no matrix is split."""
         if not any(layout.spare for layout in self._layout().values()):
             return None
-        return "at ZeRO 1 and 2 several ranks keep the momentum of a matrix that is split, and it must be the same"
+        return (
+            "at ZeRO 1 and 2 several ranks keep the momentum of a matrix that is split, and beside the dump of one of "
+            "them a predicted one would have another"
+        )
 
     def moments(self, piece: MasterSlice, *, to_fill: bool) -> dict[str, torch.Tensor]:
         """The momentum of an operator's own elements where it is handled here: a view `(numel,)`.
