@@ -12,7 +12,8 @@ _REASONS = {
         "its optimizer runs in processes of its own, which CPSR cannot read; use ZeRO 3 without it"
     ),
     "zero_optimization.zero_hpz_partition_size": (
-        "it keeps a second copy of the weights on each node, which a restart would not write; set it to 1"
+        "it keeps a second copy of the weights on each node, which a restart would not write, also in engines that the "
+        "process builds later; set it to 1 in all of them"
     ),
     "zero_optimization.zero_quantized_weights": _QUANTISED,
     "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import torch
+from deepspeed.utils import groups
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.deepspeed_masters import torch_optimizer
@@ -72,7 +73,7 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
         ("zero_optimization.offload_param", _offloads(zero.offload_param)),
         ("zero_optimization.offload_optimizer.super_offload", bool(engine.super_offload())),
         ("zero_optimization.zenflow", bool(engine.zenflow)),
-        ("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
+        ("zero_optimization.zero_hpz_partition_size", _has_second_copies(engine)),
         ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
         ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
         ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
@@ -80,6 +81,14 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
         ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
         *unsupported_experts(engine),
     ]
+
+
+def _has_second_copies(engine: Any) -> bool:
+    """Whether a node keeps copies of weights: also where the configuration of an earlier engine asked for them."""
+    within_node = groups._get_zero_param_intra_parallel_group() is not None
+    return engine._config.zero_config.zero_hpz_partition_size > 1 or (
+        within_node and bool(engine.zero_optimization_partition_weights())
+    )
 
 
 def _offloads(offload: Any) -> bool:

@@ -10,7 +10,8 @@ import torch
 __all__ = ["own_process_globals"]
 
 # After an engine with `torch_autocast` all later ones reduce gradients as it did, and get a gradient scaler. After one
-# of ZeRO-3 torch's `linear` is another function, and what counts parameters that are kept whole goes on counting.
+# of ZeRO-3 torch's `linear` is another function, and what counts parameters that are kept whole goes on counting. After
+# one with `zero_hpz_partition_size` those of ZeRO-3 keep second copies, too.
 _GLOBALS = (
     ("deepspeed.runtime.torch_autocast", "", ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")),
     ("deepspeed.runtime.zero.partition_parameters", "", ("zero_init_context",)),
@@ -20,6 +21,7 @@ _GLOBALS = (
         ("apply_param_persistence", "num_persisted_parameters", "num_persisted_elements"),
     ),
     ("deepspeed.runtime.zero.parameter_offload", "", ("FWD_MODULE_STACK",)),
+    ("deepspeed.utils.groups", "", ("_ZERO_PARAM_INTRA_PARALLEL_GROUP",)),
     ("deepspeed.utils.nvtx", "", ("enable_nvtx",)),
     ("torch.nn.functional", "", ("linear",)),
 )
