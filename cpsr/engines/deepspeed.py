@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
+from cpsr.engines.beta_powers import watch
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -83,6 +84,7 @@ class DeepSpeedAdapter:
         self._schedule = Schedule(engine.lr_scheduler)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
+        watch(torch_optimizer(engine))
         self._state = OptimizerState()
         self._views = FlatViews(self._state)
         self._masters: list[torch.Tensor] = []  # that `_named` is of

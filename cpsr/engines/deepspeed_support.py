@@ -1,19 +1,12 @@
 """Which DeepSpeed features CPSR refuses, each by its name in the configuration."""
 
-import json
 from typing import Any
 
-import torch
-
-from cpsr.engines import optimizer_state
-from cpsr.engines.deepspeed_masters import torch_optimizer
+from cpsr.engines.deepspeed_offload import require_visible_states
 from cpsr.engines.moe.deepspeed import unsupported_experts
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["require_supported"]
-
-JSON_TYPES = {"adam": "Adam", "adamw": "AdamW"}
-FUSED_ONLY = ("bias_correction", "set_grad_none")  # torch's Adam always corrects, and knows neither
 
 
 def require_supported(engine: Any) -> None:
@@ -33,35 +26,11 @@ def require_supported(engine: Any) -> None:
             f"DeepSpeed configuration uses {', '.join(found)}, whose state CPSR cannot see or has not been tested to "
             "restore bit for bit; remove it from the configuration"
         )
-    _require_visible_optimizer(engine)
-
-
-def _require_visible_optimizer(engine: Any) -> None:
-    """Refuse the optimizer that DeepSpeed builds from its JSON on a processor, with the line that CPSR can restore."""
-    kind = JSON_TYPES.get(engine.optimizer_name())
-    if kind is None or not optimizer_state.keeps_state_in_kernel(torch_optimizer(engine), torch.device(engine.device)):
-        return
-    given = {name: value for name, value in (engine.optimizer_params() or {}).items() if name not in FUSED_ONLY}
-    # The defaults differ: 0 of the kernel, 0.01 of torch's AdamW.
-    params = {**given, "weight_decay": given.get("weight_decay", 0.0), "torch_adam": True}
-    line = json.dumps({"type": kind, "params": params}, default=str)
-    raise UnsupportedEngineError(
-        f"without a GPU DeepSpeed builds {type(torch_optimizer(engine)).__name__} from the optimizer {kind} of its "
-        "configuration, and that keeps state in its kernel which CPSR cannot restore bit for bit. Let DeepSpeed build "
-        f'torch\'s optimizer: add "torch_adam": true to its params, so that the line is "optimizer": {line}'
-    )
+    require_visible_states(engine)
 
 
 def _unsupported(engine: Any) -> list[tuple[str, bool]]:
-    zero = engine._config.zero_config
     return [
-        ("zero_optimization.offload_optimizer", _offloads(zero.offload_optimizer)),
-        ("zero_optimization.offload_param", _offloads(zero.offload_param)),
-        ("zero_optimization.zenflow", bool(engine.zenflow)),
-        ("zero_optimization.zero_hpz_partition_size", zero.zero_hpz_partition_size > 1),
-        ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
-        ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
-        ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
         ("torch_autocast", bool(engine.torch_autocast_enabled())),
         ("bf16.bf16_optimizer_states", bool(engine.bf16_optimizer_states())),
         ("compile.deepcompile", bool(engine.is_deepcompile_enabled())),
@@ -69,7 +38,3 @@ def _unsupported(engine: Any) -> list[tuple[str, bool]]:
         ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
         *unsupported_experts(engine),
     ]
-
-
-def _offloads(offload: Any) -> bool:
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"

@@ -1,6 +1,7 @@
 """The DeepSpeed jobs of the conformance cases: their configuration, engines and loops. Imports DeepSpeed."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -18,6 +19,7 @@ from cpsr.qualify.torch_cases import adamw_of
 
 __all__ = ["DeepSpeedJob", "PipelineJob", "configuration", "initialize", "pipeline_engine"]
 
+JSON_ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory for each engine
 GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
 
@@ -59,13 +61,15 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     Args:
         module: DeepSpeed moves it to its device.
         config: as of `configuration`.
-        optimizer: `sgd`, `rmsprop`, or an implementation of AdamW as of `torch_cases.adamw_of`.
+        optimizer: `sgd`, `rmsprop`, an implementation of AdamW as of `torch_cases.adamw_of`, or `json`: what DeepSpeed
+            builds for the `AdamW` of its configuration.
         schedule: `cosine`, `warmup` (DeepSpeed's own), or `none`.
     """
     if optimizer == "adamw-fused":
         module = module.to(deepspeed.accelerator.get_accelerator().current_device_name())  # it asks for the device
     parameters = [p for p in module.parameters() if p.requires_grad]
-    tuned: torch.optim.Optimizer
+    tuned: torch.optim.Optimizer | None = None
+    given: list[Any] | None = None
     if optimizer == "sgd":
         tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     elif optimizer == "rmsprop":
@@ -76,10 +80,13 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
         if any(isinstance(layer, MoE) for layer in module.modules()):
             named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
             groups = split_params_into_different_moe_groups_for_optimizer(named)
-        tuned = adamw_of(optimizer, groups)
+        if optimizer == "json":
+            given, config = groups, config | {"optimizer": JSON_ADAMW}
+        else:
+            tuned = adamw_of(optimizer, groups)
     scheduler = None
     if schedule == "cosine":
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
+        scheduler = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
     if schedule == "warmup":
         config = config | {
             "scheduler": {
@@ -87,7 +94,9 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
                 "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 0.02},
             }
         }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=tuned, model_parameters=given, lr_scheduler=scheduler, config=config
+    )
     return engine
 
 

@@ -271,11 +271,6 @@ def refused(config: dict[str, Any], culprit: str, **options: Any) -> None:
 
 
 def refusals() -> None:
-    offload = configuration(2, "fp32") | {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    refused(offload, "offload_optimizer")
     autocast = {"enabled": True, "dtype": "bfloat16"}
     refused(configuration(1, "fp32", torch_autocast=autocast), "torch_autocast")
     refused(configuration(1, "fp32", managed_gradient_accumulation=False), "managed_gradient_accumulation")
