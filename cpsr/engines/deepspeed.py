@@ -25,6 +25,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
+from cpsr.engines.deepspeed_offload import warn_of_kept_gradients
 from cpsr.engines.deepspeed_quiet import unmarked, unreported
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_support import require_supported
@@ -85,6 +86,7 @@ class DeepSpeedAdapter:
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
         watch(torch_optimizer(engine))
+        warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
         self._state = OptimizerState()
         self._views = FlatViews(self._state)
         self._masters: list[torch.Tensor] = []  # that `_named` is of

@@ -143,7 +143,7 @@ class OptimizerState:
         found = [(updated, self._of(updated)) for updated in every]
         moved = any(known.tree.scalar(path) for _, known in found for path in known.expected.counts)
         rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
-        counted: list[tuple[torch.optim.Optimizer, Any, int, int]] = []
+        counted: list[tuple[torch.optim.Optimizer, Any, float, int]] = []
         for updated, known in found:
             for path in known.expected.counts:
                 count = known.tree.scalar(path)

@@ -24,13 +24,16 @@ BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory 
 GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
 
 
-def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: Any) -> dict[str, Any]:
+def configuration(
+    stage: int, precision: str, micro_batches: int = 2, offload: str = "", **extra: Any
+) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
     Args:
         stage: of ZeRO, 0 to 3.
         precision: `fp32`, `bf16`, `fp16`, or `bf16-fp32grad`.
         micro_batches: of an iteration.
+        offload: `offload_optimizer`, or `offload_param` for both: to the host.
         extra: further sections.
     """
     config: dict[str, Any] = {
@@ -46,6 +49,9 @@ def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: A
     }
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = GATHERED_ON_DEMAND
+    for name in ("offload_optimizer", "offload_param") if offload == "offload_param" else (offload,) if offload else ():
+        config["zero_optimization"][name] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's optimizers, too
     if precision.startswith("bf16"):
         config["bf16"] = {"enabled": True}
     if precision == "bf16-fp32grad":
@@ -165,13 +171,14 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, embedding.weight)
 
 
-def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any:
+def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw", offload: str = "") -> Any:
     """A pipeline of two stages, whose first and last layer are tied.
 
     Args:
         stage: of ZeRO, 0 or 1.
         precision: as of `configuration`.
         optimizer: as of `initialize`.
+        offload: as of `configuration`.
     """
     layers = [
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
@@ -182,4 +189,4 @@ def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
     ]
     module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
-    return initialize(module, configuration(stage, precision), optimizer)
+    return initialize(module, configuration(stage, precision, offload=offload), optimizer)

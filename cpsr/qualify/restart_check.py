@@ -18,9 +18,13 @@ MICRO_BATCHES = 2  # where torch splits parameters: gradients are summed over th
 
 def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """Bitwise equality of what restarted and what never stopped; returns the size of the snapshot."""
-    build = builder_of(cell, scene)
-    result = check_resume(build)
-    check_early_state(build)
+    build, linear = builder_of(cell, scene), torch.nn.functional.linear
+    try:
+        result = check_resume(build)
+        check_early_state(build)
+    finally:
+        # ZeRO-3 puts one in its place that rounds differently, for good. Later checks compare with other processes.
+        torch.nn.functional.linear = linear
     tensors: Mapping[str, torch.Tensor] = result["snapshot"]["tensors"]
     return {"snapshot_bytes": sum(tensor.nbytes for tensor in tensors.values())}
 
@@ -39,7 +43,7 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
     if cell.engine == "pipeline":
         stage, precision, optimizer = cell.zero, cell.precision, cell.optimizer
         return lambda: jobs.PipelineJob(jobs.pipeline_engine(stage, precision, optimizer))
-    config = jobs.configuration(cell.zero, cell.precision)
+    config = jobs.configuration(cell.zero, cell.precision, offload=cell.offload)
     return lambda: jobs.DeepSpeedJob(jobs.initialize(_module(cell, scene), config, cell.optimizer))
 
 

@@ -17,7 +17,7 @@ class CheckResult:
     """One place of the table.
 
     Attributes:
-        engine, zero, precision, optimizer: the cell; `zero` is None outside DeepSpeed.
+        engine, zero, precision, optimizer, offload: the cell; `zero` is None outside DeepSpeed.
         check: name of the check.
         status: of it.
         reason: why it failed (end of the first traceback) or does not apply; empty where it passed.
@@ -34,12 +34,13 @@ class CheckResult:
     reason: str = ""
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
+    offload: str = ""
 
     @property
     def cell(self) -> str:
         """The cell in one line."""
         zero = "" if self.zero is None else f"zero{self.zero} "
-        return f"{self.engine} {zero}{self.precision} {self.optimizer}"
+        return f"{self.engine} {zero}{self.precision} {self.optimizer} {self.offload}".rstrip()
 
 
 @dataclass(frozen=True)

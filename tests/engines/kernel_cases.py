@@ -5,14 +5,18 @@ Each runs twice: with the kernels in torch, and, in the slow group, with the rea
 
 import functools
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
+import torch
+from torch import nn
 
-from cpsr.engines import adapt
+from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import (
     AFTER,
@@ -25,21 +29,24 @@ from cpsr.qualify.conformance import (
     seed,
     take_snapshot,
 )
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
+from cpsr.qualify.mixture import TinyMoE
 from cpsr.qualify.models import TinyLM, token_batch
 from cpsr.qualify.recorder import Recorder
 from cpsr.qualify.torch_cases import TorchJob
 from tests.engines.adam_kernels import in_torch
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
-OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-PARAMETERS = OPTIMIZER | {"offload_param": {"device": "cpu"}}
+OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+PARAMETERS: dict[str, Any] = OPTIMIZER | {"offload_param": {"device": "cpu"}}
 
 
-def job(stage: int, precision: str, optimizer: str = "json", micro_batches: int = 2, **zero: Any) -> DeepSpeedJob:
+def job(
+    stage: int, precision: str, optimizer: str = "json", micro_batches: int = 2, *, model: Any = TinyLM, **zero: Any
+) -> DeepSpeedJob:
     config = configuration(stage, precision, micro_batches, zero_force_ds_cpu_optimizer=False)
     config["zero_optimization"] |= zero
-    return DeepSpeedJob(initialize(TinyLM(), config, optimizer))
+    return DeepSpeedJob(initialize(model(), config, optimizer))
 
 
 def resumed(stage: int, precision: str, skip: int, kind: str, **options: Any) -> None:
@@ -147,20 +154,73 @@ def plain_loops_resume() -> None:
         check_early_state(partial(plain_loop, kind))
 
 
+def steps_that_nobody_watched() -> None:
+    """They count as one run from the first step on."""
+    module = torch.nn.Linear(2, 2)
+    for kind in (deepspeed.ops.adam.DeepSpeedCPUAdam, deepspeed.ops.adam.FusedAdam):
+        optimizer = kind(module.parameters(), betas=(0.9, 0.95))
+        for _ in range(3):
+            module(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        (powers,) = TorchAdapter(module, optimizer).scalars()["optimizer_state"]["beta_powers"]
+        assert (powers["since"], powers["step"]) == (0, 3)
+        assert powers["betas"] == pytest.approx((0.9, 0.95))
+
+
 def other_offload_is_refused() -> None:
     seed(1)
     engine = job(3, "bf16", "json", **OPTIMIZER).engine
-    for options, message in (
-        ({"ratio": 0.5}, 'offload_optimizer.ratio=0.5.*use "ratio": 1'),
-        ({"super_offload": True}, 'super_offload.*use "offload_optimizer": {"device": "cpu"}'),
-        ({"device": "nvme"}, 'offload_optimizer.device=nvme.*use "offload_optimizer": {"device": "cpu"}'),
+    zero = engine._config.zero_config
+    for owner, option, value, instead in (
+        ("offload_optimizer", "ratio", 0.5, 'offload_optimizer.ratio=0.5.*use "ratio": 1'),
+        ("offload_optimizer", "super_offload", True, 'use "offload_optimizer": {"device": "cpu"} alone'),
+        (
+            "offload_optimizer",
+            "device",
+            "nvme",
+            'device=nvme.*use "offload_optimizer": {"device": "cpu"}',
+        ),
+        ("", "zero_hpz_partition_size", 2, "zero_hpz_partition_size.*set it to 1"),
+        ("", "zero_quantized_weights", True, 'use ZeRO-3 with "zero_quantized_weights": false'),
+        ("", "zero_quantized_gradients", True, 'use ZeRO-3 with "zero_quantized_gradients": false'),
     ):
-        zero = engine._config.zero_config
-        given = zero.offload_optimizer
-        zero.offload_optimizer = given.model_copy(update=options)
-        with pytest.raises(UnsupportedEngineError, match=message):
+        place = vars(getattr(zero, owner) if owner else zero)
+        with mock.patch.dict(place, {option: value}), pytest.raises(UnsupportedEngineError, match=instead):
             adapt(engine)
-        zero.offload_optimizer = given
+    with mock.patch.object(engine, "zenflow", True), pytest.raises(UnsupportedEngineError, match=r"zenflow.*cpu"):
+        adapt(engine)
+
+
+class Sometimes(TinyLM):
+    """`late` has a gradient in every other forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.calls = nn.Parameter(torch.ones(4)), 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(*args, **kwargs)
+        self.calls += 1
+        return loss * self.late.mean() if self.calls % 2 else loss
+
+
+def a_kept_gradient_is_reported(stage: int) -> None:
+    """Once, on a rank that updates the parameter, and only where there is one."""
+    log = logging.getLogger("cpsr.engines.deepspeed_offload")
+    for model, expected in ((Sometimes, 1), (TinyLM, 0)):
+        seed(1)
+        here = job(stage, "bf16", "adamw", 1, model=model, **OPTIMIZER)
+        with mock.patch.object(log, "warning") as warned:
+            run(here, 0, 4)
+        said = torch.tensor(warned.call_count)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
+        assert said == expected
+
+
+def pipelines_and_experts() -> None:
+    offload = "offload_optimizer"
+    check_resume(lambda: DeepSpeedJob(initialize(TinyMoE(2), configuration(2, "bf16", offload=offload))))
+    check_resume(lambda: PipelineJob(pipeline_engine(1, "bf16", offload=offload)))
 
 
 FUSED, CPU = "FusedAdam", "DeepSpeedCPUAdam"
@@ -189,10 +249,13 @@ CASES: dict[str, Case] = {
     "unfinished-step-zero2": partial(rolls_back_unfinished_steps, stage=2, precision="bf16", **OPTIMIZER),
     "unfinished-step-zero3": partial(rolls_back_unfinished_steps, stage=3, precision="bf16", **PARAMETERS),
     "plain-loops": plain_loops_resume,
+    "steps-nobody-watched": steps_that_nobody_watched,
     "other-offload-refused": other_offload_is_refused,
 }
 # These use torch's AdamW: no kernel.
 OFFLOAD: dict[str, Case] = {
+    "offload-kept-gradient-zero2": partial(a_kept_gradient_is_reported, 2),
+    "offload-kept-gradient-zero3": partial(a_kept_gradient_is_reported, 3),
     "offload-zero1-fp32": partial(resumed, 1, "fp32", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
     "offload-zero2-bf16": partial(resumed, 2, "bf16", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
     "offload-zero3-fp16": partial(resumed, 3, "fp16", 1, "AdamW", optimizer="adamw", **OPTIMIZER),
@@ -210,4 +273,5 @@ def with_kernels_in_torch(case: Case) -> Case:
 
 
 KERNELS = OFFLOAD | {name: with_kernels_in_torch(case) for name, case in CASES.items()}
+KERNELS |= {"offload-pipelines-and-experts": pipelines_and_experts}  # last: a pipeline changes DeepSpeed's groups
 REAL_KERNELS = CASES
