@@ -12,10 +12,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
+from cpsr.engines.beta_powers import watch
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
-    advance_loss_scale,
     discard_gradients,
     frozen_shape,
     master_slices,
@@ -26,12 +26,13 @@ from cpsr.engines.deepspeed_masters import (
     torch_optimizer,
 )
 from cpsr.engines.deepspeed_muon import muon_of
+from cpsr.engines.deepspeed_offload import warn_of_kept_gradients
 from cpsr.engines.deepspeed_quiet import unmarked, unreported, untimed
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
+from cpsr.engines.deepspeed_scalars import EngineScalars
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
-from cpsr.engines.grad_scaler import advance_scaler, autocast_scaler, scaler_state
 from cpsr.engines.learning_rate_schedule import Schedule
 from cpsr.engines.moe.deepspeed import Capacities, expert_names, expert_parallel, has_experts, token_counts
 from cpsr.engines.moe.naming import DEEPSPEED, Naming
@@ -50,13 +51,10 @@ from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["DeepSpeedAdapter"]
 
-# DeepSpeed's names for the running values of its two kinds of dynamic loss scaler; the rest is configuration.
-_LOSS_SCALE_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 UNMANAGED = (
     "with managed_gradient_accumulation=false the loop decides how many batches a step takes, so that those of steps "
     "which were not seen cannot be counted"
 )
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class DeepSpeedAdapter:
@@ -88,9 +86,11 @@ class DeepSpeedAdapter:
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
         self._schedule = Schedule(engine.lr_scheduler)
-        self._scaler = autocast_scaler(engine)
+        self._scalars = EngineScalars(engine, pipeline=self._pipeline)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
+        watch(torch_optimizer(engine))
+        warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
         self._state = OptimizerState()
         self._views = FlatViews(self._state)
         self._masters: list[torch.Tensor] = []  # that `_named` is of
@@ -135,7 +135,7 @@ class DeepSpeedAdapter:
     @property
     def loop_parts(self) -> list[Any]:
         """The engine's schedule and gradient scaler."""
-        return [one for one in (self._engine.lr_scheduler, self._scaler) if one is not None]
+        return [one for one in (self._engine.lr_scheduler, self._scalars.scaler) if one is not None]
 
     @property
     def pipeline_stage(self) -> Stage | None:
@@ -250,53 +250,25 @@ class DeepSpeedAdapter:
 
         Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
         """
-        engine, optimizer = self._engine, torch_optimizer(self._engine)
-        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
-        counters["micro_steps"] = self._loop.micro_steps
         return {
-            "counters": counters,
-            "loss_scale": {
-                name: getattr(scaler, name)
-                for scaler in self._loss_scalers()
-                for name in _LOSS_SCALE_VALUES
-                if hasattr(scaler, name)
-            },
+            **self._scalars.state(self._loop.micro_steps, on_device=on_device),
             **self._state.scalars(self._updated(), on_device=on_device),
             "muon": None if self._muon is None else self._muon.state(),
-            "param_groups": optimizer_state.hyperparameters(optimizer),
+            "param_groups": optimizer_state.hyperparameters(self.optimizer),
             "schedule": self._schedule.state(),
-            "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
-        engine, optimizer = self._engine, torch_optimizer(self._engine)
-        saved_scaler = scalars.get("grad_scaler")
-        if (saved_scaler is None) != (self._scaler is None):
-            raise UnsupportedEngineError(
-                f"the saved run had {'no' if saved_scaler is None else 'a'} gradient scaler of torch_autocast with "
-                f"float16, and this one has {'none' if self._scaler is None else 'one'}; set torch_autocast as it was"
-            )
+        self._scalars.require_same_parts(scalars)
         self._state.load(self._updated(), scalars)
         if self._muon is not None:
             self._muon.load(scalars.get("muon"))
         rates = [group.get("lr") for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
-        optimizer_state.load_hyperparameters(optimizer, scalars["param_groups"])
-        for name in _COUNTERS:
-            setattr(engine, name, scalars["counters"][name])
-        for scaler in self._loss_scalers():
-            for name, value in scalars["loss_scale"].items():
-                setattr(scaler, name, value)
-        if self._scaler is not None and saved_scaler is not None:
-            self._scaler.load_state_dict(saved_scaler)
-        engine._unmanaged_backward_count = 0  # of a step that the loop was in
+        optimizer_state.load_hyperparameters(self.optimizer, scalars["param_groups"])
+        self._scalars.load(scalars)
         self._loop.forget_step()
-
-    def _loss_scalers(self) -> list[Any]:
-        """The one object with the running loss scale, none where the precision needs none."""
-        names = ("loss_scaler", "loss_scale_config")
-        return [getattr(self._engine.optimizer, name) for name in names if hasattr(self._engine.optimizer, name)]
 
     def random_states(self) -> dict[str, Any]:
         """Those of activation checkpointing, by name."""
@@ -323,20 +295,13 @@ class DeepSpeedAdapter:
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
-        engine = self._engine
         rates = []
         for _ in range(iterations):
             rates.append(self.learning_rate())
             self._schedule.advance()
-            advance_loss_scale(engine.optimizer)
         updated = self._updated()
         self._state.advance(updated, iterations)
-        # ZeRO steps its flat tensors one by one, and the scaler is updated after each.
-        advance_scaler(self._scaler, iterations * (len(updated) if engine.zero_optimization() else 1))
-        engine.global_steps += iterations
-        engine.global_samples += iterations * engine.train_batch_size()
-        if not self._pipeline:  # pipelines leave this counter at zero
-            engine.micro_steps += iterations * self.micro_batches_per_iteration
+        self._scalars.skip_ahead(iterations, len(updated))
         self._loop.forget_step()
         return rates
 

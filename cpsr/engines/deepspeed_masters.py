@@ -14,6 +14,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
+from cpsr.engines.deepspeed_offload import discard_offloaded_gradients
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = [
@@ -219,6 +220,7 @@ def discard_gradients(optimizer: Any) -> None:
             optimizer.averaged_gradients[group] = None
             optimizer.all_grad_tensors[group] = None
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    discard_offloaded_gradients(optimizer)
 
 
 def settle_after_forward(optimizer: Any) -> None:

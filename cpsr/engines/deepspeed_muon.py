@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from cpsr.engines import optimizer_state
+from cpsr.engines.beta_powers import keeps_powers
 from cpsr.engines.deepspeed_masters import MasterSlice, master_slices, torch_optimizer
 from cpsr.errors import UnsupportedEngineError
 
@@ -44,7 +44,7 @@ def muon_of(engine: Any) -> "Muon | None":
             "does not read; use ZeRO 2, or leave data_types out"
         )
     aux = optimizer.aux_optimizer
-    if aux is not None and optimizer_state.keeps_state_in_kernel(aux, torch.device(engine.device)):
+    if aux is not None and keeps_powers(aux):
         params = {**(engine.optimizer_params() or {}), "torch_adam": True}
         raise UnsupportedEngineError(
             f"without a GPU DeepSpeed gives Muon {type(aux).__name__} for what is no matrix, and that keeps state in "

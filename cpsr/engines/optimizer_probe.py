@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.beta_powers import without_kernel
 from cpsr.engines.sharded import is_distributed, layout_of, local
 from cpsr.engines.state_tree import Form, StateTree
 from cpsr.errors import UnsupportedEngineError
@@ -213,7 +214,7 @@ def _copy_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
     trial: torch.optim.Optimizer = object.__new__(kind)
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     vars(trial).update({name: OrderedDict() if name.endswith("_hooks") else _apart(one) for name, one in own.items()})
-    vars(trial).update(state=defaultdict(dict), param_groups=[group])
+    vars(trial).update(state=defaultdict(dict), param_groups=[group], **without_kernel(optimizer))
     if callable(getattr(trial, "train", None)):  # as those have that train on other weights than they evaluate
         trial.train()  # type: ignore[attr-defined]
     return trial

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.beta_powers import advance_powers, is_fused_adam, restore_powers, saved_powers
 from cpsr.engines.optimizer_probe import Expected, leaf_of, probe
 from cpsr.engines.outside_state import load_outside, outside_state
 from cpsr.engines.restored_entry import (
@@ -33,18 +34,12 @@ __all__ = [
     "Updated",
     "as_new",
     "hyperparameters",
-    "keeps_state_in_kernel",
     "learning_rate",
     "load_hyperparameters",
     "second_moment_decay",
 ]
 
 FORM = 2  # of the small state; before, it held the numbers of Adam, AdamW and SGD alone
-
-# DeepSpeed's own, by name, since importing them would build their kernels. The CPU kernels of both keep running
-# powers of the betas between steps and recompute them after a jump: close, but not bit for bit.
-_FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
-_CPU_ADAM = ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
 
 
 class OptimizerState:
@@ -99,7 +94,8 @@ class OptimizerState:
         if numbers is None:  # one was replaced by another type
             described = self._described = _Described([self._look(updated) for updated in every])
             numbers = described.numbers(on_device=on_device)
-        return {"optimizer_steps": numbers, "optimizer_state": described.form() | {"strides": _strides(every)}}
+        rest = {"strides": _strides(every), "beta_powers": saved_powers(optimizers_of(every))}
+        return {"optimizer_steps": numbers, "optimizer_state": described.form() | rest}
 
     def load(self, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
         """Give the optimizers the state that was saved; its tensors are in `tensors(..., to_fill=True)`.
@@ -137,6 +133,7 @@ class OptimizerState:
         if saved is not None:
             for optimizer, outside in zip(optimizers_of(every), saved["outside"], strict=True):
                 load_outside(optimizer, outside, every[0].master.device)
+        restore_powers(optimizers_of(every), None if saved is None else saved.get("beta_powers"))
 
     def advance(self, every: Sequence[Updated], iterations: int) -> None:
         """Add to every step count what `iterations` steps add.
@@ -146,6 +143,7 @@ class OptimizerState:
         found = [(updated, self._of(updated)) for updated in every]
         moved = any(known.tree.scalar(path) for _, known in found for path in known.expected.counts)
         rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
+        counted: list[tuple[torch.optim.Optimizer, Any, float, int]] = []
         for updated, known in found:
             for path in known.expected.counts:
                 count = known.tree.scalar(path)
@@ -153,6 +151,8 @@ class OptimizerState:
                     rise = rises.get(id(updated.master), 1)
                     value = count.item() if isinstance(count, torch.Tensor) else count
                     known.tree.set_number(path, value + iterations * rise)
+                    counted.append((updated.optimizer, updated.group.get("betas"), value, rise))
+        advance_powers(counted, iterations)
         for group, keys in {id(one.group): (one.group, known.expected.group_counts) for one, known in found}.values():
             for key in keys & group.keys():
                 group[key] += iterations
@@ -187,11 +187,6 @@ class OptimizerState:
 
     def _expect(self, updated: Updated) -> Expected:
         master, optimizer = updated.master, updated.optimizer
-        if keeps_state_in_kernel(optimizer, master.device):
-            raise UnsupportedEngineError(
-                f"the CPU kernel of {updated.kind} keeps state of its own that cannot be restored; pass a "
-                "torch.optim.AdamW to deepspeed.initialize as its optimizer"
-            )
         split = (tuple(local(master).shape), layout_of(master)) if is_distributed(master) else ()
         alike = tuple(master.shape), master.stride(), master.dtype, master.device, master.requires_grad, split
         key = (id(optimizer), id(updated.group), updated.whole, type(master), *alike)
@@ -280,16 +275,6 @@ class _Described:
         return self._form | {"outside": [outside_state(one, own, device) for one, own in owned]}
 
 
-def keeps_state_in_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether this is one of DeepSpeed's optimizers whose kernel for processors keeps state of its own."""
-    name = _name(type(optimizer))
-    return name == _CPU_ADAM or (name == _FUSED_ADAM and device.type == "cpu")
-
-
-def _name(kind: type) -> tuple[str, str]:
-    return kind.__module__, kind.__name__
-
-
 def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """By how much a step raises the count of each parameter, by the parameter's id, where that is not by one.
 
@@ -297,7 +282,7 @@ def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     in the group. Which parameters have gradients is seen from the counts so far: the largest one is the group's.
     """
     rises: dict[int, int] = {}
-    for group in optimizer.param_groups if _name(type(optimizer)) == _FUSED_ADAM else ():
+    for group in optimizer.param_groups if is_fused_adam(optimizer) else ():
         parameters = group["params"]  # none under ZeRO-3, which steps its masters one by one
         rises |= {id(parameter): 0 for parameter in parameters}
         if parameters:
@@ -318,6 +303,7 @@ def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
     scalars = {key: value for key, value in scalars.items() if key != "muon"}  # a momentum beside the optimizer's state
     counts = [{} for _ in scalars["optimizer_steps"]]
     anew = {**saved, "forms": ["null"], "of": [0] * len(counts), "rest": {}, "outside": [None] * len(saved["outside"])}
+    anew["beta_powers"] = None
     kept = [
         {key: one for key, one in group.items() if key not in saved["changes"]} for group in scalars["param_groups"]
     ]

@@ -10,6 +10,7 @@ import torch
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import Stage, StepObserver
+from cpsr.engines.beta_powers import watch
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
@@ -100,6 +101,8 @@ class TorchAdapter:
         self._views = FlatViews(self._state)
         self._every: tuple[list[int], list[torch.Tensor], list[Updated]] | None = None
         require_supported(self._module, optimizers, self._names)
+        for one in optimizers:
+            watch(one)
         self._parts = {id(one): part_of(one, self._names[id(one)]) for one in self._parameters}
         self._absent = {key for key, part in self._parts.items() if part.numel == 0 and 0 not in part.global_shape}
         require_whole_experts(experts, self._parts, self._names)

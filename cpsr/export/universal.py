@@ -33,7 +33,7 @@ __all__ = ["MOMENTS", "require_universal", "write_universal"]
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 _LAYOUT_OF = "0.19.8"  # the loader asks for the version that wrote a checkpoint
-_NUMBER_STEPS = ("FusedAdam",)  # these keep their step count as a number, torch's own as a tensor
+_NUMBER_STEPS = ("DeepSpeedCPUAdam", "FusedAdam")  # these keep their step count as a number, torch's own as a tensor
 
 
 def require_universal(state: WholeState) -> None:

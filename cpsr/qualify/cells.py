@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ADAPTER", "EMA", "FUSED", "LOADER", "Cell", "cells_of"]
+__all__ = ["ADAPTER", "EMA", "LOADER", "Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
 FUSED = "fused"  # DeepSpeed's own
+JSON = "json"  # AdamW by its name in DeepSpeed's configuration
 CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", FUSED)
 ZERO_STAGES = range(4)
 SPLIT = {"fsdp2": ("fp32", "bf16"), "tp": ("fp32",)}  # engine -> precisions
 STAGES = 2  # of a pipeline
 EMA, LOADER, ADAPTER = "ema", "stateful loader", "frozen weights"
+OFFLOADED = ((2, "adamw", "offload_optimizer"), (3, "adamw", "offload_param"), (2, JSON, "offload_optimizer"))
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Cell:
         precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
             is that of forward and backward.
         optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`, `muon` (DeepSpeed's
-            own), `muon+adamw`: two of torch in one job, or `fused`: DeepSpeed's FusedAdam.
+            own), `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, or `json`: what DeepSpeed
+            builds for the AdamW of its configuration.
         feature: what the job has beside these; empty for nothing.
     """
 
@@ -41,6 +44,18 @@ class Cell:
         """The parts in one line, as in `deepspeed zero1 bf16 adamw`."""
         zero = "" if self.zero is None else f"zero{self.zero} "
         return f"{self.engine} {zero}{self.precision} {self.optimizer} {self.feature}".rstrip()
+
+    @property
+    def offload(self) -> str:
+        """What keeps states on the host: `offload_optimizer`, or `offload_param` for both sections; or empty."""
+        return self.feature if self.feature.startswith("offload") else ""
+
+    @property
+    def kernel(self) -> str:
+        """The optimizer of DeepSpeed's whose kernel must be compiled; empty for none."""
+        if self.optimizer == JSON and self.offload:
+            return "DeepSpeedCPUAdam"
+        return "FusedAdam" if self.optimizer in (FUSED, JSON) else ""
 
     @property
     def alone(self) -> bool:
@@ -78,6 +93,8 @@ def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> It
     for stage in ZERO_STAGES:
         yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
     yield from _features(ranks)
+    yield Cell("deepspeed", 2, "bf16", JSON)
+    yield from (Cell("deepspeed", stage, "bf16", name, offload) for stage, name, offload in OFFLOADED)
     yield Cell("mixture", 0, "fp32", "adamw")
     yield Cell("mixture", 1, "bf16", "adamw")
     yield Cell("mixture", 2, "fp16", "adamw")

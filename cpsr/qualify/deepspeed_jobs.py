@@ -1,6 +1,7 @@
 """The DeepSpeed jobs of the conformance cases: their configuration, engines and loops. Imports DeepSpeed."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -18,17 +19,21 @@ from cpsr.qualify.torch_cases import adamw_of
 
 __all__ = ["DeepSpeedJob", "PipelineJob", "configuration", "initialize", "pipeline_engine"]
 
+JSON_ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory for each engine
 GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
 
 
-def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: Any) -> dict[str, Any]:
+def configuration(
+    stage: int, precision: str, micro_batches: int = 2, offload: str = "", **extra: Any
+) -> dict[str, Any]:
     """DeepSpeed's configuration.
 
     Args:
         stage: of ZeRO, 0 to 3.
         precision: `fp32`, `bf16`, `fp16`, or `bf16-fp32grad`.
         micro_batches: of an iteration.
+        offload: `offload_optimizer`, or `offload_param` for both: to the host.
         extra: further sections.
     """
     config: dict[str, Any] = {
@@ -44,6 +49,9 @@ def configuration(stage: int, precision: str, micro_batches: int = 2, **extra: A
     }
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = GATHERED_ON_DEMAND
+    for name in ("offload_optimizer", "offload_param") if offload == "offload_param" else (offload,) if offload else ():
+        config["zero_optimization"][name] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's optimizers, too
     if precision.startswith("bf16"):
         config["bf16"] = {"enabled": True}
     if precision == "bf16-fp32grad":
@@ -59,8 +67,8 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     Args:
         module: DeepSpeed moves it to its device.
         config: as of `configuration`.
-        optimizer: `sgd`, `rmsprop`, `muon` (DeepSpeed's own, without a schedule), or an implementation of AdamW as of
-            `torch_cases.adamw_of`.
+        optimizer: `sgd`, `rmsprop`, `muon` (DeepSpeed's own, without a schedule), an implementation of AdamW as of
+            `torch_cases.adamw_of`, or `json`: what DeepSpeed builds for the `AdamW` of its configuration.
         schedule: `cosine`, `warmup` (DeepSpeed's own), or `none`.
     """
     if optimizer == "adamw-fused":
@@ -68,7 +76,8 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     parameters = [p for p in module.parameters() if p.requires_grad]
     if optimizer == "muon":
         return _with_muon(module, config)
-    tuned: torch.optim.Optimizer
+    tuned: torch.optim.Optimizer | None = None
+    given: list[Any] | None = None
     if optimizer == "sgd":
         tuned = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     elif optimizer == "rmsprop":
@@ -79,10 +88,13 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
         if any(isinstance(layer, MoE) for layer in module.modules()):
             named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
             groups = split_params_into_different_moe_groups_for_optimizer(named)
-        tuned = adamw_of(optimizer, groups)
+        if optimizer == "json":
+            given, config = groups, config | {"optimizer": JSON_ADAMW}
+        else:
+            tuned = adamw_of(optimizer, groups)
     scheduler = None
     if schedule == "cosine":
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(tuned, T_max=20)
+        scheduler = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
     if schedule == "warmup":
         config = config | {
             "scheduler": {
@@ -90,7 +102,9 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
                 "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 0.02},
             }
         }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=tuned, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=tuned, model_parameters=given, lr_scheduler=scheduler, config=config
+    )
     return engine
 
 
@@ -181,13 +195,14 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, embedding.weight)
 
 
-def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any:
+def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw", offload: str = "") -> Any:
     """A pipeline of two stages, whose first and last layer are tied.
 
     Args:
         stage: of ZeRO, 0 or 1.
         precision: as of `configuration`.
         optimizer: as of `initialize`.
+        offload: as of `configuration`.
     """
     layers = [
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
@@ -198,4 +213,4 @@ def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw") -> Any
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
     ]
     module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
-    return initialize(module, configuration(stage, precision), optimizer)
+    return initialize(module, configuration(stage, precision, offload=offload), optimizer)

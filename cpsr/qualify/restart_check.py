@@ -54,7 +54,7 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
     if cell.engine == "pipeline":
         stage, precision, optimizer = cell.zero, cell.precision, cell.optimizer
         return lambda: jobs.PipelineJob(jobs.pipeline_engine(stage, precision, optimizer))
-    config = jobs.configuration(cell.zero, cell.precision, **CONFIGURED.get(cell.feature, {}))
+    config = jobs.configuration(cell.zero, cell.precision, offload=cell.offload, **CONFIGURED.get(cell.feature, {}))
 
     def build() -> Job:
         engine = jobs.initialize(_module(cell, scene), config, cell.optimizer)

@@ -52,7 +52,7 @@ class Training:
         else:
             from cpsr.qualify.deepspeed_jobs import configuration, initialize
 
-            config = configuration(cell.zero, cell.precision, 1, steps_per_print=10**9)
+            config = configuration(cell.zero, cell.precision, 1, cell.offload, steps_per_print=10**9)
             self._engine = initialize(TinyLM(), config, cell.optimizer, schedule="none")
             self.recoverable = self._engine
         data = TensorDataset(torch.randint(VOCABULARY, (SEQUENCES * scene.ranks, LENGTH + 1)))

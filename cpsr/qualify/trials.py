@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpsr.qualify.cells import FUSED, Cell, cells_of
+from cpsr.qualify.cells import Cell, cells_of
 from cpsr.qualify.kill_checks import check_dump, check_prediction, check_return_from_disk, check_return_from_memory
 from cpsr.qualify.restart_check import check_restart
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group
 from cpsr.qualify.speed_check import check_speed
 
-__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of", "without_fused"]
+__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of", "without_kernel"]
 
 DEADLINE_SECONDS = 300.0  # for what takes seconds; a first use of an operator may compile it
 REPRESENTATIVE = "run with representative cells only"
@@ -19,9 +19,10 @@ REPRESENTATIVE = "run with representative cells only"
 # A sharded, a replicated and a partitioned state; on CUDA also the two fused implementations of AdamW.
 RETURNING_OF_DEEPSPEED = ("deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw")
 SPLIT = ("fsdp2 bf16 adamw", "tp fp32 adamw")
-RETURNING = ("ddp fp32 adamw", *SPLIT, *RETURNING_OF_DEEPSPEED)
+OFFLOADED = "deepspeed zero2 bf16 json offload_optimizer"
+RETURNING = ("ddp fp32 adamw", *SPLIT, *RETURNING_OF_DEEPSPEED, OFFLOADED)
 RETURNING_ON_CUDA = ("ddp fp32 adamw-fused", "deepspeed zero1 bf16 fused")
-PREDICTED = (*SPLIT, *RETURNING_OF_DEEPSPEED, *RETURNING_ON_CUDA)
+PREDICTED = (*SPLIT, *RETURNING_OF_DEEPSPEED, OFFLOADED, *RETURNING_ON_CUDA)
 DUMPED = ("ddp fp32 adamw", "fsdp2 bf16 adamw", "deepspeed zero1 bf16 adamw", *RETURNING_ON_CUDA)
 ALONE = "torch fp32 adamw"  # the only rank
 
@@ -106,13 +107,13 @@ def trials_of(
     return _ordered(trials), empty
 
 
-def without_fused(
-    trials: Sequence[Trial], empty: Sequence[NotApplicable], problem: str
+def without_kernel(
+    trials: Sequence[Trial], empty: Sequence[NotApplicable], kernel: str, problem: str
 ) -> tuple[list[Trial], list[NotApplicable]]:
-    """Checks with DeepSpeed's FusedAdam do not apply where there is a problem with it; none is empty."""
-    lost = [trial for trial in trials if problem and trial.cell.optimizer == FUSED]
+    """Checks with a kernel of DeepSpeed's do not apply where there is a problem with it; none is empty."""
+    lost = [trial for trial in trials if problem and trial.cell.kernel == kernel]
     left = [trial for trial in trials if trial not in lost]
-    return left, [*empty, *(NotApplicable(trial, f"no FusedAdam here: {problem}") for trial in lost)]
+    return left, [*empty, *(NotApplicable(trial, f"no {kernel} here: {problem}") for trial in lost)]
 
 
 def _reason(trial: Trial, ranks: int, restarted: bool) -> str:

@@ -271,11 +271,6 @@ def refused(config: dict[str, Any], culprit: str, **options: Any) -> None:
 
 
 def refusals() -> None:
-    offload = configuration(2, "fp32") | {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    refused(offload, "offload_optimizer")
     engine = initialize(TinyLM(), configuration(1, "fp32"))
     engine.lr_scheduler.extra = object()
     with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.extra"):

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
-import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam, fused_adam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -16,8 +15,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import nn
 from torch.nn import functional
 
-from cpsr.engines import optimizer_state
-from cpsr.errors import UnsupportedEngineError
+from cpsr.engines import beta_powers
 from cpsr.qualify.conformance import AFTER, BEFORE, check_early_state, check_longer_steps, check_resume, run, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
 from cpsr.qualify.mixture import TinyMoE
@@ -67,21 +65,15 @@ def multi_tensor_adam(
             tensor.data.copy_(new)  # past autograd, as the kernel writes
 
 
-def with_kernel(case: Case, refuses: bool = False) -> Case:
-    """As on a GPU, where FusedAdam keeps nothing in its kernel: that is so of the stand-in, too.
-
-    Args:
-        case: to run with the stand-in.
-        refuses: take the stand-in for the kernel that DeepSpeed has for processors.
-    """
-    asked = optimizer_state.keeps_state_in_kernel if refuses else lambda optimizer, device: False
+def with_kernel(case: Case) -> Case:
+    """As on a GPU, where FusedAdam keeps nothing in its kernel: that is so of the stand-in, too."""
 
     @functools.wraps(case)
     def run_case() -> None:
         kernel = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
         with (
             mock.patch.object(fused_adam.FusedAdamBuilder, "load", return_value=kernel),
-            mock.patch.object(optimizer_state, "keeps_state_in_kernel", asked),
+            mock.patch.object(beta_powers, "keeps_powers", return_value=False),
         ):
             case()
 
@@ -176,14 +168,6 @@ def the_count_that_rises_is_the_groups_own() -> None:
     assert job.adapter.scalars()["optimizer_steps"] == [{}, {}, {}, {}]
 
 
-def refused_on_a_processor() -> None:
-    """There its kernel is another one, with state of its own."""
-    for stage, precision in ((0, "fp32"), (0, "fp16"), (2, "bf16")):
-        job = fused_job(stage, precision)
-        with pytest.raises(UnsupportedEngineError, match="the CPU kernel of FusedAdam keeps state of its own"):
-            job.adapter.shard()
-
-
 FUSED: dict[str, Case] = {
     # An overflow in the second step after the snapshot: only the first can be skipped as if it were trained.
     f"fused-zero{stage}-{precision}": partial(evaluated, stage, precision, 1 if precision == "fp16" else 3)
@@ -224,6 +208,5 @@ PIPELINES: dict[str, Case] = {  # last: no other engine is made in their process
 }
 FUSED = {
     **{name: with_kernel(case) for name, case in FUSED.items()},
-    "fused-refused-on-a-processor": with_kernel(refused_on_a_processor, refuses=True),
     **{name: with_kernel(case) for name, case in PIPELINES.items()},
 }

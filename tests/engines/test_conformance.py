@@ -17,7 +17,7 @@ import pytest
 from cpsr.qualify.conformance import check_early_state, check_longer_steps, check_resume
 from cpsr.qualify.torch_cases import CASES, one_thread
 from tests.device import DEVICE
-from tests.engines.groups import GROUPS
+from tests.engines.groups import GROUPS, SLOW
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,14 @@ def jobs() -> dict[str, list[dict[str, Any]]]:
     return {}
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases])
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        pytest.param(group, name, marks=[pytest.mark.slow] if group in SLOW else [])
+        for group, cases in GROUPS.items()
+        for name in cases
+    ],
+)
 def test_two_ranks(
     group: str, name: str, jobs: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

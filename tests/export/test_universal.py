@@ -17,8 +17,8 @@ def write(run_dir: Path, out: Path) -> list[str]:
     return write_universal(open_whole(run_dir, None, moments=True), out)
 
 
-def test_fused_adam_keeps_its_steps_as_a_number(tmp_path: Path) -> None:
-    for optimizer, kind in (("AdamW", torch.Tensor), ("FusedAdam", int)):
+def test_deepspeeds_adams_keep_their_steps_as_a_number(tmp_path: Path) -> None:
+    for optimizer, kind in (("AdamW", torch.Tensor), ("FusedAdam", int), ("DeepSpeedCPUAdam", int)):
         run_dir, out = tmp_path / optimizer, tmp_path / f"{optimizer}-universal"
         write_identity(run_dir, optimizer=optimizer, precision="fp16")
         write_checkpoint(run_dir, shard(operator("w", torch.ones(4), (2, 2)), seen=torch.ones(())))

@@ -3,7 +3,7 @@
 import pytest
 
 from cpsr.qualify.cells import cells_of
-from cpsr.qualify.trials import CHECKS, trials_of, without_fused
+from cpsr.qualify.trials import CHECKS, trials_of, without_kernel
 
 
 def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
@@ -24,8 +24,8 @@ def test_kills_follow_and_pipelines_are_the_last() -> None:
 
 @pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
 def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
-    of_torch = {"adafactor", "muon+adamw"}
-    assert {cell.optimizer for cell in cells_of(device, 2, True)} == {"adamw", "sgd", "muon"} | of_torch | more
+    usual = {"adamw", "sgd", "muon", "json", "adafactor", "muon+adamw"}
+    assert {cell.optimizer for cell in cells_of(device, 2, True)} == usual | more
 
 
 def test_gloo_sends_no_cuda_tensors_from_stage_to_stage() -> None:
@@ -52,14 +52,14 @@ def test_without_a_launcher_nothing_is_killed() -> None:
     assert any("cpsr run" in one.reason for one in empty)
 
 
-def test_without_fused_adam_its_checks_have_the_reason() -> None:
+def test_without_kernel_adam_its_checks_have_the_reason() -> None:
     trials, empty = trials_of("cuda", "", 2, True, True)
-    left, more = without_fused(trials, empty, "MissingCUDAException: no nvcc")
+    left, more = without_kernel(trials, empty, "FusedAdam", "MissingCUDAException: no nvcc")
     lost = more[len(empty) :]
-    assert {one.trial for one in lost} == {trial for trial in trials if trial.cell.optimizer == "fused"}
+    assert {one.trial for one in lost} == {trial for trial in trials if trial.cell.kernel == "FusedAdam"}
     assert {one.reason for one in lost} == {"no FusedAdam here: MissingCUDAException: no nvcc"}
-    assert left == [trial for trial in trials if trial.cell.optimizer != "fused"]
-    assert without_fused(trials, empty, "") == (trials, empty)
+    assert left == [trial for trial in trials if trial.cell.kernel != "FusedAdam"]
+    assert without_kernel(trials, empty, "FusedAdam", "") == (trials, empty)
 
 
 def test_only_selects_by_name() -> None:

@@ -1,0 +1,278 @@
+"""The conformance cases of DeepSpeed's Adam with a kernel for processors, and of offload; run by `worker.py`.
+
+Each runs twice: with the kernels in torch, and, in the slow group, with the real ones.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+from cpsr.engines import TorchAdapter, adapt
+from cpsr.errors import UnsupportedEngineError
+from cpsr.qualify.conformance import (
+    AFTER,
+    assert_bitwise,
+    check_early_state,
+    check_resume,
+    final_state,
+    inject,
+    run,
+    seed,
+    take_snapshot,
+)
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
+from cpsr.qualify.mixture import TinyMoE
+from cpsr.qualify.models import TinyLM, token_batch
+from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.torch_cases import TorchJob
+from tests.engines.adam_kernels import in_torch
+from tests.engines.deepspeed_cases import Case, skipped_steps
+
+OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+PARAMETERS: dict[str, Any] = OPTIMIZER | {"offload_param": {"device": "cpu"}}
+
+
+def job(
+    stage: int, precision: str, optimizer: str = "json", micro_batches: int = 2, *, model: Any = TinyLM, **zero: Any
+) -> DeepSpeedJob:
+    config = configuration(stage, precision, micro_batches, zero_force_ds_cpu_optimizer=False)
+    config["zero_optimization"] |= zero
+    return DeepSpeedJob(initialize(model(), config, optimizer))
+
+
+def resumed(stage: int, precision: str, skip: int, kind: str, **options: Any) -> None:
+    result = check_resume(partial(job, stage, precision, **options), skip)
+    assert result["description"]["optimizer"] == kind
+    assert len(result["evaluations"]) == AFTER
+    assert skipped_steps(result) == (1 if precision == "fp16" else 0)
+
+
+def lives(build: Callable[[], Any], lengths: list[int], jumps: dict[int, int]) -> dict[str, Any]:
+    """Train in lives of so many steps each, in another engine every time.
+
+    Args:
+        build: the engine.
+        lengths: steps of each life; the state goes from one to the next as a snapshot.
+        jumps: by life, how many steps it skips when it begins.
+    """
+    first, snapshot, losses = 0, None, []
+    for life, steps in enumerate(lengths):
+        seed(1 if snapshot is None else 7 + life)
+        here, recorder = build(), Recorder()
+        here.adapter.attach(recorder)
+        if snapshot is not None:
+            inject(here.adapter, snapshot)
+        here.adapter.skip_ahead(jumps.get(life, 0))
+        run(here, first, steps)
+        first, snapshot = first + steps, take_snapshot(here.adapter)
+        losses += recorder.losses
+        recorder.losses[:] = losses
+        recorder.events.clear()
+        state = final_state(here, recorder)
+        here.adapter.detach()
+    return state
+
+
+def many_lives(build: Callable[[], Any]) -> None:
+    """Any number of restarts gives what one life gives, also after a jump that the kernel answers with `pow`."""
+    assert_bitwise(lives(build, [2, 1, 3, 2], {}), lives(build, [8], {}))
+    jumped = lives(build, [2, 2, 2, 2], {1: 5})
+    assert_bitwise(jumped, lives(build, [2, 6], {1: 5}))
+
+
+def jumps_unseen(build: Callable[[], Any]) -> None:
+    """A count that the user sets makes the kernel compute its powers anew: restored as such."""
+    finals = []
+    for restarting in (False, True):
+        seed(1)
+        here, recorder = build(), Recorder()
+        run(here, 0, 2)
+        for entry in here.adapter.optimizer.state.values():
+            entry["step"] += 40
+        run(here, 2, 3)
+        if restarting:
+            snapshot = take_snapshot(here.adapter)
+            powers = json.loads(snapshot["json"])["scalars"]["optimizer_state"]["beta_powers"]
+            assert (powers[0]["since"], powers[0]["step"]) == (43, 45)
+            seed(2)
+            here = build()
+            inject(here.adapter, snapshot)
+        here.adapter.attach(recorder)
+        run(here, 5, 3)
+        finals.append(final_state(here, recorder))
+    assert_bitwise(finals[1], finals[0])
+
+
+def rolls_back_unfinished_steps(**options: Any) -> None:
+    """Gradients of micro-batches that a roll-back discards are in no later step."""
+    finals = []
+    for failing in (False, True):
+        seed(1)
+        here, recorder = job(**options), Recorder()
+        run(here, 0, 2)
+        snapshot = take_snapshot(here.adapter)
+        if failing:
+            with here.adapter.rehearsing():
+                for _ in range(3):  # a step, and half of another
+                    here.adapter.train_on(here.adapter.training_loss(*inputs_of(here)))
+            inject(here.adapter, snapshot)
+        here.adapter.attach(recorder)
+        run(here, 2, 3)
+        finals.append(final_state(here, recorder))
+    assert_bitwise(finals[1], finals[0])
+
+
+def inputs_of(here: DeepSpeedJob) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tokens, targets = token_batch(90, 0, here.adapter.rank)
+    return (tokens,), {"targets": targets}
+
+
+def plain_loop(kind: str) -> TorchJob:
+    """Without DeepSpeed's engine; groups with betas of their own, or the same."""
+    module = TinyLM()
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    if kind == "other betas":
+        groups[1]["betas"] = (0.8, 0.99)  # type: ignore[assignment]
+    made = deepspeed.ops.adam.FusedAdam if kind == "fused" else deepspeed.ops.adam.DeepSpeedCPUAdam
+    return TorchJob(module, made(groups, lr=0.01, weight_decay=0.1))
+
+
+def plain_loops_resume() -> None:
+    for kind in ("same betas", "other betas", "fused"):
+        many_lives(partial(plain_loop, kind))
+        check_resume(partial(plain_loop, kind), skip=3)
+        check_early_state(partial(plain_loop, kind))
+
+
+def steps_that_nobody_watched() -> None:
+    """They count as one run from the first step on."""
+    module = torch.nn.Linear(2, 2)
+    for kind in (deepspeed.ops.adam.DeepSpeedCPUAdam, deepspeed.ops.adam.FusedAdam):
+        optimizer = kind(module.parameters(), betas=(0.9, 0.95))
+        for _ in range(3):
+            module(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        (powers,) = TorchAdapter(module, optimizer).scalars()["optimizer_state"]["beta_powers"]
+        assert (powers["since"], powers["step"]) == (0, 3)
+        assert powers["betas"] == pytest.approx((0.9, 0.95))
+
+
+def other_offload_is_refused() -> None:
+    seed(1)
+    engine = job(3, "bf16", "json", **OPTIMIZER).engine
+    zero = engine._config.zero_config
+    for owner, option, value, instead in (
+        ("offload_optimizer", "ratio", 0.5, 'offload_optimizer.ratio=0.5.*use "ratio": 1'),
+        ("offload_optimizer", "super_offload", True, "super_offload: its optimizer runs in processes"),
+        (
+            "offload_optimizer",
+            "device",
+            "nvme",
+            'device=nvme.*use "offload_optimizer": {"device": "cpu"}',
+        ),
+        ("", "zero_quantized_weights", True, "zero_quantized_weights: .*set it to false"),
+    ):
+        place = vars(getattr(zero, owner) if owner else zero)
+        with mock.patch.dict(place, {option: value}), pytest.raises(UnsupportedEngineError, match=instead):
+            adapt(engine)
+    with (
+        mock.patch.object(engine, "zenflow", True),
+        pytest.raises(UnsupportedEngineError, match=r"zenflow: .*use ZeRO 2"),
+    ):
+        adapt(engine)
+
+
+class Sometimes(TinyLM):
+    """`late` has a gradient in every other forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.calls = nn.Parameter(torch.ones(4)), 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(*args, **kwargs)
+        self.calls += 1
+        return loss * self.late.mean() if self.calls % 2 else loss
+
+
+def a_kept_gradient_is_reported(stage: int) -> None:
+    """Once, on a rank that updates the parameter, and only where there is one."""
+    log = logging.getLogger("cpsr.engines.deepspeed_offload")
+    for model, expected in ((Sometimes, 1), (TinyLM, 0)):
+        seed(1)
+        here = job(stage, "bf16", "adamw", 1, model=model, **OPTIMIZER)
+        with mock.patch.object(log, "warning") as warned:
+            run(here, 0, 4)
+        said = torch.tensor(warned.call_count)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
+        assert said == expected
+
+
+def pipelines_and_experts() -> None:
+    offload = "offload_optimizer"
+    check_resume(lambda: DeepSpeedJob(initialize(TinyMoE(2), configuration(2, "bf16", offload=offload))))
+    check_resume(lambda: PipelineJob(pipeline_engine(1, "bf16", offload=offload)))
+
+
+FUSED, CPU = "FusedAdam", "DeepSpeedCPUAdam"
+CASES: dict[str, Case] = {
+    # An overflow in the second step after the snapshot: only the first can be skipped as if it were trained.
+    "json-zero0-fp32": partial(resumed, 0, "fp32", 3, FUSED),
+    "json-zero0-fp16": partial(resumed, 0, "fp16", 1, FUSED),
+    "json-zero1-fp32": partial(resumed, 1, "fp32", 3, FUSED),
+    "json-zero2-bf16": partial(resumed, 2, "bf16", 3, FUSED),
+    "json-zero3-bf16": partial(resumed, 3, "bf16", 3, FUSED),
+    "json-zero3-sub-groups": partial(resumed, 3, "bf16", 3, FUSED, sub_group_size=50),
+    "offload-json-zero1-fp32": partial(resumed, 1, "fp32", 3, CPU, **OPTIMIZER),
+    "offload-json-zero2-bf16": partial(resumed, 2, "bf16", 3, CPU, **OPTIMIZER),
+    "offload-json-zero2-fp16": partial(resumed, 2, "fp16", 1, CPU, **OPTIMIZER),
+    "offload-json-zero2-one-micro-batch": partial(resumed, 2, "bf16", 3, CPU, micro_batches=1, **OPTIMIZER),
+    "offload-json-zero3-bf16": partial(resumed, 3, "bf16", 3, CPU, **OPTIMIZER),
+    "offload-json-zero3-sub-groups": partial(resumed, 3, "fp16", 1, CPU, sub_group_size=50, **OPTIMIZER),
+    "offload-param-json-zero3-bf16": partial(resumed, 3, "bf16", 3, CPU, **PARAMETERS),
+    "many-lives-json-zero2": partial(many_lives, partial(job, 2, "bf16")),
+    "many-lives-offload-zero2": partial(many_lives, partial(job, 2, "bf16", **OPTIMIZER)),
+    "many-lives-offload-zero3": partial(many_lives, partial(job, 3, "fp32", sub_group_size=50, **PARAMETERS)),
+    "jumps-json-zero1": partial(jumps_unseen, partial(job, 1, "fp32")),
+    "jumps-offload-zero2": partial(jumps_unseen, partial(job, 2, "fp32", **OPTIMIZER)),
+    "early-state-json-zero0": partial(check_early_state, partial(job, 0, "fp32")),
+    "early-state-offload-zero2": partial(check_early_state, partial(job, 2, "bf16", **OPTIMIZER)),
+    "unfinished-step-zero2": partial(rolls_back_unfinished_steps, stage=2, precision="bf16", **OPTIMIZER),
+    "unfinished-step-zero3": partial(rolls_back_unfinished_steps, stage=3, precision="bf16", **PARAMETERS),
+    "plain-loops": plain_loops_resume,
+    "steps-nobody-watched": steps_that_nobody_watched,
+    "other-offload-refused": other_offload_is_refused,
+}
+# These use torch's AdamW: no kernel.
+OFFLOAD: dict[str, Case] = {
+    "offload-kept-gradient-zero2": partial(a_kept_gradient_is_reported, 2),
+    "offload-kept-gradient-zero3": partial(a_kept_gradient_is_reported, 3),
+    "offload-zero1-fp32": partial(resumed, 1, "fp32", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
+    "offload-zero2-bf16": partial(resumed, 2, "bf16", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
+    "offload-zero3-fp16": partial(resumed, 3, "fp16", 1, "AdamW", optimizer="adamw", **OPTIMIZER),
+    "offload-param-zero3-bf16": partial(resumed, 3, "bf16", 3, "AdamW", optimizer="adamw", **PARAMETERS),
+}
+
+
+def with_kernels_in_torch(case: Case) -> Case:
+    @functools.wraps(case)
+    def run_case() -> None:
+        with in_torch():
+            case()
+
+    return run_case
+
+
+KERNELS = OFFLOAD | {name: with_kernels_in_torch(case) for name, case in CASES.items()}
+KERNELS |= {"offload-pipelines-and-experts": pipelines_and_experts}  # last: a pipeline changes DeepSpeed's groups
+REAL_KERNELS = CASES
