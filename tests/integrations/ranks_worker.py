@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -96,8 +97,9 @@ def shard_on_the_host() -> None:
     """Accelerate leaves FSDP out on ranks without an accelerator, though `fully_shard` runs there: tell it of one."""
     from accelerate.state import DistributedType, PartialState
 
-    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
-    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    found = ("gloo", DistributedType.MULTI_GPU)
+    mock.patch.object(PartialState, "_prepare_backend", return_value=found).start()
+    mock.patch.object(PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu"))).start()
 
 
 def with_trainer(options: Options) -> Any:
