@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch.utils.data import Dataset
 
 from cpsr import Restored, RolledBack
@@ -71,18 +70,15 @@ def poison(module: Any, args: Any, output: Any) -> Any:
     return output
 
 
-def trainer_of(tmp_path: Path, items: int = 21, poisoned: bool = False, lora: bool = False, **arguments: Any) -> Any:
+def trainer_of(tmp_path: Path, items: int = 21, poisoned: bool = False, **arguments: Any) -> Any:
     set_seed(5)
-    model: Any = GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0, resid_pdrop=0.2
         )
     )
     if poisoned:
         model.register_forward_hook(poison)
-    if lora:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.2, fan_in_fan_out=True))
     settings: dict[str, Any] = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
@@ -192,24 +188,6 @@ def test_the_run_continues_bit_for_bit(tmp_path: Path, at: int, interval: int, a
     assert isinstance(events[0], Restored)
     assert events[0].iteration == at // interval * interval
     assert ends_with(trainer) == uninterrupted(tmp_path, **arguments)
-
-
-def test_adapters_come_back_beside_a_base_that_is_saved_once(tmp_path: Path) -> None:
-    fail(tmp_path, 9, lora=True)
-    trainer = trainer_of(tmp_path, lora=True)
-    follow(trainer, tmp_path)
-    trainer.train()
-    assert ends_with(trainer) == uninterrupted(tmp_path, lora=True)
-    frozen = {name for name, one in trainer.model.named_parameters() if not one.requires_grad}
-    kept: dict[str, set[int]] = {name: set() for name in frozen}
-    checkpoints = sorted((tmp_path / "cpsr" / "checkpoints").glob("step-*"))
-    for file in (file for one in checkpoints for file in one.rglob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in frozen:
-                if any(name in key for key in tensors.keys()):  # noqa: SIM118 - it is no dictionary
-                    kept[name].add(file.stat().st_ino)
-    assert len(checkpoints) > 1
-    assert {len(files) for files in kept.values()} == {1}
 
 
 def test_a_run_without_a_failure_is_that_without_cpsr(tmp_path: Path) -> None:
