@@ -96,6 +96,18 @@ def durable(
 
 
 @bench.command()
+def loader(
+    json_path: JsonPath = None,
+    batches: Annotated[int, typer.Option(min=10, help="Trained before the restart.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(min=1, help="Restarts of each loader.")] = 5,
+) -> None:
+    """Time from a restart to the first batch, a million batches in, by kind of loader."""
+    from cpsr.benchmarks.loader.run import main as run_loader
+
+    run_loader(json_path, batches, rounds)
+
+
+@bench.command()
 def frozen(
     json_path: JsonPath = None,
     checkpoints: Annotated[int, typer.Option(min=3, help="Of each way.")] = 16,

@@ -16,18 +16,20 @@ __all__ = ["loss_of", "preserved_training_state"]
 def loss_of(output: Any) -> torch.Tensor | None:
     """The loss in what a module returned, None if there is none.
 
-    Recognised: a scalar tensor; an object with `.loss`; a dict with `loss`; a tuple or list that starts with one. A
-    distributed tensor is one where every rank has the value.
+    Recognised: a tensor without dimensions; an object with `.loss`, or a dict with `loss`, of one element; a tuple or
+    list that starts with one of these. A tensor of shape (1,) or (1, 1) is the output for a batch of one. A distributed
+    tensor is a loss where every rank has the value.
     """
     if isinstance(output, tuple | list) and not hasattr(output, "loss"):
         output = output[0] if output else None
+    named = not isinstance(output, torch.Tensor)
     if isinstance(output, dict):
         output = output.get("loss")
-    elif not isinstance(output, torch.Tensor):
+    elif named:
         output = getattr(output, "loss", None)
-    if isinstance(output, torch.Tensor) and output.numel() == 1 and output.is_floating_point():
-        return whole(output)
-    return None
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return None
+    return whole(output) if output.dim() == 0 or (named and output.numel() == 1) else None
 
 
 @contextmanager

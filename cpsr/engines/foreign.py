@@ -37,7 +37,7 @@ FABRIC = (
 FSDP1 = (
     "is sharded by FSDP1, which torch has replaced and whose flat parameters CPSR does not read: call "
     "torch.distributed.fsdp.fully_shard (FSDP2) on the model in its place, build the optimizer after that, and pass "
-    "TorchAdapter(model, optimizer)"
+    "TorchAdapter(model, optimizer); under accelerate and the Trainer of transformers choose FSDP version 2"
 )
 ENGINES = (
     _Kind(

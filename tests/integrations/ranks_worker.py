@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from cpsr import CPSRRecovery
@@ -17,6 +19,12 @@ from cpsr.demo.ranks import join_ranks
 from tests.recovery.options import LifeOptions
 
 ITEMS, BATCH = 42, 2  # on two ranks 11 batches each, in 6 steps
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
+    "zero_allow_untested_optimizer": True,
+}
 
 
 @dataclass(frozen=True)
@@ -24,14 +32,18 @@ class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        loop: `Trainer`, `Trainer with DeepSpeed`, `accelerate` or `Lightning`.
+        loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, or `Lightning`.
         fault: the step after which rank 1 kills itself.
         committed: a commit record that must exist before.
+        save_steps: after how many the Trainer saves a checkpoint of its own; 0 for none.
+        own_checkpoint: the one that the Trainer resumes, without CPSR.
     """
 
     loop: str = ""
     fault: str = ""
     committed: Path | None = None
+    save_steps: int = 0
+    own_checkpoint: str = ""
 
     def after_step(self, step: int) -> None:
         if self.fault and step == int(self.fault) and os.environ["RANK"] == "1":
@@ -70,12 +82,24 @@ def main(options: Options, rank: int, ranks: int) -> None:
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ["ACCELERATE_USE_CPU"] = "true"
     join_ranks(options.meeting)
-    train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop, with_trainer)
+    if "FSDP" in options.loop:
+        shard_on_the_host()
+    train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop.split()[0], with_trainer)
     steps, values, losses = train(options)
-    digest = hashlib.sha256(b"".join(one.detach().float().numpy().tobytes() for one in values)).hexdigest()
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in values]
+    digest = hashlib.sha256(b"".join(one.detach().float().numpy().tobytes() for one in whole)).hexdigest()
     result = {"steps": steps, "state": digest, "losses": losses}
     options.leave(rank, result)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def shard_on_the_host() -> None:
+    """Accelerate leaves FSDP out on ranks without an accelerator, though `fully_shard` runs there: tell it of one."""
+    from accelerate.state import DistributedType, PartialState
+
+    found = ("gloo", DistributedType.MULTI_GPU)
+    mock.patch.object(PartialState, "_prepare_backend", return_value=found).start()
+    mock.patch.object(PartialState, "set_device", lambda self: setattr(self, "device", torch.device("cpu"))).start()
 
 
 def with_trainer(options: Options) -> Any:
@@ -87,12 +111,6 @@ def with_trainer(options: Options) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             options.after_step(state.global_step)
 
-    deepspeed = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
-        "zero_allow_untested_optimizer": True,
-    }
     set_seed(3)
     args = TrainingArguments(
         output_dir=str(options.result.with_suffix(".trainer")),
@@ -101,27 +119,42 @@ def with_trainer(options: Options) -> Any:
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
         logging_steps=5,
-        save_strategy="no",
+        save_strategy="steps" if options.save_steps else "no",
+        save_steps=options.save_steps or 1,
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
-        deepspeed=deepspeed if "DeepSpeed" in options.loop else None,
+        deepspeed=DEEPSPEED if "DeepSpeed" in options.loop else None,
+        fsdp="FSDP" in options.loop,
+        fsdp_config={"version": 2, "auto_wrap_policy": "NO_WRAP"} if "FSDP" in options.loop else None,
     )
     trainer = Trainer(model=Net(), args=args, train_dataset=Items())
-    trainer.add_callback(CPSRCallback(trainer, options.config))
+    if not options.own_checkpoint:
+        trainer.add_callback(CPSRCallback(trainer, options.config))
     trainer.add_callback(AfterStep())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=options.own_checkpoint or None)
     losses = [[entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry]
     return trainer.state.global_step, trainer.model.state_dict().values(), losses
 
 
+def accelerator_of(loop: str) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    plugins: dict[str, Any] = {}
+    if "DeepSpeed" in loop:
+        os.environ["ACCELERATE_USE_CPU"] = "false"  # or accelerate leaves DeepSpeed out
+        plugins["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=DEEPSPEED)
+    if "FSDP" in loop:
+        plugins["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+    return Accelerator(cpu="DeepSpeed" not in loop, gradient_accumulation_steps=2, **plugins)
+
+
 def with_accelerate(options: Options) -> Any:
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     from cpsr.integrations.accelerate import engine_of, resume
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = accelerator_of(options.loop)
     set_seed(3)
     net = Net()
     adam = torch.optim.AdamW(net.parameters(), 1e-2)
@@ -134,6 +167,8 @@ def with_accelerate(options: Options) -> Any:
     losses: dict[str, float] = {}
     with CPSRRecovery(engine_of(accelerator, model, optimizer, scheduler), options.config) as recovery:
         recovery.register("losses", losses)
+        if "DeepSpeed" in options.loop:
+            recovery.register("scheduler", scheduler)  # which the loop steps, and not the engine
         for batch in resume(recovery, loader, epochs=options.iterations // 6):
             with accelerator.accumulate(model):
                 loss = model(**batch)["loss"]

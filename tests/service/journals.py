@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import httpx
+from typing import Any, Protocol
 
 from cpsr.journal import (
     BacktestRow,
@@ -162,7 +160,19 @@ def record_event(journal: Journal, message: str) -> None:
     journal.record(EventRow(life=0, rank=0, kind="test", message=message))
 
 
-def error_of(response: httpx.Response, status: int) -> dict[str, str]:
+class Answer(Protocol):
+    """A response of httpx, or of its successor, with which Starlette's TestClient asks where that is installed."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    @property
+    def text(self) -> str: ...
+
+    def json(self) -> Any: ...
+
+
+def error_of(response: Answer, status: int) -> dict[str, str]:
     """The answer, where it is the one form of a refusal."""
     assert response.status_code == status, response.text
     body: dict[str, str] = response.json()

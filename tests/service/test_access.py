@@ -25,7 +25,7 @@ def with_token(run_dir: Path, base_url: str = "http://example.org") -> TestClien
 )
 def test_with_a_token_every_request_needs_it(tmp_path: Path, authorization: str | None) -> None:
     new_run(tmp_path)
-    headers = {} if authorization is None else {"authorization": authorization.encode("latin-1")}
+    headers = {} if authorization is None else {b"authorization": authorization.encode("latin-1")}
     for client in (with_token(tmp_path), with_token(tmp_path, BASE_URL)):
         for path in ("/plan", "/healthz", "/metrics", "/openapi.json", "/events", "/nothing"):
             refused = client.get(path, headers=headers)

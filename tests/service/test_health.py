@@ -6,11 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 from fastapi.testclient import TestClient
 
 from cpsr.journal import CheckpointRow, Journal
-from tests.service.journals import error_of, flushed, new_run, record_steps
+from tests.service.journals import Answer, error_of, flushed, new_run, record_steps
 
 
 def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:
@@ -37,10 +36,10 @@ def test_health_names_a_failed_checkpoint_until_the_next_is_good(client: TestCli
 
 
 def test_health_of_a_silent_job_depends_on_its_pace(tmp_path: Path, client: TestClient, journal: Journal) -> None:
-    def age(seconds: float) -> httpx.Response:
+    def age(seconds: float) -> Answer:
         for file in tmp_path.glob("journal.db*"):
             os.utime(file, (time.time() - seconds, time.time() - seconds))
-        response: httpx.Response = client.get("/healthz")
+        response: Answer = client.get("/healthz")
         return response
 
     record_steps(journal, seconds=1.5)  # 200 iterations are 300 s
