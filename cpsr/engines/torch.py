@@ -26,6 +26,7 @@ from cpsr.engines.naming import (
     tensor_identity,
 )
 from cpsr.engines.optimizer_state import OptimizerState, Updated
+from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
@@ -257,6 +258,10 @@ class TorchAdapter:
             "growth_interval": scaler.get_growth_interval(),
             "_growth_tracker": number(scaler._growth_tracker, on_device=True),
         }
+
+    def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
+        """See `EngineAdapter.resharded`."""
+        return {**scalars, **resharded_optimizer(scalars, self._updated())}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.
