@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cpsr.checkpoint.files import Digest, hash_file, hash_in_pieces, open_plain, read_bytes
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, Digest, piece_hash, pieces_in
+from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -33,8 +34,8 @@ from cpsr.checkpoint.replicated import files_with, missing_among
 from cpsr.checkpoint.tensor_content import TensorContent
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
-__all__ += ["files_left_to", "is_there", "is_thinned", "map_tensors", "open_tensors", "read_manifest"]
+__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]
+__all__ += ["files_left_to", "is_committed", "is_there", "is_thinned", "map_tensors", "open_tensors", "read_manifest"]
 __all__ += ["read_rank_manifest", "read_tensors", "verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
@@ -183,7 +184,7 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
 
 
 def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
-    """Compare a file with its record.
+    """Compare a file with its record, the hashes of its pieces included.
 
     Args:
         path: of the file.
@@ -194,7 +195,8 @@ def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    _compare(path, _persistently(partial(hash_file, direct=direct), path), record)
+    pieces = record.pieces is not None
+    _compare(path, _persistently(partial(hash_file, direct=direct, pieces=pieces), path), record)
 
 
 def read_tensors(
@@ -247,6 +249,22 @@ def _compare(path: Path, found: Digest, record: FileRecord) -> None:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
     if found.xxh3_128 != record.xxh3_128:
         raise DamagedFileError(path, f"its xxh3-128 is {found.xxh3_128}, committed was {record.xxh3_128}")
+    if found.pieces is not None and record.pieces is not None and found.pieces != record.pieces:
+        for index in range(pieces_in(record.bytes)):
+            check_piece(path, record, index, piece_hash(found.pieces, index))
+
+
+def check_piece(path: Path, record: FileRecord, index: int, found: str) -> None:
+    """Compare the hash of one piece with the file's record.
+
+    Raises:
+        CheckpointCorruptError: it differs.
+    """
+    committed = piece_hash(record.pieces or "", index)
+    if found != committed:
+        start = index * HASHED_PIECE_BYTES
+        end = min(start + HASHED_PIECE_BYTES, record.bytes)
+        raise DamagedFileError(path, f"the xxh3-64 of its bytes {start} to {end} is {found}, committed was {committed}")
 
 
 def open_tensors(path: Path) -> Any:
