@@ -266,7 +266,7 @@ class FrozenFiles:
                 )
             tensors[f"frozen/{name}"] = values
         digest = write_tensors(path, tensors, fsync=self._fsync)
-        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
 
     # Loading
 
