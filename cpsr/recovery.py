@@ -70,7 +70,7 @@ class CPSRRecovery:
     def __enter__(self) -> "CPSRRecovery":
         log_to_terminal(self._loop.adapter.rank)
         self._life = Life(self._loop, self._config)
-        self._loop.events.opened(self._life.restored)
+        self._loop.events.opened(self._life.restored, self._life.job.run)
         return self
 
     def __exit__(

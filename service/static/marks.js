@@ -83,6 +83,27 @@ export function drawRestarts(plot, restarts) {
   });
 }
 
+// sizes: {since_iteration, before, ranks}. Each line is named to its right, unless the next one is too near.
+export function drawSizes(plot, sizes) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  within(plot, () => {
+    const places = sizes.map((one) => plot.valToPos(one.since_iteration, "x", true));
+    sizes.forEach(({ before, ranks }, index) => {
+      const x = places[index];
+      ctx.strokeStyle = colour("quiet");
+      ctx.lineWidth = pixel;
+      stroke(ctx, [pixel, 3 * pixel], [x, bbox.top, x, bbox.top + bbox.height]);
+      if (places[index + 1] - x < NAME_PIXELS * pixel) return;
+      ctx.fillStyle = colour("quiet");
+      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
+      ctx.textAlign = "left";
+      ctx.textBaseline = "bottom";
+      ctx.fillText(`${before} \u2192 ${ranks} ranks`, x + 4 * pixel, bbox.top + bbox.height - 28 * pixel);
+    });
+  });
+}
+
 function within({ ctx, bbox }, draw) {
   ctx.save();
   ctx.beginPath();

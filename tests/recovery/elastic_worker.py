@@ -95,10 +95,14 @@ def main(options: Options, rank: int, ranks: int) -> None:
     batches: DataLoader[Any] = DataLoader(data, options.batch_size, sampler=sampler)
     dealt: list[list[int]] = []
     losses: dict[int, float] = {}
-    with CPSRRecovery(loop.given, options.config) as recovery:
+    recovery = CPSRRecovery(loop.given, options.config)
+    events: list[Any] = []
+    recovery.on_event(events.append)
+    with recovery:
         restored = recovery.restored
         started: dict[str, Any] = {"iteration": recovery.iteration, "method": restored.method}
         started["failure_iteration"] = restored.failure_iteration
+        started["ranks"] = [events[0].previous_ranks, events[0].ranks]
         started["whole"] = whole(recovery.life.job.adapter.shard(), rank)
         started["scalars"] = {key: str(value) for key, value in small(recovery).items()}
         for inputs, targets, indices in recovery.resume(batches, repeat=True):

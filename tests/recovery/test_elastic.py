@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cpsr.journal import JournalReader, sizes
 from tests.recovery.elastic_worker import GLOBAL_BATCH
 from tests.recovery.engines import ITEMS
 from tests.recovery.job import Ended, Job
@@ -73,6 +74,16 @@ def test_over_many_sizes_the_losses_are_those_of_one_size_but_for_rounding(job: 
     assert all(resized[at] == expected[at] for at in range(1, 4))
     seen = Counter(itertools.chain.from_iterable(samples(life, range(1, 13)) for life in lives))
     assert seen == dict.fromkeys(range(ITEMS), 12 * GLOBAL_BATCH // ITEMS)
+    assert [life.result(1)["started"]["ranks"] for life in lives] == [[4, 4], [4, 3], [3, 2], [2, 4]]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        assert [(one.ranks, one.since_iteration) for one in sizes(journal)] == [(4, 0), (3, 3), (2, 6), (4, 9)]
+        said = [one.message for one in journal.events() if one.kind == "ranks"]
+    taken = "each takes its part of checkpoint"
+    assert said == [
+        f"the run goes on with 3 ranks, before with 4: {taken} 3 and trains on 4 micro-batches an iteration",
+        f"the run goes on with 2 ranks, before with 3: {taken} 6 and trains on 6 micro-batches an iteration",
+        f"the run goes on with 4 ranks, before with 2: {taken} 9 and trains on 3 micro-batches an iteration",
+    ]
 
 
 def test_after_a_kill_the_last_checkpoint_goes_on_with_the_ranks_that_are_left(job: Job) -> None:
