@@ -141,10 +141,6 @@ class JournalReader:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
         return self._rows(LifeRow, "ORDER BY life")
 
-    def began_at(self) -> dict[int, int]:
-        """The iteration from which each life trained, by life; the earliest one, if it went back later."""
-        return dict(self._query("SELECT life, MIN(restored_iteration) FROM recoveries GROUP BY life ORDER BY life"))
-
     def checkpoints(self) -> list[CheckpointRow]:
         """Every checkpoint that was due, also the skipped and the failed ones."""
         return self._rows(CheckpointRow, "ORDER BY row")

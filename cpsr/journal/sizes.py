@@ -34,10 +34,11 @@ def sizes(reader: JournalReader) -> list[Size]:
     Raises:
         JournalError: the journal cannot be read.
     """
-    began = reader.began_at()
-    found = [
-        Size(life.ranks, began[life.life], life.life, life.started_unix_seconds)
-        for life in reader.lives()
-        if life.ranks is not None and life.life in began
-    ]
+    seconds, found = reader.seconds_of_lives(), list[Size]()
+    for life in reader.lives():
+        since = life.restored_iteration
+        if since is None and seconds.get(life.life):
+            since = 0  # from scratch
+        if life.ranks is not None and since is not None:
+            found.append(Size(life.ranks, since, life.life, life.started_unix_seconds))
     return found[:1] + [after for before, after in pairwise(found) if before.ranks != after.ranks]

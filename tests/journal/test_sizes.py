@@ -5,14 +5,15 @@ from tests.journal.timeline import START, Timeline
 
 
 def test_the_numbers_of_ranks_in_turn(tmp_path: Path) -> None:
-    """A size holds from where its first life trained, also if that went back later within it."""
-    lives: list[tuple[int | None, list[int]]] = [(4, [0]), (4, [90]), (3, [80, 100]), (3, [100]), (None, [110])]
-    lives += [(4, [120, 110]), (2, [])]  # the last one has not begun to train yet
+    """A size holds from where its first life trained; a life from scratch leaves no recovery."""
+    lives = [(4, None), (4, 90), (3, 80), (3, 100), (None, 110), (4, 110), (2, None)]
     with Timeline(tmp_path / "journal.db") as timeline:
-        for life, (ranks, places) in enumerate(lives):
+        for life, (ranks, restored) in enumerate(lives):
             timeline.begin(life, 10 * life, ranks)
-            for place in places:
-                timeline.restore(life, place)
+            if restored is not None:
+                timeline.restore(life, restored)
+            elif life == 0:  # the last one has not begun to train yet
+                timeline.train(life, 1, 8, begins=1)
     with JournalReader(tmp_path / "journal.db") as reader:
         assert [life.ranks for life in reader.lives()] == [ranks for ranks, _ in lives]
         expected = [(4, 0, 0), (3, 80, 2), (4, 110, 5)]

@@ -44,7 +44,7 @@ class Timeline:
         self.record(at, [LifeRow(life=life, started_unix_seconds=START + at, **process)])
 
     def restore(self, life: int, iteration: int) -> None:
-        """The life, or a roll-back inside of it, goes on from this iteration."""
+        """The life goes on from this iteration."""
         row = {"id": f"{life} {iteration}", "life": life, "restored_iteration": iteration, "method": "exact"}
         row |= {"failure_iteration": None, "checkpoint_iteration": iteration, "requested_mode": "exact"}
         self.record(0.0, [RecoveryRow(**row)])  # type: ignore[arg-type]  # of several types

@@ -216,7 +216,8 @@ def test_it_shows_numbers_of_ranks_over_time(page: Any, tmp_path: Path) -> None:
         journal.start_life("auto", ranks=ranks)
         journal.record(*losses(first + 1, last, life))
         at = {"restored_iteration": first, "checkpoint_iteration": first, "failure_iteration": None}
-        journal.record(recovery_row(life=life, method="exact" if first else "scratch", sources=(), **at))
+        if life:
+            journal.record(recovery_row(life=life, method="exact", sources=(), **at))
     journal.record(plan_row(measured_plan(), from_iteration=30))
     flushed(journal)
     with served(tmp_path) as service:
