@@ -74,7 +74,7 @@ class CPSRRecovery:
         try:
             log_to_terminal(self._loop.adapter.rank)
             self._life = Life(self._loop, self._config)
-            self._loop.events.opened(self._life.restored)
+            self._loop.events.opened(self._life.restored, self._life.job.run)
         except BaseException:
             self._slot.give_back()
             raise

@@ -114,8 +114,9 @@ class _Families:
 
 
 def _steps(families: _Families, run: str, reader: JournalReader) -> None:
-    steps = reader.recent_steps(RECENT_STEPS)
-    families.gauge("lives", "Processes that the run has had so far.", run, len(reader.lives()))
+    steps, lives = reader.recent_steps(RECENT_STEPS), reader.lives()
+    families.gauge("lives", "Processes that the run has had so far.", run, len(lives))
+    families.gauge("ranks", "Of the newest life.", run, lives[-1].ranks if lives else None)
     if not steps:
         return
     families.gauge("iteration", "Newest iteration.", run, steps[0].iteration)

@@ -33,6 +33,7 @@ from cpsr.service.problems import Problem
 from cpsr.service.recoveries import Recovery, recovery_of
 from cpsr.service.rehearsals import Rehearsal
 from cpsr.service.rows import answered, open_journal
+from cpsr.service.sizes import SIZES_EXAMPLE, RunSize, sizes_of
 from cpsr.service.tiers import CLASSES_EXAMPLE, ClassPlan, classes_of
 
 __all__ = ["PlanHistory", "PlanReply", "plan_of", "router"]
@@ -43,7 +44,8 @@ UNITS = {"_per_second": "1/s", "_seconds": "s", "_iterations": "iterations", "_h
 _EXAMPLE: dict[str, Any] = {
     "run_id": "5f0c2a7e",
     "mode": "auto",
-    "world_size": 1,
+    "world_size": 3,
+    "sizes": SIZES_EXAMPLE,
     "last_iteration": 4321,
     "iteration_seconds": 0.6,
     "phase": {"phase": 4, "first_iteration": 4000},
@@ -136,6 +138,9 @@ class PlanReply(BaseModel):
     run_id: str | None
     mode: str | None = Field(description="Recovery mode of the newest life.")
     world_size: int | None = Field(description="null where the run directory lacks it; `ranks` then has rank 0.")
+    sizes: list[RunSize] = Field(
+        description="Numbers of ranks in turn, the present one last; empty where only an older version has trained."
+    )
     last_iteration: int | None
     iteration_seconds: float | None = Field(description="Median of the recent steps.")
     phase: CurrentPhase | None = Field(
@@ -265,6 +270,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             run_id=identity.get("run_id"),
             mode=lives[-1].mode if lives else identity.get("mode"),
             world_size=identity.get("world_size"),
+            sizes=sizes_of(reader),
             last_iteration=last_iteration,
             iteration_seconds=seconds,
             phase=_current_phase(ended, explanation),

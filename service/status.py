@@ -31,6 +31,7 @@ LOST = {  # parts of the wall time that are not useful
     "restart": "restarts",
     "other": "other",
 }
+SIZES_SHOWN = 3  # earlier ones
 BASELINES_SHOWN = ("young", "checkfreq")
 ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
@@ -149,7 +150,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     state += ENDINGS.get(health["life"], "")
     at = "no step yet" if health["last_iteration"] is None else f"iteration {health['last_iteration']}"
     name = "run" if plan is None or plan["run_id"] is None else f"run {escape(plan['run_id'])}"
-    lines = [f"{name}: {state}, {at}"]
+    lines = [f"{name}: {state}, {at}{'' if plan is None else _ranks(plan)}"]
     if plan is None:
         return [*lines, "no plan yet"]
     lines += [*_ettr_lines(plan), _plan_line(plan), *_class_lines(plan)]
@@ -164,6 +165,19 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
+
+
+def _ranks(plan: dict[str, Any]) -> str:
+    """How many ranks the run has, and had before."""
+    sizes = plan.get("sizes", [])  # a service of an older version lacks them
+    now = sizes[-1]["ranks"] if sizes else plan["world_size"]
+    if now is None:
+        return ""
+    count = f", {now} rank{'s' * (now > 1)}"
+    if len(sizes) < 2:
+        return count
+    before = [f"{one['ranks']} since {one['since_iteration']}" for one in sizes[-1 - SIZES_SHOWN : -1]]
+    return f"{count} since iteration {sizes[-1]['since_iteration']} (before: {', '.join(before)})"
 
 
 def _ettr_lines(plan: dict[str, Any]) -> list[str]:

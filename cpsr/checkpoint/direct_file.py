@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "DIRECT", "PIECE_BYTES", "aligned_pieces", "open_direct", "read_pieces", "write_piece"]
+__all__ = ["BLOCK_BYTES", "DIRECT", "PIECE_BYTES", "aligned_pieces", "block_buffer", "open_direct"]
+__all__ += ["read_at", "read_pieces", "write_piece"]
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def read_pieces(descriptor: int, piece_bytes: int = PIECE_BYTES) -> Iterator[mem
     Raises:
         OSError: the file system failed.
     """
-    buffer = _buffer(min(piece_bytes, os.fstat(descriptor).st_size))
+    buffer = block_buffer(min(piece_bytes, os.fstat(descriptor).st_size))
     while True:
         try:
             count = os.readv(descriptor, [buffer])
@@ -100,6 +101,34 @@ def read_pieces(descriptor: int, piece_bytes: int = PIECE_BYTES) -> Iterator[mem
         yield buffer[:count]
 
 
+def read_at(descriptor: int, buffer: memoryview, start: int, size: int) -> int:
+    """Read so many bytes of a file from a place on; returns how many came, fewer only at its end.
+
+    Args:
+        descriptor: of `open_direct`, or of any file to read from.
+        buffer: of `block_buffer`, as long as the whole blocks with these bytes; more than these may come.
+        start: a multiple of `BLOCK_BYTES`.
+        size: of what is wanted.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    filled = 0
+    while filled < size:
+        try:
+            count = os.preadv(descriptor, [buffer[filled:]], start + filled)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _through_cache(descriptor):
+                raise
+            continue
+        if not count:
+            break
+        if count % BLOCK_BYTES:  # the rest does not lie as blocks do
+            _through_cache(descriptor)
+        filled += count
+    return filled
+
+
 def aligned_pieces(runs: Sequence[NDArray[numpy.uint8]]) -> Iterator[memoryview]:
     """The bytes of all runs one after the other, in pieces that `DIRECT` permits, each valid until the next.
 
@@ -109,7 +138,7 @@ def aligned_pieces(runs: Sequence[NDArray[numpy.uint8]]) -> Iterator[memoryview]
     Args:
         runs: what a file is to hold, in its order.
     """
-    gathered = numpy.frombuffer(_buffer(min(PIECE_BYTES, sum(run.nbytes for run in runs))), numpy.uint8)
+    gathered = numpy.frombuffer(block_buffer(min(PIECE_BYTES, sum(run.nbytes for run in runs))), numpy.uint8)
     filled = 0
     for run in runs:
         rest, address = run, run.ctypes.data
@@ -133,7 +162,7 @@ def aligned_pieces(runs: Sequence[NDArray[numpy.uint8]]) -> Iterator[memoryview]
         yield gathered[:filled].data
 
 
-def _buffer(size: int) -> memoryview:
+def block_buffer(size: int) -> memoryview:
     """Memory of whole blocks, at least one; in huge pages where there are, of which a transfer looks up fewer."""
     memory = mmap.mmap(-1, max(1, -(-size // BLOCK_BYTES)) * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # After a fork either process may get a copy of the page that the device still writes to.

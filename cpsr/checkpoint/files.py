@@ -6,17 +6,16 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 
 from cpsr.checkpoint.direct_file import aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.file_hash import Digest, FileHash
 from cpsr.checkpoint.tensor_image import image_of
 from cpsr.errors import SaveError
 
-__all__ = ["Digest", "hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
+__all__ = ["hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
 
@@ -24,14 +23,6 @@ _log = logging.getLogger(__name__)
 
 _CHECK = "check the disk and the memory"
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Size in bytes and xxh3-128 (hexadecimal) of one file."""
-
-    bytes: int
-    xxh3_128: str
 
 
 def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
@@ -78,7 +69,7 @@ def write_tensors(
         metadata: of the file, in its header.
 
     Returns:
-        Size and hash of the bytes that were read back and verified.
+        Size and hashes, also of the pieces, of the bytes that were read back and verified.
 
     Raises:
         SaveError: what was read back differs, or no file can hold these tensors.
@@ -134,51 +125,54 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None) -> Digest:
+def hash_file(
+    path: Path, *, direct: bool = False, pieces: bool = False, take: Callable[[memoryview], None] | None = None
+) -> Digest:
     """Size and hash of a file.
 
     Args:
         path: its name.
         direct: see `open_plain`.
-        take: gets the content in pieces, each valid until the next.
+        pieces: hash every piece, too.
+        take: gets the content in parts, each valid until the next.
 
     Raises:
         OSError: see `open_plain`.
     """
-    pieces = hash_in_pieces(path, direct=direct, take=take)
+    parts = hash_in_pieces(path, direct=direct, pieces=pieces, take=take)
     while True:
         try:
-            next(pieces)
+            next(parts)
         except StopIteration as end:
             digest: Digest = end.value
             return digest
 
 
 def hash_in_pieces(
-    path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None
+    path: Path, *, direct: bool = False, pieces: bool = False, take: Callable[[memoryview], None] | None = None
 ) -> Generator[None, None, Digest]:
     """Size and hash of a file: every `next` reads 4 MiB.
 
     Args:
         path: its name.
         direct: see `open_plain`.
+        pieces: see `hash_file`.
         take: see `hash_file`.
 
     Raises:
         OSError: see `open_plain`.
     """
-    state, size = xxhash.xxh3_128(), 0
+    found = FileHash(pieces=pieces)
     descriptor = open_plain(path, direct=direct)
     try:
         for piece in read_pieces(descriptor, _CHUNK_BYTES):
-            state.update(piece)
-            size += len(piece)
+            found.take(piece)
             if take is not None:
                 take(piece)
             yield
     finally:
         os.close(descriptor)
-    return Digest(size, state.hexdigest())
+    return found.digest()
 
 
 def sync_directory(path: Path) -> None:
@@ -280,15 +274,14 @@ def _read_all(descriptor: int) -> bytes:
 def _write_image(
     path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, *, fsync: bool
 ) -> Digest:
-    """Write a new file of the tensors; returns size and hash of what was to be written."""
+    """Write a new file of the tensors; returns size and hashes of what was to be written."""
     image = image_of(tensors, metadata)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = open_direct(path, flags) if fsync else os.open(path, flags, 0o600)
-    state, size = xxhash.xxh3_128(), 0
+    written = FileHash(pieces=True)
     try:
         for piece in aligned_pieces(image):
-            state.update(piece)
-            size += len(piece)
+            written.take(piece)
             write_piece(descriptor, piece, path)
         if fsync:
             os.fsync(descriptor)
@@ -297,4 +290,4 @@ def _write_image(
         os.close(descriptor)
     # Access to the directory decides who may read its files.
     path.chmod(path.parent.stat().st_mode & 0o666)
-    return Digest(size, state.hexdigest())
+    return written.digest()

@@ -266,19 +266,23 @@ class FrozenFiles:
                 )
             tensors[f"frozen/{name}"] = values
         digest = write_tensors(path, tensors, fsync=self._fsync)
-        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
 
     # Loading
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, saved_by: int | None = None) -> None:
         """Bring the engine's settled parameters to those of a checkpoint; reads only what differs.
+
+        Args:
+            directory: the checkpoint.
+            saved_by: the rank whose part is taken; None: this one's.
 
         Raises:
             CheckpointCorruptError: a file is damaged; the engine's parameters that are in it hold anything.
             UnreadableFileError: the file system refuses to give it now; likewise.
         """
         manifest = read_manifest(directory)
-        record = read_rank_manifest(directory, manifest, self._rank)
+        record = read_rank_manifest(directory, manifest, self._rank if saved_by is None else saved_by)
         wanted = _settled_in(record)
         present = self.weights.present(wanted)
         stale = {name: one for name, one in wanted.items() if present[name] != one}

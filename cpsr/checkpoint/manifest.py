@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -12,7 +12,10 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     StringConstraints,
     model_serializer,
+    model_validator,
 )
+
+from cpsr.checkpoint.file_hash import PIECE_DIGITS, pieces_in
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
@@ -33,6 +36,7 @@ FileName = Annotated[
 ]
 FrozenFileName = Annotated[str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.{_FROZEN}\.safetensors$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+PieceHashes = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
 # The years 1 to 9999, the range of a date.
@@ -56,11 +60,20 @@ class _RecordOfSome(_Record):
         return {key: value for key, value in written.items() if value is not None}
 
 
-class FileRecord(_Record):
-    """One file: its size and hash."""
+class FileRecord(_RecordOfSome):
+    """One file: its size and hashes."""
 
     bytes: Count
     xxh3_128: Xxh3
+    pieces: PieceHashes | None = Field(
+        default=None, description="xxh3-64 of every MiB, one after the other; absent in records of earlier versions"
+    )
+
+    @model_validator(mode="after")
+    def _has_all_pieces(self) -> Self:
+        if self.pieces is not None and len(self.pieces) != PIECE_DIGITS * pieces_in(self.bytes):
+            raise ValueError(f"has {len(self.pieces)} digits of pieces for {self.bytes} bytes")
+        return self
 
 
 class TensorRecord(_Record):

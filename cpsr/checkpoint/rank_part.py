@@ -68,7 +68,7 @@ class RankPartWriter:
         for name, part in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
             digest = write_tensors(directory / name, part, fsync=self._fsync)
-            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128)
+            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
             written += digest.bytes
         if self._fsync:
             sync_directory(directory)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.files import write_bytes
+from cpsr.config import ElasticConfig
 from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.group import Group, this_node
 
@@ -33,13 +34,22 @@ class RunDirectory:
         path: the directory.
         run_id: drawn once, when the directory was first used.
         local_ranks: the ranks of this job on this machine.
+        ranks: number of them in this job.
+        previous_ranks: of the life before; those of this job where there was none.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
     """
 
     path: Path
     run_id: str
     local_ranks: tuple[int, ...]
+    ranks: int
+    previous_ranks: int
     ended: dict[str, Any] | None
+
+    @property
+    def resized(self) -> bool:
+        """Whether the life before had another number of ranks."""
+        return self.ranks != self.previous_ranks
 
     def checkpoint_bytes(self) -> int:
         """Bytes that the run's checkpoints take on the disk now; a file with several names counts once."""
@@ -58,7 +68,9 @@ class RunDirectory:
         (self.path / ENDED).unlink(missing_ok=True)
 
 
-def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -> RunDirectory:
+def open_run(
+    path: Path, group: Group, mode: str, description: dict[str, Any], elastic: ElasticConfig | None = None
+) -> RunDirectory:
     """Create a run directory, or check that an existing one belongs to this job; a collective of all ranks.
 
     Args:
@@ -66,6 +78,7 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
         group: the ranks.
         mode: the configured mode, kept for `cpsr inspect` and the service.
         description: `EngineAdapter.describe()` of this rank.
+        elastic: which other numbers of ranks may go on with the run; None: no other one.
 
     Raises:
         RunMismatchError: it belongs to another model or world size, or the ranks' models differ; nothing was changed.
@@ -77,7 +90,7 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
     )
     layouts = group.gather(_layout_hash(description["tensors"]))
     nodes = group.gather(this_node())
-    here = _Here(group.size, tensors, layouts if any(layouts) else [])
+    here = _Here(group.size, tensors, layouts if any(layouts) else [], elastic or ElasticConfig())
     opened = group.broadcast(_open_on_rank_0(path, mode, description, here) if group.rank == 0 else None)
     if "mismatch" in opened:
         raise RunMismatchError(opened["mismatch"])
@@ -86,7 +99,8 @@ def open_run(path: Path, group: Group, mode: str, description: dict[str, Any]) -
     if "unreachable" in opened:
         raise RunDirectoryError(opened["unreachable"])
     _check_shared(path, group, opened["run_id"])
-    return RunDirectory(path, opened["run_id"], _local(nodes), opened["ended"])
+    previous = opened["previous_ranks"]
+    return RunDirectory(path, opened["run_id"], _local(nodes), group.size, previous, opened["ended"])
 
 
 def run_id(path: Path) -> str:
@@ -109,11 +123,13 @@ class _Here:
         world_size: of the job.
         tensors: global shapes by name.
         layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
+        elastic: which other numbers of ranks may go on with the run.
     """
 
     world_size: int
     tensors: dict[str, Any]
     layouts: list[str]
+    elastic: ElasticConfig
 
 
 def _layout_hash(tensors: dict[str, Any]) -> str:
@@ -152,13 +168,13 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
             known = {"run_id": uuid.uuid4().hex}
         else:
             _check(path, known, description, here)
-        before = dict(known)
+        before, previous = dict(known), known.get("world_size", here.world_size)
         known |= {"world_size": here.world_size, "mode": mode, "tensors": here.tensors}
         known |= {"layouts": here.layouts} if here.layouts else {}
         known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
         if known != before:  # a full disk must not prevent a restart
             _write_json(path / IDENTITY, known)
-        return {"run_id": known["run_id"], "ended": _read_json(path / ENDED)}
+        return {"run_id": known["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
     except RunMismatchError as error:
         return {"mismatch": str(error)}
     except CPSRError as error:
@@ -180,17 +196,20 @@ def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here:
                 f"{path} holds a run of another model: the first tensor that differs is '{name}', {theirs} there and "
                 f"{ours} here; {kept}"
             )
-    if known["world_size"] != world_size:
+    resized = known["world_size"] != world_size
+    if resized and not here.elastic.allows(world_size):
         raise RunMismatchError(
-            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, and its checkpoints fit "
-            f"only {known['world_size']}; nothing in it was changed. {_way_out(path, known)}"
+            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, which "
+            f"{here.elastic.limits} not allow; nothing in it was changed. Start with {known['world_size']} ranks, or "
+            f"let elastic.min_ranks and elastic.max_ranks include {world_size} (docs/elastic.md). "
+            f"{_way_out(path, known)}"
         )
     for key in ("zero_stage", "precision", "optimizer"):
         if known[key] != description[key]:
             raise RunMismatchError(
                 f"{path} holds a run with {key} {known[key]!r}, this job has {description[key]!r}; {kept}"
             )
-    if (before := known.get("layouts", [])) != here.layouts:
+    if not resized and (before := known.get("layouts", [])) != here.layouts:
         other = [rank for rank, pair in enumerate(zip_longest(before, here.layouts)) if pair[0] != pair[1]]
         raise RunMismatchError(
             f"{path} holds a run whose tensors are split over the ranks in another way: ranks {other} hold other parts "

@@ -19,7 +19,7 @@ A partial checkpoint (see `cpsr.checkpoint.carried`) holds no moments and no ext
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,7 @@ class CheckpointStore:
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         drifted: replicas that a commit found to differ (rank 0); None: none so far.
         frozen: files of this rank's parameters outside the optimizer; None: it has none.
+        reshard: loads a checkpoint of another number of ranks into the views; None: it is refused.
         attempt: every rank increases it when the job rolls back within its life, with the writers drained. So shards of
             two passes over the same iterations never form one checkpoint.
     """
@@ -118,6 +119,7 @@ class CheckpointStore:
         self.copied_iteration: int | None = None
         self.drifted: Drifted | None = None
         self.frozen: FrozenFiles | None = None
+        self.reshard: Callable[[Path, Manifest, Shard], Any] | None = None
         self._rank = rank
         self._world_size = world_size
         self._run_id = run_id
@@ -282,9 +284,11 @@ class CheckpointStore:
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
             CheckpointError: there is none at that iteration, or it holds the weights only.
         """
-        directory, manifest = self._of_this_run(iteration)
+        directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
         if manifest.partial or is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
+        if manifest.world_size != self._world_size and self.reshard is not None:
+            return self.reshard(directory, manifest, into)
         scalars = load_shard(directory, manifest, self._rank, into, self._frozen_tensors())
         if self.frozen is not None:
             self.frozen.load(directory)
@@ -314,8 +318,7 @@ class CheckpointStore:
     def abandon_after(self, iteration: int, reason: str) -> list[Path]:
         """Set every committed checkpoint newer than `iteration` aside as `abandoned-step-...`; rank 0 alone acts.
 
-        For use after a roll-back, or after the user loaded an older state, while no rank is writing (writers
-        drained, then a barrier). Nothing committed is deleted; uncommitted saves of newer steps are.
+        For use after a roll-back or the user's own load, while no rank is writing. Only uncommitted saves are deleted.
 
         Raises:
             UnreadableFileError: the file system cannot read the commit record of a newer one now, which could come back
@@ -364,13 +367,13 @@ class CheckpointStore:
     def _frozen_tensors(self) -> Mapping[str, torch.Tensor]:
         return {} if self.frozen is None else self.frozen.weights.tensors
 
-    def _of_this_run(self, iteration: int) -> tuple[Path, Manifest]:
+    def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""
         directory = self._step(iteration)
         if not (directory / COMMIT).exists():
             raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
         manifest = read_manifest(directory)
-        if manifest.world_size != self._world_size:
+        if manifest.world_size != self._world_size and not any_size:
             raise RunMismatchError(
                 f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
                 f"start it with {manifest.world_size} ranks"

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy
 import torch
@@ -11,10 +11,77 @@ from numpy.typing import NDArray
 
 from cpsr.checkpoint.tensor_image import HEADER_BYTES_MAX, LENGTH_BYTES, METADATA, bytes_of, dtype_of
 
-__all__ = ["TensorContent"]
+__all__ = ["NO_HEADER", "PlacedTensor", "TensorContent", "TensorHeader"]
 
 # What reading a header raises that is none.
-_NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor that a header describes; `first` is its first byte in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+class TensorHeader:
+    """The header of a safetensors file, from the file's first bytes.
+
+    Args:
+        file_bytes: length of the whole file.
+
+    Attributes:
+        end: the byte behind it, as far as that is known.
+        whole: whether all of it was taken.
+    """
+
+    def __init__(self, file_bytes: int) -> None:
+        self.end = LENGTH_BYTES
+        self.whole = False
+        self._file_bytes = file_bytes
+        self._taken = bytearray()
+
+    def take(self, piece: memoryview) -> None:
+        """Take the bytes that follow, as far as they are the header's.
+
+        Raises:
+            ValueError: a header of this length is none.
+        """
+        while piece and len(self._taken) < self.end:
+            part = piece[: self.end - len(self._taken)]
+            self._taken += part
+            piece = piece[len(part) :]
+            if len(self._taken) == LENGTH_BYTES:
+                self.end += int.from_bytes(self._taken, "little")
+                if self.end > min(self._file_bytes, LENGTH_BYTES + HEADER_BYTES_MAX):
+                    raise ValueError(f"its header would end at byte {self.end}")
+        self.whole = len(self._taken) == self.end
+
+    def tensors(self) -> Iterator[PlacedTensor]:
+        """The tensors as they follow each other in the file; call it once the header is whole.
+
+        Raises:
+            Exception: any of `NO_HEADER`: it describes no tensors that this file can hold.
+        """
+        described = json.loads(self._taken[LENGTH_BYTES:])
+        described.pop(METADATA, None)
+        end = 0
+        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+            (first, last), shape, dtype = one["data_offsets"], tuple(one["shape"]), dtype_of(one["dtype"])
+            size = math.prod(shape) * dtype.itemsize
+            lies_there = end <= first and first + size == last <= self._file_bytes - self.end
+            if min(shape, default=0) < 0 or not lies_there:
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} lies at {first} to {last}")
+            end = last
+            yield PlacedTensor(name, shape, dtype, self.end + first)
 
 
 class TensorContent:
@@ -31,11 +98,9 @@ class TensorContent:
     def __init__(
         self, file_bytes: int, place: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
     ) -> None:
-        self._file_bytes = file_bytes
         self._place = place
         self._taken = 0
-        self._header: bytearray | None = bytearray()  # None once it is read
-        self._header_end = LENGTH_BYTES  # as far as it is known
+        self._header: TensorHeader | None = TensorHeader(file_bytes)  # None once it is read
         self._tensors: dict[str, torch.Tensor] = {}
         self._left: list[tuple[int, NDArray[numpy.uint8]]] = []  # places in the file and memory, the next one last
         self._problem: str | None = None
@@ -46,8 +111,9 @@ class TensorContent:
         if self._header is not None and self._problem is None:
             try:
                 self._take_header(self._header, piece)
-            except _NO_HEADER as error:
+            except NO_HEADER as error:
                 self._problem = str(error)
+                self._left.clear()
         values = numpy.frombuffer(piece, numpy.uint8)
         while self._left and self._left[-1][0] < self._taken:
             first, memory = self._left[-1]
@@ -69,32 +135,15 @@ class TensorContent:
             raise ValueError(self._problem)
         return self._tensors
 
-    def _take_header(self, header: bytearray, piece: memoryview) -> None:
-        while piece and len(header) < self._header_end:
-            part = piece[: self._header_end - len(header)]
-            header += part
-            piece = piece[len(part) :]
-            if len(header) == LENGTH_BYTES:
-                self._header_end += int.from_bytes(header, "little")
-                if self._header_end > min(self._file_bytes, LENGTH_BYTES + HEADER_BYTES_MAX):
-                    raise ValueError(f"its header would end at byte {self._header_end}")
-        if len(header) == self._header_end:
-            self._find_places(json.loads(header[LENGTH_BYTES:]))
-            self._header = None
-
-    def _find_places(self, described: dict[str, Any]) -> None:
-        described.pop(METADATA, None)
-        end = 0
-        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-            (first, last), shape, dtype = one["data_offsets"], tuple(one["shape"]), dtype_of(one["dtype"])
-            size = math.prod(shape) * dtype.itemsize
-            lies_there = end <= first and first + size == last <= self._file_bytes - self._header_end
-            if min(shape, default=0) < 0 or not lies_there:
-                raise ValueError(f"{name!r} of shape {shape} and {dtype} lies at {first} to {last}")
-            end = last
-            tensor = self._place(name, shape, dtype)
+    def _take_header(self, header: TensorHeader, piece: memoryview) -> None:
+        header.take(piece)
+        if not header.whole:
+            return
+        for one in header.tensors():
+            tensor = self._place(one.name, one.shape, one.dtype)
             if tensor is not None:
-                self._tensors[name] = tensor
-                if size:
-                    self._left.append((self._header_end + first, bytes_of(tensor)))
+                self._tensors[one.name] = tensor
+                if tensor.nbytes:
+                    self._left.append((one.first, bytes_of(tensor)))
         self._left.reverse()
+        self._header = None

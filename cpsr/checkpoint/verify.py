@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cpsr.checkpoint.files import Digest, hash_file, hash_in_pieces, open_plain, read_bytes
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, Digest, piece_hash, pieces_in
+from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -33,9 +34,10 @@ from cpsr.checkpoint.replicated import files_with, missing_among
 from cpsr.checkpoint.tensor_content import TensorContent
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "is_committed"]
-__all__ += ["files_left_to", "is_there", "is_thinned", "map_tensors", "open_tensors", "read_manifest"]
-__all__ += ["read_rank_manifest", "read_tensors", "verify_checkpoint", "verify_run"]
+__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]
+__all__ += ["files_left_to", "is_committed", "is_there", "is_thinned", "map_tensors", "open_tensors", "persistently"]
+__all__ += ["read_content", "read_manifest", "read_rank_manifest", "read_tensors", "refused_content"]
+__all__ += ["verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
 _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
@@ -45,6 +47,15 @@ _PAUSES_SECONDS = (0.02, 0.1, 0.5)
 
 _Record = TypeVar("_Record", Manifest, RankManifest)
 _Read = TypeVar("_Read")
+
+
+class _Takes(Protocol):
+    """Takes the bytes of a file in order."""
+
+    def take(self, piece: memoryview, /) -> None: ...
+
+
+_Content = TypeVar("_Content", bound=_Takes)
 
 
 @dataclass(frozen=True)
@@ -101,7 +112,7 @@ def is_there(path: Path) -> bool:
         UnreadableFileError: the file system refuses to say, also when asked again.
     """
     try:
-        _persistently(_stat, path)
+        persistently(_stat, path)
     except DamagedFileError:
         return False
     return True
@@ -183,7 +194,7 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
 
 
 def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
-    """Compare a file with its record.
+    """Compare a file with its record, the hashes of its pieces included.
 
     Args:
         path: of the file.
@@ -194,7 +205,8 @@ def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    _compare(path, _persistently(partial(hash_file, direct=direct), path), record)
+    pieces = record.pieces is not None
+    _compare(path, persistently(partial(hash_file, direct=direct, pieces=pieces), path), record)
 
 
 def read_tensors(
@@ -214,17 +226,38 @@ def read_tensors(
         CheckpointCorruptError: as `check_file`; or it is no safetensors file, or `place` refused a tensor.
         UnreadableFileError: as `check_file`.
     """
-
-    def read(path: Path) -> tuple[Digest, TensorContent]:
-        content = TensorContent(record.bytes, place)
-        return hash_file(path, direct=True, take=content.take), content
-
-    found, content = _persistently(read, path)
-    _compare(path, found, record)
+    content = read_content(path, record, lambda: TensorContent(record.bytes, place))
     try:
         return content.tensors()
     except ValueError as error:
-        raise DamagedFileError(path, f"is not the safetensors file that its manifest describes: {error}") from error
+        raise refused_content(path, str(error)) from error
+
+
+def read_content(path: Path, record: FileRecord, begin: Callable[[], _Content]) -> _Content:
+    """What took all bytes of a file, which is compared with its record; the disk is read once.
+
+    Args:
+        path: of the file.
+        record: what it should be.
+        begin: makes what takes them, at every attempt.
+
+    Raises:
+        CheckpointCorruptError: as `check_file`.
+        UnreadableFileError: as `check_file`.
+    """
+
+    def read(path: Path) -> tuple[Digest, _Content]:
+        content = begin()
+        return hash_file(path, direct=True, take=content.take), content
+
+    found, content = persistently(read, path)
+    _compare(path, found, record)
+    return content
+
+
+def refused_content(path: Path, what: str) -> DamagedFileError:
+    """The error of a file whose bytes are verified, and hold something else than is wanted."""
+    return DamagedFileError(path, f"is not the safetensors file that its manifest describes: {what}")
 
 
 def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
@@ -247,6 +280,22 @@ def _compare(path: Path, found: Digest, record: FileRecord) -> None:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
     if found.xxh3_128 != record.xxh3_128:
         raise DamagedFileError(path, f"its xxh3-128 is {found.xxh3_128}, committed was {record.xxh3_128}")
+    if found.pieces is not None and record.pieces is not None and found.pieces != record.pieces:
+        for index in range(pieces_in(record.bytes)):
+            check_piece(path, record, index, piece_hash(found.pieces, index))
+
+
+def check_piece(path: Path, record: FileRecord, index: int, found: str) -> None:
+    """Compare the hash of one piece with the file's record.
+
+    Raises:
+        CheckpointCorruptError: it differs.
+    """
+    committed = piece_hash(record.pieces or "", index)
+    if found != committed:
+        start = index * HASHED_PIECE_BYTES
+        end = min(start + HASHED_PIECE_BYTES, record.bytes)
+        raise DamagedFileError(path, f"the xxh3-64 of its bytes {start} to {end} is {found}, committed was {committed}")
 
 
 def open_tensors(path: Path) -> Any:
@@ -256,7 +305,7 @@ def open_tensors(path: Path) -> Any:
         CheckpointCorruptError: it is missing, or no safetensors file.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    return _persistently(_open_tensors, path)
+    return persistently(_open_tensors, path)
 
 
 def map_tensors(path: Path) -> MappedTensors:
@@ -266,7 +315,7 @@ def map_tensors(path: Path) -> MappedTensors:
         CheckpointCorruptError: it is missing, or no safetensors file.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    return _persistently(_map_tensors, path)
+    return persistently(_map_tensors, path)
 
 
 def verify_checkpoint(directory: Path) -> list[Problem]:
@@ -327,7 +376,7 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
 
 
 def _read(path: Path) -> bytes:
-    return _persistently(read_bytes, path)
+    return persistently(read_bytes, path)
 
 
 def _stat(path: Path) -> os.stat_result:
@@ -336,8 +385,13 @@ def _stat(path: Path) -> os.stat_result:
     return path.stat()
 
 
-def _persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
-    """Read a file; retries after errors that may be temporary."""
+def persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
+    """Read a file; retries after errors that may be temporary.
+
+    Raises:
+        CheckpointCorruptError: it is missing, or something else is in its place.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
+    """
     for pause in _PAUSES_SECONDS:
         try:
             return read(path)

@@ -19,6 +19,7 @@ from cpsr.journal import (
     RecoveryRow,
     RehearsalRow,
     json_ready,
+    sizes,
 )
 from cpsr.ranks.exits import BEGAN, FAILED
 from cpsr.tables import print_table
@@ -53,7 +54,7 @@ def run_json(directory: Path) -> str:
 
 
 def print_run(directory: Path, verbose: bool) -> None:
-    """Print tables of lives, checkpoints and rehearsals, and a sentence for each recovery.
+    """Print tables of lives, checkpoints and rehearsals, numbers of ranks, and a sentence for each recovery.
 
     Args:
         directory: of the run.
@@ -63,7 +64,7 @@ def print_run(directory: Path, verbose: bool) -> None:
         CPSRError: there is no journal that can be read.
     """
     with JournalReader(directory / "journal.db") as reader:
-        rows, events = _rows(reader), reader.events()
+        rows, events, ranks = _rows(reader), reader.events(), sizes(reader)
     # The next life records how one ended: it reads the notes that launcher and ranks have left.
     causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
     began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
@@ -71,6 +72,9 @@ def print_run(directory: Path, verbose: bool) -> None:
     for table in (_lives_table(rows.lives, causes), _checkpoints_table(rows.checkpoints)):
         table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
         print_table(console, table)
+    if ranks:
+        held = ", ".join(f"{one.ranks} since iteration {one.since_iteration}" for one in ranks)
+        console.print(f"Ranks: {held}.", highlight=False)
     if rows.recoveries:
         print_table(console, _recoveries_table(rows.recoveries))
         for row in rows.recoveries:

@@ -4,6 +4,7 @@ from cpsr.config.configuration import CPSRConfig
 from cpsr.config.reading import read_mapping, read_model
 from cpsr.config.sections import (
     CheckpointConfig,
+    ElasticConfig,
     EnginesConfig,
     ExpertsConfig,
     FitterConfig,
@@ -23,6 +24,7 @@ from cpsr.config.sections import (
 __all__ = [
     "CPSRConfig",
     "CheckpointConfig",
+    "ElasticConfig",
     "EnginesConfig",
     "ExpertsConfig",
     "FitterConfig",

@@ -14,6 +14,7 @@ from cpsr.config.reading import read_file, validated
 from cpsr.config.renamed import with_new_names
 from cpsr.config.sections import (
     CheckpointConfig,
+    ElasticConfig,
     EnginesConfig,
     ExpertsConfig,
     FitterConfig,
@@ -56,6 +57,7 @@ class CPSRConfig(Section):
     life: LifeConfig = LifeConfig()
     rehearsal: RehearsalConfig = RehearsalConfig()
     engines: EnginesConfig = EnginesConfig()
+    elastic: ElasticConfig = ElasticConfig()
     experts: ExpertsConfig = ExpertsConfig()
     ranks: RanksConfig = RanksConfig()
     peers: PeersConfig = PeersConfig()

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
     "CheckpointConfig",
+    "ElasticConfig",
     "EnginesConfig",
     "ExpertsConfig",
     "FitterConfig",
@@ -267,6 +268,41 @@ class RehearsalConfig(Section):
     batches_limit_bytes: int = Field(
         default=1 << 30, ge=1, description="Host memory of a rank for the batches that a rehearsal trains on again."
     )
+
+
+class ElasticConfig(Section):
+    """Restarts with another number of ranks than the run had (docs/elastic.md); without a limit that is refused."""
+
+    min_ranks: int | None = Field(
+        default=None, ge=1, description="Fewest ranks that the run goes on with; null: 1, where max_ranks is given."
+    )
+    max_ranks: int | None = Field(
+        default=None, ge=1, description="Most ranks that the run goes on with; null: any, where min_ranks is given."
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples that all ranks together train on in an iteration. A start whose batches and accumulation "
+        "give another number is refused; null: the number of the run's first life.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ElasticConfig":
+        if self.min_ranks is not None and self.max_ranks is not None and self.min_ranks > self.max_ranks:
+            raise ValueError(f"elastic.min_ranks {self.min_ranks} is above elastic.max_ranks {self.max_ranks}")
+        return self
+
+    @property
+    def limits(self) -> str:
+        """The limits as the subject of a sentence."""
+        given = [f"{key} {value}" for key, value in self.model_dump().items() if key.endswith("_ranks") and value]
+        return f"elastic ({', '.join(given)}) does" if given else "elastic.min_ranks and elastic.max_ranks, not set, do"
+
+    def allows(self, ranks: int) -> bool:
+        """Whether a run of another number of ranks may go on with this one."""
+        if self.min_ranks is None and self.max_ranks is None:
+            return False
+        return (self.min_ranks or 1) <= ranks <= (self.max_ranks or ranks)
 
 
 class EnginesConfig(Section):

@@ -160,6 +160,13 @@ class EngineAdapter(Protocol):
             on_device: leave numbers of a CUDA device there, as `DeviceNumber`s: reading them waits for all queued work.
         """
 
+    def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
+        """`scalars()` for this rank, made of those that a rank saved where the run had another number of ranks.
+
+        Raises:
+            UnsupportedEngineError: they cannot be dealt to this number of ranks; the message says why.
+        """
+
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put back what `scalars()` returned, learning rates in the parameter groups included.
 

@@ -46,6 +46,7 @@ from cpsr.engines.naming import (
     tensor_identity,
 )
 from cpsr.engines.optimizer_state import OptimizerState, Updated
+from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -257,6 +258,12 @@ class DeepSpeedAdapter:
             "param_groups": optimizer_state.hyperparameters(self.optimizer),
             "schedule": self._schedule.state(),
         }
+
+    def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
+        """See `EngineAdapter.resharded`; each step counts as many micro-batches as it takes now."""
+        counters = dict(scalars["counters"])
+        counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
+        return {**scalars, **resharded_optimizer(scalars, self._updated()), "counters": counters}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""

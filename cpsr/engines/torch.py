@@ -28,6 +28,7 @@ from cpsr.engines.naming import (
     tensor_identity,
 )
 from cpsr.engines.optimizer_state import OptimizerState, Updated
+from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
@@ -246,6 +247,10 @@ class TorchAdapter:
             "schedule": self._schedule.state(),
             "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
+
+    def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
+        """See `EngineAdapter.resharded`."""
+        return {**scalars, **resharded_optimizer(scalars, self._updated())}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.

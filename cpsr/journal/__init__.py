@@ -26,6 +26,7 @@ from cpsr.journal.rows import (
     json_ready,
 )
 from cpsr.journal.schema import SCHEMA_VERSION
+from cpsr.journal.sizes import Size, sizes
 from cpsr.journal.writer import Journal
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "RecoverySource",
     "RehearsalRow",
     "ReportedFailure",
+    "Size",
     "StepRow",
     "TotalsRow",
     "json_ready",
@@ -59,4 +61,5 @@ __all__ = [
     "override_plan",
     "report_failure",
     "reported_failures",
+    "sizes",
 ]

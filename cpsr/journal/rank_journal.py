@@ -146,7 +146,7 @@ def open_journal(
     try:
         if group.rank == 0:
             journal = _open_writer(run_dir / "journal.db", full_steps)
-            life = journal.start_life(mode, after_life)
+            life = journal.start_life(mode, after_life, group.size)
         else:
             events = EventFile(directory / f"rank-{group.rank:05d}.jsonl")
     except JournalError as error:

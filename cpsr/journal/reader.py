@@ -48,21 +48,16 @@ SINCE_VERSION: dict[type[Any], int] = {
     LearningRow: 7,
     TotalsRow: 9,
 }
-PLAN_MODES_SINCE_VERSION = 3
-PLANS_OF_VERSION_2 = (
-    "SELECT life, from_iteration, interval_iterations, origin, NULL, NULL, explanation, created_unix_seconds FROM plans"
-)
-END_COSTS_SINCE_VERSION = 6
-RECOVERIES_OF_VERSION_5 = select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")
-TIERS_SINCE_VERSION = 8
-OF_VERSION_7: dict[type[Any], str] = {
-    PlanRow: select_sql(PlanRow).replace("memory_interval_iterations", "NULL"),
-    FailureRow: select_sql(FailureRow).replace("scope", "NULL"),
+PLANS_OF_VERSION_7 = select_sql(PlanRow).replace("memory_interval_iterations", "NULL")
+# Columns that older files lack, or have under another name: the SELECT for versions up to each, oldest first.
+OLDER: dict[type[Any], dict[int, str]] = {
+    PlanRow: {2: PLANS_OF_VERSION_7.replace("mode", "NULL"), 7: PLANS_OF_VERSION_7},
+    RecoveryRow: {5: select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")},
+    FailureRow: {7: select_sql(FailureRow).replace("scope", "NULL")},
+    LifeRow: {9: select_sql(LifeRow).replace("ranks", "NULL")},
 }
 # Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
-
-
 _INDEX_ERRORS = "SQLITE_IOERR_SHM"  # prefix of the names of index errors
 
 
@@ -211,6 +206,13 @@ class JournalReader:
         kept, gone = "SELECT TOTAL(seconds) FROM steps", "SELECT TOTAL(CAST(value AS REAL)) FROM meta WHERE key = ?"
         ((seconds,),) = self._query(f"SELECT ({kept}) + ({gone})", (THINNED_SECONDS,))
         return float(seconds)
+
+    def seconds_of_lives(self) -> dict[int, float]:
+        """Wall time of the steps of each life, by life; only of lives since the file has totals."""
+        if not self._has(TotalsRow):
+            return {}
+        until = "COALESCE(LEAD(MIN(step_seconds)) OVER (ORDER BY life), MAX(step_seconds))"
+        return dict(self._query(f"SELECT life, {until} - MIN(step_seconds) FROM totals GROUP BY life"))  # noqa: S608
 
     def failures(self) -> list[FailureRow]:
         """Every failure that a later life detected."""
@@ -376,13 +378,10 @@ class JournalReader:
         return int(version)
 
     def _select(self, row_type: type[Any]) -> str:
-        if row_type is PlanRow and self._version() < PLAN_MODES_SINCE_VERSION:
-            return PLANS_OF_VERSION_2
-        if row_type is RecoveryRow and self._version() < END_COSTS_SINCE_VERSION:
-            return RECOVERIES_OF_VERSION_5
-        if row_type in OF_VERSION_7 and self._version() < TIERS_SINCE_VERSION:
-            return OF_VERSION_7[row_type]
-        return select_sql(row_type)
+        """The SELECT of a table's columns, as far as this file has them."""
+        older = OLDER.get(row_type, {})
+        version = self._version() if older else 0
+        return next((statement for last, statement in older.items() if version <= last), select_sql(row_type))
 
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:
         return tuple(self._rows(RecoverySource, "WHERE recovery_id = ? ORDER BY rank, source", (recovery_id,)))

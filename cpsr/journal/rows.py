@@ -51,7 +51,7 @@ class LifeRow:
     """One process lifetime of the run, from start to its end or kill.
 
     `ending` stays `running` if the process was killed; a later life then follows. `restored_iteration` is None for a
-    life that started from scratch.
+    life that started from scratch. `ranks` is their number, None in lives of earlier versions.
     """
 
     life: int
@@ -62,6 +62,7 @@ class LifeRow:
     ended_unix_seconds: float | None = None
     ending: Literal["running", "clean", "sigterm", "error"] = "running"
     restored_iteration: int | None = None
+    ranks: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ __all__ = [
     "unreadable",
 ]
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 
@@ -179,6 +179,7 @@ CREATE TABLE totals (
     repeated_stall_seconds REAL NOT NULL, memory_snapshots INTEGER NOT NULL, restart_seconds REAL NOT NULL,
     paused_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL);
 """,
+    10: "ALTER TABLE lives ADD COLUMN ranks INTEGER CHECK (ranks >= 1)",
 }
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.

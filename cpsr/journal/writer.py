@@ -112,11 +112,12 @@ class Journal:
             raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
         return cls(path, connection, next_life, full_steps)
 
-    def start_life(self, mode: str, after: int = -1) -> int:
+    def start_life(self, mode: str, after: int = -1, ranks: int | None = None) -> int:
         """Begin a life of the run and return its number, counted from 0; waits until its row is written.
 
         Args:
             mode: the configured recovery mode.
+            ranks: number of them; None: not known.
             after: newest life known from another source: a number is never used twice, even if the journal was lost.
 
         If the file cannot be written, the row is retried like any other. A file that could not be read either may turn
@@ -125,7 +126,7 @@ class Journal:
         with self._changed:  # the thread may just be opening the file
             life = self._life = max(self._next_life, after + 1)
             self._next_life = life + 1
-        self.record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname()))
+        self.record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname(), ranks=ranks))
         if self._closed_because is None:
             self.flush(START_SECONDS)
         else:

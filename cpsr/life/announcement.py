@@ -47,8 +47,23 @@ def announce(
         how = {"clean": "ended cleanly", "sigterm": "left after SIGTERM"}[job.run.ended["ending"]]
         message = f"the last life {how} at iteration {job.run.ended['iteration']}"
         job.journal.event("continued", message, restored.restored_iteration)
+    if job.run.resized:
+        job.journal.event("ranks", _resized(job, restored), restored.restored_iteration)
     _announce_recovery(job, restored, recovery_message(restored, cause))
     job.run.clear_ended()
+
+
+def _resized(job: Job, restored: Restored) -> str:
+    """What another number of ranks means for the run."""
+    now, before = job.run.ranks, job.run.previous_ranks
+    change = f"the run goes on with {now} {'ranks' if now > 1 else 'rank'}, before with {before}"
+    if restored.checkpoint_iteration is None:
+        return change
+    part = f"each takes its part of checkpoint {restored.checkpoint_iteration}"
+    if now == 1:
+        part = f"it takes all of checkpoint {restored.checkpoint_iteration}"
+    steps = job.adapter.micro_batches_per_iteration
+    return f"{change}: {part} and trains on {steps} micro-{'batches' if steps > 1 else 'batch'} an iteration"
 
 
 def _announce_recovery(job: Job, restored: Restored, message: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.job import Job, Part, Rewind
 from cpsr.journal import Beginning
 from cpsr.restart import restored as restart
@@ -28,6 +29,8 @@ class Restored:
         predicted: whether the state of some rank was predicted, so that the run never had it as a whole.
         lost_iterations: steps before the failure that are trained again.
         reason: one sentence for people.
+        ranks: number of them.
+        previous_ranks: of the life before; those of this one where there was none.
     """
 
     iteration: int
@@ -37,6 +40,8 @@ class Restored:
     predicted: bool
     lost_iterations: int
     reason: str
+    ranks: int
+    previous_ranks: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class EventCallbacks(Part):
         """
         self._job, self._saved, self._defer, self._first = job, saved_iteration, defer, None
 
-    def opened(self, restored: restart.Restored) -> None:
+    def opened(self, restored: restart.Restored, run: RunDirectory) -> None:
         """The life is open, and began so."""
         iteration, failure = restored.restored_iteration, restored.failure_iteration
         self._first = Restored(
@@ -122,6 +127,8 @@ class EventCallbacks(Part):
             restored.predicted,
             0 if failure is None else max(0, failure - iteration),
             restored.reason,
+            run.ranks,
+            run.previous_ranks,
         )
         self._emit(self._first)
 

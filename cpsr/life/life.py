@@ -108,6 +108,8 @@ class Life:
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
         before = run.previous_life, run.previous_held
+        if job.run.resized:  # what other ranks left in host memory is of other slices
+            before = (job.journal.life, 0), False
         ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before)
         return Restorer(
             job,

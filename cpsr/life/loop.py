@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from cpsr.config import CPSRConfig
+from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.learning.learning import Learning
 from cpsr.life.events import EventCallbacks
@@ -39,4 +40,5 @@ class Loop:
         self.probes = Probes(self.adapter, config.restart.probe_batches, loss_fn, probe_batches)
         self.learning = Learning(self.adapter, config)
         waiting = partial(self.learning.bubbles.waiting, "data")
-        self.state = RunState(self.adapter, self.losses, self.probes, self.learning.learner, waiting)
+        batch = GlobalBatch(self.adapter, config.elastic.global_batch_size)
+        self.state = RunState(self.adapter, self.losses, self.probes, self.learning.learner, waiting, batch)

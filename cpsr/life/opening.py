@@ -20,6 +20,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
+from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import SaveError
@@ -149,7 +150,7 @@ def _open_directory(
         The directory, and the bytes of host memory that are left for this rank.
     """
     description = adapter.describe()
-    run = open_run(config.run_dir, group, config.mode, description)
+    run = open_run(config.run_dir, group, config.mode, description, config.elastic)
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
     reusable_bytes = bytes_in_memory(run.run_id, run.local_ranks)
@@ -221,6 +222,8 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
     )
     if not job.group.all(not frozen.tensors):  # else no rank has any
         store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=job.config.checkpoint.fsync)
+    if job.config.elastic.allows(job.group.size):
+        store.reshard = Resharding(job.adapter, store.frozen).load
     if job.group.rank == 0:
         store.prepare()
     job.group.barrier()

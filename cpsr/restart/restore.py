@@ -115,7 +115,7 @@ class Restorer:
         group = self._job.group
         c = None if checkpoint is None else checkpoint.iteration
         older = None if checkpoint is None else older_experts(checkpoint, group)
-        progress = read_progress(self._job.config.run_dir, group.size)
+        progress = read_progress(self._job.config.run_dir, self._job.run.previous_ranks)
         published = self._published(progress)
         shard = None if checkpoint is None else checkpoint.shard
         found = self._ladder.decide(c, published, shard, stale=older is not None, inexact=self._inexact)

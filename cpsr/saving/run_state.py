@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.foreign import require_no_engine
@@ -37,6 +38,7 @@ class RunState(Part):
         probes: recent inputs.
         learner: its predictor's state is saved with every checkpoint.
         waiting: as in `ResumableLoader`.
+        global_batch: is compared with that of the run; None: with nothing.
 
     Attributes:
         frozen: parameters outside the optimizer.
@@ -49,8 +51,10 @@ class RunState(Part):
         probes: Probes,
         learner: Learner,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        global_batch: GlobalBatch | None = None,
     ) -> None:
         self._adapter = adapter
+        self._global_batch = global_batch or GlobalBatch(adapter, None)
         self._losses = losses
         self._probes = probes
         self._learner = learner
@@ -93,6 +97,7 @@ class RunState(Part):
 
     def stream(self, loader: Iterable[Any], epochs: int | None, repeat: bool) -> ResumableLoader:
         """The loader from the current position on: to the end of the current pass, of `epochs` passes, or forever."""
+        self._global_batch.require(loader)
         position = self.position
         repeat = repeat or (epochs is None and is_repeating(loader))
         if self._stream is not None and position.batch and self._stream.loader is not loader:
@@ -181,6 +186,7 @@ class RunState(Part):
             probes=self._probes.saved() if whole else [],
             learned=self._learner.state_dict() if whole else {},
             frozen=self.frozen.state(whole=whole),
+            global_batch_size=self._global_batch.size,
         )
 
     def place(self) -> dict[str, Any]:
@@ -211,6 +217,7 @@ class RunState(Part):
         self._data = restored.data
         if scalars is None:
             return
+        self._global_batch.take(scalars.global_batch_size, resized=restored.data.resized is not None)
         self._cumulative_learning_rate = restored.cumulative_learning_rate
         self._peak_learning_rate = scalars.peak_learning_rate
         self.history_start = scalars.history_start

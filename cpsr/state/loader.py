@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
+from cpsr.state.loader_dealing import Dealing, RestOfPass, dealt
 from cpsr.state.loader_parts import (
     generators_of,
     has_persistent_workers,
@@ -190,7 +191,8 @@ class ResumableLoader(Iterator[Any]):
         return {"epoch": epoch + (not between), "batch": 0, "workers": len(states), "states": states}
 
     def _normalised(self, position: DataPosition) -> DataPosition:
-        """A position at the end of a pass becomes the start of the next one."""
+        """A position at the end of a pass becomes the start of the next one; ranks that are there now are dealt to."""
+        position = dealt(position, self._loader, self._length)
         return replace(position, batches_per_epoch=self._length).advanced(0)
 
     def _end_pass(self) -> None:
@@ -202,6 +204,7 @@ class ResumableLoader(Iterator[Any]):
             self._workers.end_pass(self.position.batch)
         self._iterator = None
         self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
+        self.position = dealt(self.position, self._loader, self._length)
         # Where this stream ends, the next one may be of another loader.
         self._follows_a_pass = self._until_epoch is None or self.position.epoch < self._until_epoch
 
@@ -341,6 +344,11 @@ class ResumableLoader(Iterator[Any]):
                 iterator = iter(self._loader)
             next(islice(iterator, skip, skip), None)
             return iterator
+        rest = self._rest_of_pass(epoch)
+        if rest is not None:
+            self._workers = None
+            with self._following(None):
+                return skipped(self._loader, skip - rest[0], rest[1])
         loader, first, resumed = self._loader, skip, None
         if loader.num_workers and workers is not None and workers["epoch"] == epoch:
             ahead = skip - workers["batch"]
@@ -354,6 +362,13 @@ class ResumableLoader(Iterator[Any]):
             self._workers.begin_pass()
         next(islice(iterator, skip - first, skip - first), None)
         return iterator
+
+    def _rest_of_pass(self, epoch: int) -> tuple[int, RestOfPass] | None:
+        """Where ranks of another number began the current pass: its first batch for these, and what deals the rest."""
+        dealing = Dealing.saved_in(self.position)
+        if dealing is None or not dealing.samples or epoch != self.position.epoch or not is_plain(self._loader):
+            return None
+        return dealing.first_batch, RestOfPass(self._loader, dealing.samples)
 
     @staticmethod
     def _following(follower: Follower | None) -> AbstractContextManager[object]:

@@ -12,9 +12,15 @@ from cpsr.state.loader_workers import seeding_generator
 __all__ = ["skipped"]
 
 
-def skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
-    """Iterate over a plain loader without its first `skip` batches, every random draw in the loader's own order."""
-    skipping: Any = _Skipping(index_sampler(loader), skip)
+def skipped(loader: DataLoader[Any], skip: int, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+    """Iterate over a plain loader without its first batches, every random draw in the loader's own order.
+
+    Args:
+        loader: to iterate over.
+        skip: batches that are dealt and not loaded.
+        sampler: deals the batches of this pass in the place of the loader's own.
+    """
+    skipping: Any = _Skipping(index_sampler(loader), skip, sampler)
     sampling: dict[str, Any] = (
         {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
     )
@@ -41,22 +47,29 @@ def skipped(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
 
 
 class _Skipping:
-    """A sampler without its first items, which it draws and drops; once."""
+    """A sampler without its first items, which it draws and drops; once.
 
-    def __init__(self, sampler: Iterable[Any], skip: int) -> None:
+    Args:
+        sampler: of every pass but the first.
+        skip: items of the first pass.
+        first: sampler of the first pass; None: it is the same.
+    """
+
+    def __init__(self, sampler: Iterable[Any], skip: int, first: Iterable[Any] | None = None) -> None:
         self._sampler = sampler
+        self._first = sampler if first is None else first
         self._skip = skip
         self._rest = _Rest(iter(()), 0)
 
     def __iter__(self) -> Iterator[Any]:
         # At once, as torch's loader asks: before it draws the seed of its workers, and for those once more after it.
-        self._rest = _Rest(iter(self._sampler), self._skip)
+        self._rest = _Rest(iter(self._first), self._skip)
         return self._rest
 
     def deal(self) -> None:
         """Draw and drop the items of this pass now; later passes skip none."""
         self._rest.deal()
-        self._skip = 0
+        self._skip, self._first = 0, self._sampler
 
 
 class _Rest(Iterator[Any]):

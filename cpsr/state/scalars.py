@@ -12,7 +12,7 @@ from cpsr.state.codec import lacks_tensors
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
-_OF_SOME_LOADERS = ("loader", "workers")
+_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized")
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
@@ -67,6 +67,8 @@ class DataPosition:
         states: random states that decide the order of that pass (see `cpsr.state.loader`).
         loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
         workers: random states of the loader's workers (see `cpsr.state.worker_random_states`).
+        dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_dealing`).
+        resized: True: another number of ranks saved it, and the loader has still to take that into account.
     """
 
     batches: int = 0
@@ -77,6 +79,8 @@ class DataPosition:
     states: dict[str, Any] | None = None
     loader: dict[str, Any] | None = None
     workers: dict[str, Any] | None = None
+    dealing: dict[str, int] | None = None
+    resized: bool | None = None
 
     def without_random_states(self) -> "DataPosition":
         """The position where the random states are lost: a pass goes on only if they do not decide its order."""
@@ -103,7 +107,7 @@ class DataPosition:
     def _at(self, batches: int, epoch: int, batch: int) -> "DataPosition":
         """Another position with the same states; `dataclasses.replace` takes longer."""
         kept = self.batches_per_epoch, self.states_epoch, self.states, self.loader, self.workers
-        return DataPosition(batches, epoch, batch, *kept)
+        return DataPosition(batches, epoch, batch, *kept, self.dealing, self.resized)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data; without what most loaders lack, so that earlier versions can read it."""
@@ -136,6 +140,7 @@ class Scalars:
         planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
         experts: tokens routed to experts, and those not saved yet, if checkpoints leave experts out.
         frozen: what `FrozenWeights.state` returned for parameters outside the optimizer; empty without any.
+        global_batch_size: samples that all ranks together train on in an iteration; None where that is not known.
     """
 
     iteration: int
@@ -155,6 +160,7 @@ class Scalars:
     planning: dict[str, Any] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
+    global_batch_size: int | None = None
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.state.codec.encode`."""

@@ -21,3 +21,9 @@ export function committed(checkpoints) {
 export function placed(failures) {
   return (failures?.failures ?? []).filter((one) => one.iteration !== null);
 }
+
+// Changes of the number of ranks, oldest first.
+export function resized(plan) {
+  const sizes = plan?.sizes ?? [];
+  return sizes.slice(1).map((one, place) => ({ ...one, before: sizes[place].ranks }));
+}

@@ -1,6 +1,6 @@
 // What the plot of the loss shows, as tables.
 
-import { committed, placed } from "./course.js";
+import { committed, placed, resized } from "./course.js";
 import { element, table } from "./dom.js";
 import { clock, number, plural } from "./format.js";
 
@@ -41,7 +41,7 @@ export function curveTable([iterations, losses, fit, low, high]) {
   );
 }
 
-export function marksTable({ phases, failures, recoveries, checkpoints }) {
+export function marksTable({ phases, failures, recoveries, checkpoints, plan }) {
   const rows = [
     ...placed(failures).map((one) => [one.iteration, `failure: ${one.description}`, one.failed_unix_seconds]),
     ...(recoveries?.recoveries ?? []).map((one) => [
@@ -54,6 +54,11 @@ export function marksTable({ phases, failures, recoveries, checkpoints }) {
       `phase ${one.phase} ended (${one.ended_by})`,
       one.created_unix_seconds,
     ]),
+    ...resized(plan).map((one) => [
+      one.since_iteration,
+      `${plural(one.ranks, "rank")}, before ${number(one.before, 9)}`,
+      one.since_unix_seconds,
+    ]),
   ].sort(([, , when], [, , other]) => other - when);
   const due = checkpoints?.checkpoints.length ?? 0;
   const marked = number(committed(checkpoints).length, 9);
@@ -64,7 +69,7 @@ export function marksTable({ phases, failures, recoveries, checkpoints }) {
     "div",
     {},
     table(
-      "Failures, restarts and phases, newest first",
+      "Failures, restarts, phases and numbers of ranks, newest first",
       [
         { title: "Iteration", numeric: true, value: ([iteration]) => number(iteration, 9) },
         { title: "What", value: ([, what]) => what },

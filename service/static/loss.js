@@ -1,18 +1,18 @@
 // The loss with its fit, the band and the phases; checkpoints, failures and restarts as marks.
 
-import { committed, placed } from "./course.js";
+import { committed, placed, resized } from "./course.js";
 import { byId, showSign, update } from "./dom.js";
 import { number, plural } from "./format.js";
 import { LossDetail, joinDetail } from "./loss-detail.js";
 import { bandAt, between, curveTable, marksTable } from "./loss-table.js";
-import { drawCheckpoints, drawFailures, drawPhases, drawRestarts } from "./marks.js";
+import { drawCheckpoints, drawFailures, drawPhases, drawRestarts, drawSizes } from "./marks.js";
 import { Plot, colour } from "./plot.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const NEEDS = ["losses", "fits", "phases", "checkpoints", "failures", "recoveries", "plan"];
 
 export function showLoss(store) {
-  let marks = { phases: [], checkpoints: [], failures: [], restarts: [] };
+  let marks = { phases: [], checkpoints: [], failures: [], restarts: [], sizes: [] };
   let data = [[]];
   let answers = null; // the newest
   const detail = new LossDetail(store.api, () => draw());
@@ -30,6 +30,7 @@ export function showLoss(store) {
       drawCheckpoints(drawn, marks.checkpoints);
       drawFailures(drawn, marks.failures);
       drawRestarts(drawn, marks.restarts);
+      drawSizes(drawn, marks.sizes);
     },
     part: (shown) => detail.look(shown),
   });
@@ -52,6 +53,7 @@ export function showLoss(store) {
       data[3].some((one) => one !== null),
     );
     showSign("phase", marks.phases.length > 0);
+    showSign("size", marks.sizes.length > 0);
     const known = data[0].length > 0;
     byId("loss-figure").hidden = !known;
     if (known) update(byId("loss-tables"), curveTable(data), marksTable(answers));
@@ -81,6 +83,7 @@ function marksOf({ phases, checkpoints, failures, recoveries, plan }) {
       iteration: one.restored_iteration,
       predicted: one.labelled,
     })),
+    sizes: resized(plan),
   };
 }
 

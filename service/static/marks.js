@@ -5,6 +5,7 @@ import { colour } from "./plot.js";
 
 const NAME_PIXELS = 56; // a phase that is narrower is not named
 const SIGN_PIXELS = 5;
+const SIZE_PIXELS = 56; // from the upper edge: below the restarts, and above the end of a falling loss
 
 // phases: {first, last, phase}.
 export function drawPhases(plot, phases) {
@@ -80,6 +81,33 @@ export function drawRestarts(plot, restarts) {
       ctx.setLineDash([]);
       ctx.stroke();
     }
+  });
+}
+
+// sizes: {since_iteration, before, ranks}. Each line is named to its right, at the edge to its left, where there is room.
+export function drawSizes(plot, sizes) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  const gap = 4 * pixel;
+  within(plot, () => {
+    const places = sizes.map((one) => plot.valToPos(one.since_iteration, "x", true));
+    let free = bbox.left; // what lies left of this is taken
+    sizes.forEach(({ before, ranks }, index) => {
+      const x = places[index];
+      ctx.strokeStyle = colour("quiet");
+      ctx.lineWidth = pixel;
+      stroke(ctx, [pixel, 3 * pixel], [x, bbox.top, x, bbox.top + bbox.height]);
+      ctx.fillStyle = colour("quiet");
+      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
+      ctx.textAlign = "left";
+      ctx.textBaseline = "bottom";
+      const name = `${before} \u2192 ${ranks} ranks`;
+      const width = ctx.measureText(name).width;
+      const right = x + gap + width <= (places[index + 1] ?? bbox.left + bbox.width);
+      const left = right ? x + gap : x - gap - width;
+      if (left >= free) ctx.fillText(name, left, bbox.top + SIZE_PIXELS * pixel);
+      free = right ? left + width : x;
+    });
   });
 }
 

@@ -6,6 +6,8 @@ import { modeName } from "./rules.js";
 
 const ORIGINS = { fixed: "fixed by the configuration", override: "by an override", cpsr: "by least expected cost" };
 
+const SIZES = 3; // earlier ones that are named; the plot of the loss has all
+
 export function showNow(store) {
   store.watch(["plan", "health"], ({ plan, health }) => update(byId("now"), ...tiles(plan, health)));
 }
@@ -24,7 +26,8 @@ function tiles(plan, health) {
     tile("A failure every", duration(mtbf(plan)), source(plan)),
     ...(plan.ettr ? [effective(plan.ettr)] : []),
     tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
-    tile("Descends from", state(plan), plan.world_size === null ? "" : `${number(plan.world_size, 9)} ranks`),
+    tile("Descends from", state(plan)),
+    ...ranks(plan),
   ];
 }
 
@@ -46,6 +49,14 @@ function network({ checkpoints_taken_in: taken, checkpoints_waiting: waiting, up
 function effective({ since_start: whole, last_hour: hour }) {
   const recent = hour.since_unix_seconds === whole.since_unix_seconds ? "" : `${percent(hour.ettr)} in the last hour`;
   return tile("Effective time", percent(whole.ettr), "since the start", recent);
+}
+
+function ranks({ sizes, world_size: known }) {
+  const now = sizes.at(-1);
+  if (!now) return known === null ? [] : [tile("Ranks", number(known, 9))];
+  const before = sizes.slice(-1 - SIZES, -1).reverse();
+  const lines = before.map((one) => `before: ${number(one.ranks, 9)} since ${number(one.since_iteration, 9)}`);
+  return [tile("Ranks", number(now.ranks, 9), `since iteration ${number(now.since_iteration, 9)}`, ...lines)];
 }
 
 function written(health) {

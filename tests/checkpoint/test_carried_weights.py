@@ -105,6 +105,7 @@ def test_carried_weights_are_the_same_file_with_the_same_hash(stores: Stores) ->
         read_rank_manifest(directory(stores, step), read_manifest(directory(stores, step)), 1) for step in (10, 20)
     ]
     assert records[0].files[PARAMS[1]] == records[1].files[PARAMS[1]]
+    assert records[1].files[PARAMS[1]].pieces
     assert list(records[1].files) == [PARAMS[1]]
     assert {one.iteration for one in records[1].operators.values()} == {10}
     assert all(one.moments == {} for one in records[1].operators.values())

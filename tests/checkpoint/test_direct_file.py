@@ -18,7 +18,9 @@ from cpsr.checkpoint.direct_file import (
     DIRECT,
     PIECE_BYTES,
     aligned_pieces,
+    block_buffer,
     open_direct,
+    read_at,
     read_pieces,
     write_piece,
 )
@@ -186,6 +188,29 @@ def cached(call: Callable[..., int], descriptor: int, data: object) -> int:
         return call(descriptor, data)
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+
+@pytest.mark.parametrize("how", ["plain", "refused", "short"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_is_read_from_any_block_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, how: str) -> None:
+    run = memory(size)
+    write_runs(tmp_path / "file", run)
+    preadv = os.preadv
+
+    def reading(descriptor: int, buffers: list[memoryview], start: int) -> int:
+        if how == "refused" and is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if how == "short":
+            return cached(lambda descriptor, part: preadv(descriptor, part, start), descriptor, [buffers[0][:700]])
+        return preadv(descriptor, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", reading)
+    for start in range(0, size + 2 * BLOCK_BYTES, BLOCK_BYTES):
+        descriptor, buffer = open_direct(tmp_path / "file", os.O_RDONLY), block_buffer(2 * BLOCK_BYTES)
+        count = read_at(descriptor, buffer, start, len(buffer))
+        assert bytes(buffer[:count]) == run[start : start + len(buffer)].tobytes()
+        assert read_at(descriptor, buffer, start, 1) >= min(1, count)
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])

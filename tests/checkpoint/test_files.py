@@ -12,6 +12,7 @@ import torch
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint.direct_file import DIRECT
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, Digest
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
@@ -182,4 +183,17 @@ def test_the_hash_is_xxh3_128_of_the_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"")
     # The published value of XXH3-128 for no input and seed 0.
-    assert files.hash_file(path) == files.Digest(0, "99aa06d3014798d86001c324468d497f")
+    assert files.hash_file(path) == Digest(0, "99aa06d3014798d86001c324468d497f")
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_pieces_are_hashed_while_they_are_written(tmp_path: Path, fsync: bool) -> None:
+    """The header moves the tensors' bytes against the pieces, which also end within a transfer."""
+    tensors = {"a": torch.arange(HASHED_PIECE_BYTES), "b": torch.arange(7.0)}
+    digest = files.write_tensors(tmp_path / "tensors", tensors, fsync=fsync)
+    read = files.hash_file(tmp_path / "tensors", pieces=True)
+    assert digest == read
+    assert read.pieces is not None
+    assert digest.pieces == read.pieces
+    assert len(read.pieces) == 9 * 16  # 8 MiB, the header and the small tensor
+    assert files.hash_file(tmp_path / "tensors").pieces is None

@@ -24,6 +24,7 @@ from cpsr.checkpoint.remote.place import LocalPlace, Place, open_place
 from cpsr.checkpoint.remote.upload import retain, upload
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
 from cpsr.state.frozen import FrozenWeights, word_of
@@ -121,6 +122,11 @@ def test_another_life_links_what_it_has_verified(run: Run, tmp_path: Path) -> No
     again = Run(tmp_path, base_weights(), life=2)
     again.save(20)
     assert again.inodes(20) == run.inodes(10)
+    directories = [run.store.directory / step_name(iteration) for iteration in (10, 20)]
+    records = [read_rank_manifest(directory, read_manifest(directory), 0).files for directory in directories]
+    (name,) = again.files(20)
+    assert records[0][name] == records[1][name]
+    assert records[1][name].pieces
 
 
 def test_another_life_writes_anew_what_is_damaged(run: Run, tmp_path: Path) -> None:

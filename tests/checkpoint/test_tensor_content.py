@@ -87,6 +87,22 @@ def test_what_is_no_file_of_tensors_is_refused(data: bytes, problem: str) -> Non
         taken(data, 16)
 
 
+def test_what_follows_a_refusal_is_taken_and_copied_nowhere() -> None:
+    tensors = {name: torch.ones(4) for name in "abcd"}
+
+    def place(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        if name == "d":
+            raise ValueError("nobody knows d")
+        return torch.zeros(shape, dtype=dtype)
+
+    data = b"".join(run.tobytes() for run in image_of(tensors))
+    content = TensorContent(len(data), place)
+    for start in range(0, len(data), 32):
+        content.take(memoryview(data)[start : start + 32])
+    with pytest.raises(ValueError, match="nobody knows d"):
+        content.tensors()
+
+
 def test_dtypes_have_the_library_s_names(tmp_path: Path) -> None:
     assert (dtype_of("F32"), dtype_of("BF16"), dtype_of("BOOL")) == (torch.float32, torch.bfloat16, torch.bool)
     for name in ("F4", "nothing"):

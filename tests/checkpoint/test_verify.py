@@ -1,7 +1,10 @@
 """Every byte of a committed checkpoint is guarded: flips and truncations are found, named, and survived."""
 
+import hashlib
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.manifest import commit_record
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, CheckpointError
@@ -137,3 +141,38 @@ def test_verifying_asks_the_disk(committed: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "open", recording)
     assert verify_run(committed.parent) == []
     assert {flags[name] for name in FILES if name.endswith(".safetensors")} == {DIRECT}
+
+
+def rewrite_records(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change the records of the files, with the hashes above them, as a writer would that errs."""
+    path = directory / "rank-00000.json"
+    record = json.loads(path.read_bytes())
+    for file in record["files"].values():
+        edit(file)
+    path.write_text(json.dumps(record))
+    manifest = json.loads((directory / "manifest.json").read_bytes())
+    manifest["ranks"]["0"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    data = json.dumps(manifest).encode()
+    (directory / "manifest.json").write_bytes(data)
+    (directory / "COMMIT").write_bytes(commit_record(data))
+
+
+def test_a_wrong_hash_of_a_piece_is_found(committed: Path) -> None:
+    def alter(file: dict[str, Any]) -> None:
+        file["pieces"] = ("1" if file["pieces"][0] == "0" else "0") + file["pieces"][1:]
+
+    rewrite_records(committed / "step-0000000020", alter)
+    problems = verify_run(committed.parent)
+    assert sorted(problem.file.name for problem in problems) == sorted(FILES[3:])
+    assert all("the xxh3-64 of its bytes 0 to " in problem.what for problem in problems)
+
+
+def test_records_of_an_earlier_version_are_verified_as_a_whole(store: CheckpointStore, committed: Path) -> None:
+    directory = committed / "step-0000000020"
+    rewrite_records(directory, lambda file: file.pop("pieces"))
+    assert verify_run(committed.parent) == []
+    shard = make_shard(77)
+    store.load(20, shard)
+    assert_same_bits(shard, make_shard(20))
+    flip(directory / FILES[3], 5000)
+    assert "xxh3-128" in verify_run(committed.parent)[0].what

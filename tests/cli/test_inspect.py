@@ -15,7 +15,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run that was killed at 92, recovered at once, and is training on."""
     for life in range(2):
         journal = Journal.open(tmp_path / "journal.db")
-        journal.start_life("predict")
+        journal.start_life("predict", ranks=4 - life)
         if life == 0:
             journal.record(PlanRow(life=0, from_iteration=0, interval_iterations=50, origin="fixed"))
             journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=2048, stall_seconds=0.012))
@@ -60,6 +60,7 @@ def test_inspect_shows_lives_checkpoints_and_recoveries(run_dir: Path) -> None:
     rehearsed = ("measured", "-7 ± 3.0", "4.5")
     for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept", *rehearsed):
         assert words in output
+    assert "Ranks: 3 since iteration 92." in output  # what trained before has recorded no beginning
 
 
 def test_inspect_names_the_rank_that_failed_and_keeps_the_numbers_for_verbose(run_dir: Path) -> None:
@@ -76,7 +77,7 @@ def test_inspect_json_has_everything(run_dir: Path) -> None:
     code, output, _ = cpsr("inspect", run_dir, "--json")
     data = json.loads(output, parse_constant=pytest.fail)
     assert code == 0
-    assert [life["life"] for life in data["lives"]] == [0, 1]
+    assert [(life["life"], life["ranks"]) for life in data["lives"]] == [(0, 4), (1, 3)]
     assert [row["status"] for row in data["checkpoints"]] == ["committed", "failed"]
     assert (data["recoveries"][0]["method"], data["recoveries"][0]["guard"]) == ("line", {"loss": "nan"})
     assert data["failures"][0]["iteration"] == 92

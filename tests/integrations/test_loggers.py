@@ -8,9 +8,9 @@ from cpsr import Committed, Leaving, Restored, RolledBack
 from cpsr.integrations.loggers import mlflow_events, tensorboard_events, wandb_events
 from cpsr.life.events import Event
 
-SCRATCH = Restored(0, None, None, "nothing", False, 0, "no checkpoint")
-RESTART = Restored(8, 11, 8, "disk", False, 3, "the newest")
-PREDICTED = Restored(11, 11, 8, "prediction", True, 0, "a line")
+SCRATCH = Restored(0, None, None, "nothing", False, 0, "no checkpoint", 1, 1)
+RESTART = Restored(8, 11, 8, "disk", False, 3, "the newest", 1, 1)
+PREDICTED = Restored(11, 11, 8, "prediction", True, 0, "a line", 1, 1)
 BACK = RolledBack(30, 8, "the predicted state diverged")
 EVENTS: list[Event] = [SCRATCH, RESTART, Committed(12), PREDICTED, BACK, Leaving(20, "sigterm", True)]
 

@@ -42,6 +42,7 @@ from cpsr.journal import (
     StepRow,
     json_ready,
     schema,
+    sizes,
     writer,
 )
 from cpsr.journal.rows import columns, from_sql, to_sql
@@ -290,13 +291,15 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
         assert (reader.latest_learning(), reader.committed_between(0, 0, 999)) == (None, 0)
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
-        assert [life.life for life in reader.lives()] == [0]
+        assert [(life.life, life.ranks) for life in reader.lives()] == [(0, None)]
+        assert sizes(reader) == []
+        assert reader.seconds_of_lives() == {}
         assert reader.plans() == [kept]
         assert reader.latest_plan() == kept
         assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
         assert ([one.scope for one in reader.failures()], reader.count(FailureRow)) == ([None], 1)
     journal = Journal.open(path)
-    assert journal.start_life("auto") == 1
+    assert journal.start_life("auto", ranks=3) == 1
     journal.record(rehearsal(life=1))
     newer = PlanRow(
         life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict", memory_interval_iterations=4
@@ -312,7 +315,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
         ((_, last),) = reader.openings()
         assert (last[PlanRow], last[BubbleRow]) == (1, 0)
-        assert [life.life for life in reader.lives()] == [0, 1]
+        assert [(life.life, life.ranks) for life in reader.lives()] == [(0, None), (1, 3)]
 
 
 def test_what_was_learned_last_and_the_checkpoints_that_lead_here(path: Path, journal: Journal) -> None:

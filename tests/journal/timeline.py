@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from cpsr.journal import CheckpointRow, FailureRow, LifeRow, StepRow
+from cpsr.journal import CheckpointRow, FailureRow, LifeRow, RecoveryRow, StepRow
 from cpsr.journal.rows import TotalsRow, from_sql
 from cpsr.journal.schema import prepare, select_sql
 from cpsr.journal.statements import freeze, statement
@@ -38,9 +38,16 @@ class Timeline:
         with mock.patch("cpsr.journal.statements.time.time", return_value=START + at):
             statement(type(rows[0]), [freeze(row) for row in rows])(self.connection)
 
-    def begin(self, life: int, at: float) -> None:
+    def begin(self, life: int, at: float, ranks: int | None = None) -> None:
         """A life begins."""
-        self.record(at, [LifeRow(life=life, mode="auto", pid=2**22 + 1, host="a", started_unix_seconds=START + at)])
+        process: dict[str, Any] = {"mode": "auto", "pid": 2**22 + 1, "host": "a", "ranks": ranks}
+        self.record(at, [LifeRow(life=life, started_unix_seconds=START + at, **process)])
+
+    def restore(self, life: int, iteration: int) -> None:
+        """The life goes on from this iteration."""
+        row = {"id": f"{life} {iteration}", "life": life, "restored_iteration": iteration, "method": "exact"}
+        row |= {"failure_iteration": None, "checkpoint_iteration": iteration, "requested_mode": "exact"}
+        self.record(0.0, [RecoveryRow(**row)])  # type: ignore[arg-type]  # of several types
 
     def end(self, life: int, at: float, ending: Literal["clean", "sigterm", "error"]) -> None:
         """A life ends by itself."""

@@ -92,7 +92,7 @@ def test_a_life_from_scratch(tmp_path: Path) -> None:
     train(tmp_path, 6, seen)
     first, *later = events(seen)
     assert isinstance(first, Restored)
-    assert first == Restored(0, None, None, "nothing", False, 0, first.reason)
+    assert first == Restored(0, None, None, "nothing", False, 0, first.reason, ranks=1, previous_ranks=1)
     assert seen[0] is first
     assert later[-1] == Committed(6)  # the last state
     assert {type(one) for one in later} == {Committed}

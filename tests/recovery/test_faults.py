@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.files import Digest, hash_file
+from cpsr.checkpoint.file_hash import Digest
+from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
@@ -172,10 +172,10 @@ def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
     life(tmp_path / "run", 11, crash=True)
     before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
 
-    def refusing(path: Path, *, direct: bool, take: Callable[[memoryview], None] | None = None) -> Digest:
+    def refusing(path: Path, **options: Any) -> Digest:
         if path.parent.name == "step-0000000009" and "moments" in path.name:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return hash_file(path, direct=direct, take=take)
+        return hash_file(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_PAUSES_SECONDS", (0.0,))

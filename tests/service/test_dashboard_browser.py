@@ -210,6 +210,31 @@ def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal
             page.screenshot(path=f"{picture}/tiers.png", full_page=True)
 
 
+def test_it_shows_numbers_of_ranks_over_time(page: Any, tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    for life, (ranks, first, last) in enumerate([(4, 0, 60), (3, 50, 90), (3, 90, 100), (2, 95, 130), (4, 130, 150)]):
+        journal.start_life("auto", ranks=ranks)
+        journal.record(*losses(first + 1, last, life))
+        at = {"restored_iteration": first, "checkpoint_iteration": first, "failure_iteration": None}
+        if life:
+            journal.record(recovery_row(life=life, method="exact", sources=(), **at))
+    journal.record(plan_row(measured_plan(), from_iteration=30))
+    flushed(journal)
+    with served(tmp_path) as service:
+        opened(page, service)
+        lines = "4since iteration 130before: 2 since 95before: 3 since 50before: 4 since 0"
+        expect(section(page, "Now")).to_contain_text(f"Ranks{lines}")
+        loss = section(page, "Training loss")
+        expect(loss.get_by_text("other number of ranks")).to_be_visible()
+        picture = os.environ.get("CPSR_TEST_PICTURES")
+        if picture:
+            section(page, "Now").screenshot(path=f"{picture}/sizes-now.png")
+            loss.screenshot(path=f"{picture}/sizes.png")
+        loss.get_by_text("The plot as tables").click()
+        expect(loss.get_by_role("row", name="2 ranks, before 3")).to_contain_text("95")
+    journal.close()
+
+
 def test_it_shows_where_the_time_went(page: Any, tmp_path: Path) -> None:
     with Timeline(tmp_path / "journal.db") as timeline:
         timeline.record(0, [plan_row(two_tier_plan())])

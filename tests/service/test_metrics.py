@@ -31,6 +31,7 @@ def samples(client: TestClient) -> dict[tuple[str, frozenset[tuple[str, str]]], 
 
 
 def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) -> None:
+    assert journal.start_life("predict", ranks=3) == 1
     journal.record(plan_row(measured_plan()))
     record_steps(journal)
     for iteration, status in ((50, "committed"), (100, "committed"), (150, "skipped")):
@@ -57,7 +58,8 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
         return found[f"cpsr_{name}", frozenset({"run": run, **labels}.items())]
 
     assert (value("journal_up"), value("healthy"), value("iteration")) == (1, 1, 7)
-    assert (value("training_loss"), value("iteration_seconds"), value("lives")) == (2.0, 1.5, 1)
+    assert (value("training_loss"), value("iteration_seconds")) == (2.0, 1.5)
+    assert (value("lives"), value("ranks")) == (2, 3)
     assert value("checkpoint_interval_iterations", origin="cpsr") == measured_plan().interval_iterations
     assert value("expected_cost_ratio") > 0
     assert value("checkpoints_total", status="committed") == 2

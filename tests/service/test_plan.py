@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 
 from cpsr.journal import CheckpointRow, Journal, PhaseRow, RecoveryRow, RecoverySource
 from cpsr.planner.plan import make_plan
+from tests.journal.timeline import START, Timeline
 from tests.service.journals import (
     LIMITS,
     error_of,
@@ -52,6 +53,18 @@ def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journ
     assert body["last_recovery"]["sources"] == [{"rank": 1, "source": "disk", "iteration": 50}]
     assert body["descends_from_predicted"] is True
     assert 0 <= body["age_seconds"] < 60
+
+
+def test_numbers_of_ranks_in_turn(tmp_path: Path, client: TestClient) -> None:
+    with Timeline(tmp_path / "journal.db") as timeline:
+        timeline.record(0, [plan_row()])
+        for life, (ranks, at) in enumerate([(4, 0), (3, 80), (3, 90)]):
+            timeline.begin(life, life, ranks)
+            timeline.restore(life, at)
+    assert client.get("/plan").json()["sizes"] == [
+        {"ranks": 4, "since_iteration": 0, "life": 0, "since_unix_seconds": START},
+        {"ranks": 3, "since_iteration": 80, "life": 1, "since_unix_seconds": START + 1},
+    ]
 
 
 def test_inputs_have_their_unit_their_source_and_their_age_now(client: TestClient, journal: Journal) -> None:

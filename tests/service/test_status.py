@@ -73,7 +73,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
     assert output.count("\n") < 13
     interval = measured_plan().interval_iterations
     for words in (
-        "run gpt: ok, iteration 7",
+        "run gpt: ok, iteration 7, 1 rank\n",
         f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
         "after a failure: predicted: on time, for an end cost of ",
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
@@ -102,6 +102,15 @@ def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
     )
     assert "expected failures: process every 20.0 h, 1 seen: " in output
     assert "iterations, from replica; everything every 240.0 h: " in output
+
+
+def test_numbers_of_ranks_in_turn(tmp_path: Path) -> None:
+    with Timeline(tmp_path / "journal.db") as timeline:
+        timeline.record(0, [plan_row()])
+        for life, (ranks, at) in enumerate([(8, 0), (4, 50), (3, 80), (4, 90), (2, 90)]):
+            timeline.begin(life, life, ranks)
+            timeline.restore(life, at)
+    assert ", 2 ranks since iteration 90 (before: 4 since 50, 3 since 80, 4 since 90)\n" in status(tmp_path)[1]
 
 
 def test_where_the_time_went(tmp_path: Path) -> None:

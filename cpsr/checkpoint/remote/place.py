@@ -15,8 +15,8 @@ import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
+from cpsr.checkpoint.file_hash import Digest
 from cpsr.checkpoint.files import (
-    Digest,
     make_directory,
     open_plain,
     read_bytes,

@@ -19,7 +19,7 @@ import xxhash
 from fsspec.callbacks import Callback
 
 from cpsr.checkpoint.background import yield_to_training
-from cpsr.checkpoint.files import Digest
+from cpsr.checkpoint.file_hash import Digest
 
 __all__ = ["PART_BYTES", "READS", "SENDS", "copy_file", "options_for", "read_ranges", "send_parts", "takes_parts"]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import xxhash
 
 from cpsr.checkpoint.direct_file import read_pieces
-from cpsr.checkpoint.files import Digest, hash_file, open_plain, read_bytes
+from cpsr.checkpoint.file_hash import Digest
+from cpsr.checkpoint.files import hash_file, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -199,7 +200,7 @@ def _is_held(
     place: Place, copy: Copy, name: str, record: FileRecord, known: set[str], stopped: Callable[[], bool]
 ) -> bool:
     """Whether a copy has this file; read back once by each process."""
-    if read_rank(place, copy, frozen_writer(name))[0].files[name] != record:
+    if not _same(read_rank(place, copy, frozen_writer(name))[0].files[name], record):
         return False
     if record.xxh3_128 not in known:
         if not _same(digest_of(_until(place.chunks(copy.folder, name), stopped)), record):
@@ -221,7 +222,7 @@ def _refuse_other_bytes(place: Place, folder: str, path: Path, record: FileRecor
     raise TargetError(f"{place.name(folder, path.name)}: what was read back differs from what was written")
 
 
-def _same(found: Digest, record: FileRecord) -> bool:
+def _same(found: Digest | FileRecord, record: FileRecord) -> bool:
     return (found.bytes, found.xxh3_128) == (record.bytes, record.xxh3_128)
 
 

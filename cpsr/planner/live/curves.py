@@ -15,7 +15,7 @@ from cpsr.fitter.failure_classes import FailureClasses
 from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
-from cpsr.journal import JournalReader, RecoveryRow, RehearsalRow, ReportedFailure
+from cpsr.journal import JournalReader, LifeRow, RecoveryRow, RehearsalRow, ReportedFailure
 from cpsr.planner.live.recovery_cost import lost_share, measured_costs
 from cpsr.planner.recovery_curve import CostObservation
 
@@ -127,9 +127,24 @@ def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[Repo
     ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
     began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
     unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
-    total = FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, len(ended) + unseen, reader.trained_seconds())
+    exposure_seconds = _exposure_seconds(reader, lives)
+    total = FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, len(ended) + unseen, exposure_seconds)
     scopes = {failure.life: failure.scope for failure in reader.failures()}
     return FailureClasses(total, Counter(scope for life in ended if (scope := scopes.get(life.life)) is not None))
+
+
+def _exposure_seconds(reader: JournalReader, lives: Sequence[LifeRow]) -> float:
+    """How long the present ranks would have to train for as many failures to be expected as in all lives so far.
+
+    Failures are of machines: a life with twice as many ranks counts twice as long. A life of which the number is not
+    recorded counts as one with the present ranks.
+    """
+    trained_seconds, now = reader.trained_seconds(), lives[-1].ranks if lives else None
+    if now is None or all(life.ranks in (None, now) for life in lives):
+        return trained_seconds
+    seconds = reader.seconds_of_lives()
+    more = [(life.ranks / now - 1) * seconds.get(life.life, 0.0) for life in lives if life.ranks is not None]
+    return max(0.0, trained_seconds + sum(more))
 
 
 def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:

@@ -1,9 +1,13 @@
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpsr.config import CPSRConfig
 from cpsr.fitter.failure_classes import FailureClasses
@@ -135,6 +139,40 @@ def test_lives_that_were_killed_or_ended_by_an_error_are_failures(
 ) -> None:
     with JournalReader(lives_of(tmp_path, endings)) as reader:
         assert fit_curves(reader, [], 1, 100, CONFIG).failures.total.failures == failures
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 4, None]), st.integers(0, 30)), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_life_counts_in_proportion_to_its_ranks(lives: list[tuple[int | None, int]], now: int) -> None:
+    """A life with twice as many machines shows as much about failures as twice the time with the present ones."""
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal.open(Path(directory) / "journal.db")
+        for ranks, steps in [*lives, (now, 0)]:
+            life = journal.start_life("auto", ranks=ranks)
+            journal.record(*[replace(step(i, 2.0), life=life) for i in range(1, steps + 1)])
+        found = fitted(journal).failures.total
+        journal.close()
+    assert found.failures == len(lives)
+    assert found.exposure_seconds == pytest.approx(sum(0.5 * steps * (ranks or now) / now for ranks, steps in lives))
+
+
+def test_with_half_of_the_ranks_failures_are_half_as_frequent(tmp_path: Path) -> None:
+    """But for the configured rate, which is that of the job as it is."""
+    rates = []
+    for ranks in (4, 2):
+        journal = Journal.open(tmp_path / str(ranks) / "journal.db")
+        for life, now in enumerate((4, 4, 4, ranks)):
+            journal.start_life("auto", ranks=now)
+            journal.record(*[replace(step(i, 2.0), life=life, seconds=3600.0) for i in range(1, 5)] if life < 3 else [])
+        rates.append(fitted(journal).failures.total)
+        journal.close()
+    four, two = rates
+    assert (four.failures, two.failures) == (3, 3)
+    assert two.failures / two.exposure_seconds == four.failures / four.exposure_seconds / 2
+    assert two.mean_per_second == pytest.approx((1 + 3) / ((2 + 2 * 12) * 3600.0))
 
 
 def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""A rank's part of a checkpoint that another number of ranks saved: read by ranges, each byte from one file.
+
+No rank holds more than its own part and the buffer of `cpsr.checkpoint.ranges`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
+from cpsr.checkpoint.manifest import Manifest, OperatorRecord, RankManifest, file_name, rank_manifest_name
+from cpsr.checkpoint.ranges import WantedRange, read_ranges
+from cpsr.checkpoint.verify import DamagedFileError, read_rank_manifest, read_tensors
+from cpsr.errors import RunMismatchError
+from cpsr.state.codec import decode
+from cpsr.state.shard import OperatorState, Shard
+
+__all__ = ["ReadBytes", "load_resharded", "read_small_state"]
+
+_KEPT = "nothing was changed; start with as many ranks as the run had, or use another run_dir"
+
+
+@dataclass
+class ReadBytes:
+    """What one rank has read of a checkpoint.
+
+    Attributes:
+        tensors: bytes of weights and moments that it holds.
+        disk: bytes that were read for these, whole pieces.
+    """
+
+    tensors: int = 0
+    disk: int = 0
+
+
+@dataclass
+class _Wanted:
+    """The ranges of one operator that are still to be read, as elements of the whole parameter."""
+
+    operator: OperatorState
+    left: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, record: OperatorRecord) -> Iterator[tuple[int, int]]:
+        """Ranges that the record's slice has; they are no longer left."""
+        first, end = record.offset, record.offset + record.numel
+        left: list[tuple[int, int]] = []
+        for start, stop in self.left:
+            begin, finish = max(start, first), min(stop, end)
+            if begin >= finish:
+                left.append((start, stop))
+                continue
+            yield begin, finish
+            left += [part for part in ((start, begin), (finish, stop)) if part[0] < part[1]]
+        self.left = left
+
+
+def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadBytes:
+    """Copy this rank's weights and moments out of the files of all ranks that saved the checkpoint.
+
+    Args:
+        directory: the checkpoint, whole.
+        manifest: of all ranks.
+        into: views of host memory to be written, contiguous.
+
+    Raises:
+        CheckpointCorruptError: a file is damaged; `into` holds anything.
+        UnreadableFileError: the file system refuses to give a file now; `into` holds anything.
+        RunMismatchError: the checkpoint has not all that this rank needs, or it is split in a way that cannot be dealt
+            to another number of ranks; `into` holds anything.
+    """
+    read = ReadBytes(sum(operator.state_bytes for operator in into.operators.values()))
+    wanted = {name: _Wanted(one, _whole(one)) for name, one in into.operators.items()}
+    for rank in range(manifest.world_size):
+        record = read_rank_manifest(directory, manifest, rank)
+        _require_dense(directory, record)
+        params: list[WantedRange] = []
+        moments: list[WantedRange] = []
+        for name, one in record.operators.items():
+            if name in wanted and one.saved_by in (None, rank):
+                _add_ranges(directory, wanted[name], one, params, moments)
+        for kind, ranges in (("params", params), ("moments", moments)):
+            if ranges:
+                file = file_name(rank, kind)  # type: ignore[arg-type]
+                read.disk += read_ranges(directory / file, record.files[file], ranges)
+    for name, rest in wanted.items():
+        if rest.left:
+            start, stop = rest.left[0]
+            raise RunMismatchError(
+                f"{directory} has no elements {start} to {stop} of {name} on any of its {manifest.world_size} ranks, "
+                f"as a range of rows or as the block that this rank has; {_KEPT}"
+            )
+    return read
+
+
+def read_small_state(directory: Path, manifest: Manifest, rank: int, into: Shard | None = None) -> Any:
+    """A rank's small state, verified, and its buffers.
+
+    Args:
+        directory: the checkpoint, whole.
+        manifest: of all ranks.
+        rank: of those that saved it.
+        into: takes the buffers; None: they are not taken.
+
+    Raises:
+        CheckpointCorruptError, UnreadableFileError: as `load_resharded`.
+        RunMismatchError: it has other buffers.
+    """
+    record, others = read_rank_manifest(directory, manifest, rank), {} if into is None else into.others
+    if into is not None and record.others != (now := {name: tensor_record(one) for name, one in others.items()}):
+        name = next(name for name in sorted({*record.others, *now}) if record.others.get(name) != now.get(name))
+        raise RunMismatchError(f"{directory}: the buffer {name} is another one than this job has; {_KEPT}")
+    file = file_name(rank, "extra")
+    if file not in record.files:
+        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {file}")
+
+    def place(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        kept = key.startswith(SCALARS) or key.removeprefix("other/") in others
+        return torch.empty(shape, dtype=dtype, device="cpu") if kept else None
+
+    tensors = read_tensors(directory / file, record.files[file], place)
+    with torch.no_grad():
+        for name, buffer in others.items():
+            buffer.copy_(tensors[f"other/{name}"])
+    try:
+        return decode(record.scalars, tensors)
+    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+        path = directory / rank_manifest_name(rank)
+        raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+
+
+def _whole(operator: OperatorState) -> list[tuple[int, int]]:
+    offset, numel = operator.parameter.offset, operator.parameter.numel
+    return [(offset, offset + numel)] if numel else []
+
+
+def _require_dense(directory: Path, record: RankManifest) -> None:
+    if record.sparse:
+        raise RunMismatchError(
+            f"{directory} was saved with experts.policy: experts of different iterations are not dealt to another "
+            f"number of ranks; {_KEPT}"
+        )
+
+
+def _add_ranges(
+    directory: Path, wanted: _Wanted, record: OperatorRecord, params: list[WantedRange], moments: list[WantedRange]
+) -> None:
+    """Add what a rank's slice of an operator has of the ranges that are left."""
+    operator = wanted.operator
+    if not _is_range_or_block(operator, record):
+        return
+    _require_same_kind(directory, operator, record)
+    for start, stop in list(wanted.take(record)):
+        here = slice(start - operator.parameter.offset, stop - operator.parameter.offset)
+        there = start - record.offset
+        params.append(WantedRange(f"param/{operator.name}", there, operator.parameter.values[here]))
+        for moment, values in operator.moments.items():
+            key = f"moment/{moment}/{operator.name}"
+            if values.numel() == operator.parameter.numel:
+                moments.append(WantedRange(key, there, values[here]))
+            else:  # the whole parameter's, by row or by block; it comes with the first element
+                moments += [WantedRange(key, 0, values)] if start == 0 else []
+
+
+def _is_range_or_block(operator: OperatorState, record: OperatorRecord) -> bool:
+    """Whether both are ranges, or the same block: other blocks are not taken apart."""
+    here = operator.parameter
+    if here.block is None or record.block is None:
+        return here.block is record.block
+    return (record.block, record.offset, record.numel) == (here.block, here.offset, here.numel)
+
+
+def _require_same_kind(directory: Path, operator: OperatorState, record: OperatorRecord) -> None:
+    now = operator_record(operator)
+    for what in ("global_shape", "dtype", "moments"):
+        then, here = getattr(record, what), getattr(now, what)
+        if then != here:
+            raise RunMismatchError(
+                f"{directory}: {operator.name} was saved with {what} {then}, this rank has {here}; {_KEPT}"
+            )

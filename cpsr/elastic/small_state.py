@@ -1,0 +1,78 @@
+"""The small state of a rank, made of what the ranks of another number saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cpsr.elastic.random_states import random_states_of
+from cpsr.engines.resharded_optimizer import shared_scalars
+from cpsr.errors import RunMismatchError
+from cpsr.state.codec import same
+from cpsr.state.scalars import DataPosition, Scalars
+
+__all__ = ["differing", "require_alike", "small_state_of"]
+
+
+def small_state_of(
+    rank: int, saved_by: int, saved: Mapping[str, Any], engine: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The small state (`Scalars.to_tree`) that a rank continues with.
+
+    What belongs to the old ranks' slices is left out: the predictor's state, and the costs that the planner measured.
+    Earlier checkpoints are no history of this rank.
+
+    Args:
+        rank: that is to take it.
+        saved_by: whose `saved` is; see `random_states_of`.
+        saved: the tree of that rank.
+        engine: `EngineAdapter.resharded`.
+    """
+    scalars = Scalars.from_tree(dict(saved))
+    return replace(
+        scalars,
+        history_start=scalars.iteration + 1,
+        engine=engine(scalars.engine),
+        rng=random_states_of(rank, saved_by, scalars.rng),
+        data=_resized(scalars.data),
+        probes=[],
+        learned={},
+        planning=_replanned(scalars.planning),
+    ).to_tree()
+
+
+def _resized(data: DataPosition) -> DataPosition:
+    return replace(data, resized=True)
+
+
+def _replanned(planning: dict[str, Any]) -> dict[str, Any]:
+    """The planner's state with the phases and intervals of the run, which stay, and without costs."""
+    kept = {key: value for key, value in planning.items() if key != "rank_interval_iterations"}
+    unknown = {key: None for key in ("costs", "memory", "second_moment_share") if key in kept}
+    return kept | unknown
+
+
+def require_alike(trees: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the ranks that saved a checkpoint had trained together.
+
+    Args:
+        trees: the small state of every one of them.
+
+    Raises:
+        RunMismatchError: their counters, schedules or hyperparameters differ; the message names the first difference.
+    """
+    first = shared_scalars(trees[0]["engine"])
+    for rank, tree in enumerate(trees):
+        other = shared_scalars(tree["engine"])
+        for key in sorted({*first, *other}):
+            if not same(first.get(key), other.get(key)):
+                raise RunMismatchError(
+                    f"rank {rank} saved another {key} than rank 0, so that it is not known what a rank of another "
+                    "number of ranks would have. Nothing was changed; start with as many ranks as the run had"
+                )
+
+
+def differing(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of registered objects whose state was not the same on all ranks."""
+    names = sorted({name for tree in trees for name in tree["registered"]})
+    first = trees[0]["registered"]
+    return [name for name in names if not all(same(first.get(name), tree["registered"].get(name)) for tree in trees)]

@@ -1,0 +1,27 @@
+"""The record of a file in a manifest."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
+from cpsr.checkpoint.manifest import FileRecord
+
+WHOLE = "0" * 32
+
+
+def test_a_record_of_an_earlier_version_is_read_and_written_as_it_is() -> None:
+    data = {"bytes": 5, "xxh3_128": WHOLE}
+    record = FileRecord.model_validate(data)
+    assert record.pieces is None
+    assert json.loads(record.to_bytes()) == data
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(0, 0), (1, 1), (HASHED_PIECE_BYTES, 1), (HASHED_PIECE_BYTES + 1, 2)])
+def test_a_record_has_the_hash_of_every_piece(size: int, pieces: int) -> None:
+    data = {"bytes": size, "xxh3_128": WHOLE, "pieces": "0123456789abcdef" * pieces}
+    assert json.loads(FileRecord.model_validate(data).to_bytes()) == data
+    for wrong in ("0" * 16 * (pieces + 1), "0" * (16 * pieces + 1), "G" + "0" * (16 * pieces - 1), "A" * 16):
+        with pytest.raises(ValidationError, match="pieces"):
+            FileRecord.model_validate(data | {"pieces": wrong})

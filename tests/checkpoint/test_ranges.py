@@ -1,0 +1,258 @@
+"""Ranges of tensors: what was saved, from the pieces that they touch alone, each verified."""
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from cpsr.checkpoint import verify
+from cpsr.checkpoint.direct_file import PIECE_BYTES
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
+from cpsr.checkpoint.files import hash_file, write_tensors
+from cpsr.checkpoint.manifest import FileRecord
+from cpsr.checkpoint.ranges import WantedRange, read_ranges
+from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
+from tests.checkpoint.conftest import bits
+
+MIB = HASHED_PIECE_BYTES
+# In the order of the file, behind a header of one block: float64 first.
+TENSORS = {
+    "double": torch.randn(3 * MIB // 16 + 7, dtype=torch.float64),
+    "weights": torch.randn(5, MIB // 8),
+    "none": torch.empty(0, 3),
+    "scalar": torch.tensor(12.0),
+    "half": torch.randn(MIB // 2 + 9).to(torch.bfloat16),
+    "mask": torch.rand(MIB // 2) > 0.5,
+}
+DATA_START = 4096  # of the first tensor
+
+
+def record_of(path: Path, *, pieces: bool = True) -> FileRecord:
+    return FileRecord(**vars(hash_file(path, pieces=pieces)))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranges") / "file.safetensors"
+    write_tensors(path, TENSORS, fsync=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(path: Path) -> FileRecord:
+    return record_of(path)
+
+
+def wanted(key: str, start: int = 0, stop: int | None = None, of: dict[str, torch.Tensor] = TENSORS) -> WantedRange:
+    stop = of[key].numel() if stop is None else stop
+    return WantedRange(key, start, torch.full((stop - start,), 1, dtype=of[key].dtype))
+
+
+def is_right(one: WantedRange, of: dict[str, torch.Tensor] = TENSORS) -> bool:
+    expected = of[one.key].reshape(-1)[one.start : one.start + one.target.numel()]
+    return torch.equal(bits(one.target), bits(expected))
+
+
+def touched(ranges: Iterable[WantedRange]) -> set[int]:
+    """The pieces with the header and these ranges."""
+    begin, first = {}, DATA_START
+    for key, tensor in TENSORS.items():
+        begin[key], first = first, first + tensor.nbytes
+    found = {0}
+    for one in ranges:
+        start = begin[one.key] + one.start * one.target.element_size()
+        found |= set(range(start // MIB, -(-(start + one.target.nbytes) // MIB))) if one.target.nbytes else set()
+    return found
+
+
+def size_of(pieces: Iterable[int], size: int) -> int:
+    return sum(min(MIB, size - index * MIB) for index in pieces)
+
+
+@st.composite
+def some_range(draw: st.DrawFn) -> WantedRange:
+    key = draw(st.sampled_from(sorted(TENSORS)))
+    numel = TENSORS[key].numel()
+    start = draw(st.integers(0, numel))
+    return wanted(key, start, start + draw(st.integers(0, min(300, numel - start)) | st.just(numel - start)))
+
+
+@given(ranges=st.lists(some_range(), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_ranges_are_what_was_saved_and_other_pieces_are_not_read(
+    path: Path, record: FileRecord, ranges: list[WantedRange]
+) -> None:
+    read: list[int] = []
+    preadv = os.preadv
+
+    def tracing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = preadv(descriptor, buffers, offset)
+        assert offset % MIB == 0
+        read.extend(range(offset // MIB, -(-(offset + count) // MIB)))
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", tracing)
+        found = read_ranges(path, record, ranges)
+    assert all(map(is_right, ranges))
+    assert read == sorted(touched(ranges))
+    assert found == size_of(read, record.bytes)
+    assert read_ranges(path, record_of(path, pieces=False), ranges) == record.bytes
+    assert all(map(is_right, ranges))
+
+
+def test_ranges_next_to_the_borders_of_pieces(path: Path, record: FileRecord) -> None:
+    border = (MIB - DATA_START) // 8
+    for start, stop, pieces in ((border - 1, border, 1), (border, border + 1, 2), (border - 1, border + 1, 2)):
+        one = wanted("double", start, stop)
+        assert read_ranges(path, record, [one]) == pieces * MIB
+        assert is_right(one)
+
+
+def test_overlapping_ranges_of_one_tensor_read_their_pieces_once(path: Path, record: FileRecord) -> None:
+    ranges = [wanted("weights"), wanted("weights", 5, 200), wanted("weights", 100), wanted("weights", 3, 3)]
+    assert read_ranges(path, record, ranges) == size_of(touched(ranges), record.bytes)
+    assert all(map(is_right, ranges))
+
+
+def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"long": torch.arange(5 * MIB)}
+    write_tensors(tmp_path / "file", tensors, fsync=True)
+    transfers: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def tracing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        transfers.append((offset, len(buffers[0])))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", tracing)
+    one = wanted("long", of=tensors)
+    read_ranges(tmp_path / "file", record_of(tmp_path / "file"), [one])
+    assert is_right(one, tensors)
+    starts = [0, *range(MIB, 40 * MIB, PIECE_BYTES)]
+    assert [transfer for transfer in transfers if transfer[0] in starts] == [
+        (0, MIB),
+        (MIB, PIECE_BYTES),
+        (MIB + PIECE_BYTES, PIECE_BYTES),
+        (MIB + 2 * PIECE_BYTES, 40 * MIB + DATA_START - (MIB + 2 * PIECE_BYTES)),
+    ]
+
+
+@pytest.mark.parametrize("longer_by", [0, 2 * MIB + 5, 20 * MIB])
+def test_a_header_may_be_longer_than_a_piece_or_a_transfer(tmp_path: Path, longer_by: int) -> None:
+    tensors = {"a": torch.arange(MIB), "b": torch.arange(9.0)}
+    write_tensors(tmp_path / "file", tensors, fsync=False, metadata={"note": "x" * longer_by})
+    ranges = [wanted("a", 3, 5, tensors), wanted("b", of=tensors)]
+    record = record_of(tmp_path / "file")
+    assert read_ranges(tmp_path / "file", record, ranges) <= longer_by + 4 * MIB
+    assert all(is_right(one, tensors) for one in ranges)
+    save_file(load_file(tmp_path / "file"), tmp_path / "plain")  # the header is not filled up
+    read_ranges(tmp_path / "plain", record_of(tmp_path / "plain"), ranges)
+    assert all(is_right(one, tensors) for one in ranges)
+
+
+def flipped(path: Path, offset: int, to: Path) -> Path:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    to.write_bytes(data)
+    return to
+
+
+@given(offset=st.integers(0, 10**8) | st.integers(0, DATA_START))
+@settings(max_examples=40, deadline=None)
+def test_a_flip_is_found_where_its_piece_is_read(
+    tmp_path_factory: pytest.TempPathFactory, path: Path, record: FileRecord, offset: int
+) -> None:
+    offset %= record.bytes
+    damaged = flipped(path, offset, tmp_path_factory.getbasetemp() / "flipped")
+    ranges = [wanted("double", 7, 9), wanted("weights", MIB // 2)]
+    piece = offset // MIB
+    if piece in touched(ranges):
+        named = f"flipped: the xxh3-64 of its bytes {piece * MIB} to {min((piece + 1) * MIB, record.bytes)} is "
+        with pytest.raises(DamagedFileError, match=named):
+            read_ranges(damaged, record, ranges)
+    else:
+        read_ranges(damaged, record, ranges)
+        assert all(map(is_right, ranges))
+    with pytest.raises(DamagedFileError, match="its xxh3-128 is"):
+        read_ranges(damaged, record.model_copy(update={"pieces": None}), ranges)
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+@pytest.mark.parametrize("size", [0, 5, DATA_START, MIB, -1, 1])
+def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, pieces: bool, size: int) -> None:
+    data = path.read_bytes()
+    (tmp_path / "file").write_bytes(data + b"\0" if size == 1 else data[:size])
+    with pytest.raises(DamagedFileError, match=rf"has \d+ bytes, {len(data)} were committed"):
+        read_ranges(tmp_path / "file", record_of(path, pieces=pieces), [wanted("scalar")])
+    (tmp_path / "file").unlink()
+    with pytest.raises(DamagedFileError, match="is missing"):
+        read_ranges(tmp_path / "file", record_of(path, pieces=pieces), [wanted("scalar")])
+
+
+@pytest.mark.parametrize("pieces", [True, False])
+@pytest.mark.parametrize(
+    ("one", "what"),
+    [
+        (WantedRange("param/absent", 0, torch.empty(1)), "it has no tensor 'param/absent'"),
+        (WantedRange("half", 0, torch.empty(1)), "'half' is of torch.bfloat16, torch.float32 is wanted"),
+        (WantedRange("scalar", 1, torch.empty(1)), "'scalar' has 1 elements, 1 to 2 are wanted"),
+        (WantedRange("none", 1, torch.empty(0)), "'none' has 0 elements, 1 to 1 are wanted"),
+    ],
+)
+def test_what_the_file_does_not_hold_is_named(path: Path, pieces: bool, one: WantedRange, what: str) -> None:
+    with pytest.raises(DamagedFileError, match=f"file.safetensors: is not the .* describes: {what}"):
+        read_ranges(path, record_of(path, pieces=pieces), [wanted("double"), one])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"short", b"\xff" * 5000, b"\2" + bytes(7) + b"[]", b"\x05" + bytes(7) + b"junk!"]
+)
+@pytest.mark.parametrize("pieces", [True, False])
+def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path, data: bytes, pieces: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match="is not the safetensors file that its manifest describes"):
+        read_ranges(path, record_of(path, pieces=pieces), [])
+
+
+@pytest.mark.parametrize("target", [torch.empty(2, 2), torch.empty(4)[::2], torch.empty(4, device="meta")])
+def test_a_target_that_cannot_be_filled_is_refused(target: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="the range of 'weights' from 0"):
+        WantedRange("weights", 0, target)
+    with pytest.raises(ValueError, match="the range of 'weights' from -1"):
+        WantedRange("weights", -1, torch.empty(1))
+
+
+def failing(times: int) -> Callable[..., int]:
+    preadv, left = os.preadv, [times]
+
+    def call(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*args)
+
+    return call
+
+
+def test_errors_that_may_be_temporary_are_retried(
+    path: Path, record: FileRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    one = wanted("half")
+    monkeypatch.setattr(os, "preadv", failing(3))
+    read_ranges(path, record, [one])
+    assert is_right(one)
+    monkeypatch.setattr(os, "preadv", failing(10**9))
+    with pytest.raises(UnreadableFileError, match=r"file\.safetensors: cannot be read now"):
+        read_ranges(path, record, [one])

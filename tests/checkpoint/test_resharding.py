@@ -1,0 +1,175 @@
+"""Ranks of another number read their parts out of a checkpoint, and nothing else."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.loading import operator_record
+from cpsr.checkpoint.manifest import Manifest, file_name, step_name
+from cpsr.checkpoint.resharding import load_resharded, read_small_state
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.errors import CheckpointCorruptError, RunMismatchError
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+
+NEVER = threading.Event()
+SHAPES = {"a.weight": (7, 5), "b.bias": (3,), "c": (11, 13), "d.scale": ()}
+ROWS = "rows"  # a moment that is not per element
+
+
+def whole(name: str, kind: str) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(hash((name, kind)) % (1 << 32))
+    return torch.randn(int(torch.Size(SHAPES[name]).numel()), generator=seed)
+
+
+def shard(rank: int, ranks: int, *, cuts: str = "each", filled: bool = True, rows: bool = False) -> Shard:
+    """A rank's part.
+
+    Args:
+        rank: whose.
+        ranks: of the job.
+        cuts: `each` operator into as many ranges as there are ranks; `flat`, all operators in one flat tensor, as ZeRO
+            does; or `whole` on every rank.
+        filled: with the values; else zeros.
+        rows: with a moment by row.
+    """
+    sizes = {name: int(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
+    total, place, operators = sum(sizes.values()), 0, {}
+    for name, size in sizes.items():
+        length = -(-size // ranks)
+        start, stop = min(size, rank * length), min(size, (rank + 1) * length)
+        if cuts == "flat":
+            length = -(-total // ranks)
+            start, stop = max(0, rank * length - place), min(size, (rank + 1) * length - place)
+            place += size
+        if cuts == "whole":
+            start, stop = 0, size
+        if start >= stop:
+            continue
+        values = {kind: whole(name, kind)[start:stop].clone() for kind in ("param", "exp_avg", "exp_avg_sq")}
+        if rows:
+            values[ROWS] = whole(name, ROWS)[:2].clone() if size > 2 else whole(name, ROWS)[:1].clone()
+        if not filled:
+            values = {kind: torch.zeros_like(one) for kind, one in values.items()}
+        parameter = ParamSlice(values.pop("param"), SHAPES[name], start)
+        operators[name] = OperatorState(name, parameter, values, 4)
+    return Shard(operators, {"seen": torch.tensor([float(rank)])})
+
+
+def commit(run_dir: Path, parts: list[Shard], contents: list[Contents] | None = None) -> tuple[Path, Manifest]:
+    ranks = len(parts)
+    stores = [CheckpointStore(run_dir, rank, ranks, "run", 1, fsync=False) for rank in range(ranks)]
+    stores[0].prepare()
+    for rank, (store, part) in enumerate(zip(stores, parts, strict=True)):
+        snapshot = Snapshot(4, part, {"rank": rank, "tensor": torch.tensor([rank])})
+        if contents is not None:
+            snapshot.contents = contents[rank]
+        store.write(snapshot)
+    assert stores[0].commit(4, 10.0, NEVER).committed
+    directory = run_dir / "checkpoints" / step_name(4)
+    return directory, read_manifest(directory)
+
+
+def assert_filled(found: Shard, expected: Shard) -> None:
+    for (key, one), (_, other) in zip(found.tensors(), expected.tensors(), strict=True):
+        if not key.startswith("other/"):
+            assert torch.equal(one, other), key
+
+
+@settings(max_examples=25)
+@given(
+    before=st.integers(1, 5),
+    after=st.integers(1, 5),
+    cut_before=st.sampled_from(["each", "flat", "whole"]),
+    cut_after=st.sampled_from(["each", "flat", "whole"]),
+)
+def test_every_rank_gets_its_part(
+    tmp_path_factory: pytest.TempPathFactory, before: int, after: int, cut_before: str, cut_after: str
+) -> None:
+    saved = [shard(rank, before, cuts=cut_before) for rank in range(before)]
+    directory, manifest = commit(tmp_path_factory.mktemp("run"), saved)
+    for rank in range(after):
+        into = shard(rank, after, cuts=cut_after, filled=False)
+        read = load_resharded(directory, manifest, into)
+        assert_filled(into, shard(rank, after, cuts=cut_after))
+        assert read.tensors == sum(one.state_bytes for one in into.operators.values())
+
+
+def test_state_by_row_comes_whole_from_one_rank(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path, [shard(rank, 2, cuts="whole", rows=True) for rank in range(2)])
+    into = shard(0, 3, cuts="whole", rows=True, filled=False)
+    load_resharded(directory, manifest, into)
+    assert_filled(into, shard(0, 3, cuts="whole", rows=True))
+
+
+def test_what_ranks_wrote_for_each_other_is_read_once(tmp_path: Path) -> None:
+    alike = {name: operator_record(one).described for name, one in shard(0, 2, cuts="whole").operators.items()}
+    writers = {name: index % 2 for index, name in enumerate(SHAPES)}
+    contents = [
+        replace(Contents(), writers={name: one for name, one in writers.items() if one != rank}, replicated=alike)
+        for rank in range(2)
+    ]
+    directory, manifest = commit(tmp_path, [shard(rank, 2, cuts="whole") for rank in range(2)], contents)
+    into = shard(2, 3, cuts="flat", filled=False)
+    load_resharded(directory, manifest, into)
+    assert_filled(into, shard(2, 3, cuts="flat"))
+
+
+def test_the_small_state_and_the_buffers_are_those_of_the_named_rank(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
+    into = shard(0, 1, filled=False)
+    found = read_small_state(directory, manifest, 1, into)
+    assert (found["rank"], found["tensor"].tolist(), into.others["seen"].tolist()) == (1, [1], [1.0])
+
+
+def test_only_what_overlaps_is_read(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path, [shard(rank, 4, cuts="flat") for rank in range(4)])
+    (directory / file_name(3, "params")).write_bytes(b"")
+    into = shard(0, 2, cuts="flat", filled=False)
+    load_resharded(directory, manifest, into)
+    assert_filled(into, shard(0, 2, cuts="flat"))
+    with pytest.raises(CheckpointCorruptError, match=file_name(3, "params")):
+        load_resharded(directory, manifest, shard(1, 2, cuts="flat", filled=False))
+
+
+@pytest.mark.parametrize("kind", ["params", "moments"])
+def test_a_flipped_bit_is_found(tmp_path: Path, kind: str) -> None:
+    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
+    path = directory / file_name(1, kind)  # type: ignore[arg-type]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointCorruptError, match=path.name):
+        load_resharded(directory, manifest, shard(0, 1, filled=False))
+
+
+def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    saved = [shard(rank, 2) for rank in range(2)]
+    del saved[1].operators["c"]
+    directory, manifest = commit(tmp_path, saved)
+    with pytest.raises(RunMismatchError, match="has no elements 72 to 143 of c on any of its 2 ranks"):
+        load_resharded(directory, manifest, shard(0, 1, filled=False))
+
+
+def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
+    def block(first: int, width: int) -> Shard:
+        parts = shard(0, 1)
+        columns = whole("c", "param").view(11, 13)[:, first : first + width].reshape(-1).clone()
+        parameter = ParamSlice(columns, SHAPES["c"], first, (11, width))
+        parts.operators["c"] = OperatorState("c", parameter, {}, 4)
+        return parts
+
+    directory, manifest = commit(tmp_path, [block(0, 6), block(6, 7)])
+    into = block(6, 7)
+    into.operators["c"].parameter.values.zero_()
+    load_resharded(directory, manifest, into)
+    assert torch.equal(into.operators["c"].parameter.values, block(6, 7).operators["c"].parameter.values)
+    with pytest.raises(RunMismatchError, match="of c on any of its 2 ranks"):
+        load_resharded(directory, manifest, block(0, 5))

@@ -1,0 +1,51 @@
+"""The global batch stays, or the start is refused with what fits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr.elastic.global_batch import GlobalBatch
+from cpsr.engines.torch import TorchAdapter
+from cpsr.errors import RecoveryError
+
+
+def adapter(steps: int) -> TorchAdapter:
+    module = torch.nn.Linear(2, 1)
+    return TorchAdapter(module, torch.optim.SGD(module.parameters()), micro_batches_per_iteration=steps)
+
+
+def loader(batch_size: int | None) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(24)), batch_size)
+
+
+def test_the_first_life_decides() -> None:
+    batch = GlobalBatch(adapter(3), None)
+    batch.require(loader(4))
+    assert batch.size == 12
+
+
+def test_on_as_many_ranks_it_may_change() -> None:
+    batch = GlobalBatch(adapter(3), None)
+    batch.take(10, resized=False)
+    batch.require(loader(4))
+    assert batch.size == 12
+
+
+@pytest.mark.parametrize(("asked", "saved"), [(10, None), (None, 10), (10, 12)])
+def test_on_another_number_of_ranks_it_may_not(asked: int | None, saved: int | None) -> None:
+    batch = GlobalBatch(adapter(3), asked)
+    batch.take(saved, resized=True)
+    with pytest.raises(RecoveryError, match=r"batches of 4 x 3 accumulated\), the run trains on 10"):
+        batch.require(loader(4))
+    with pytest.raises(RecoveryError, match="take batches of 2 and 5 accumulation steps"):
+        batch.require(loader(4))
+
+
+def test_what_gives_no_batches_of_one_size_is_not_compared() -> None:
+    batch = GlobalBatch(adapter(3), 10)
+    batch.take(10, resized=True)
+    batch.require([1, 2])
+    batch.require(loader(None))
+    assert batch.size == 10

@@ -1,0 +1,151 @@
+"""One rank of a small job whose global batch stays when the number of ranks changes.
+
+The state at the start and at the end is left as whole parameters and moments, put together from all ranks' slices.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.state.shard import Shard
+from tests.device import DEVICE
+from tests.recovery.engines import ITEMS, Regression, configuration, dataset, initialize
+from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed
+from tests.recovery.worker import Options as WorkerOptions
+
+GLOBAL_BATCH = 12
+
+
+@dataclass(frozen=True)
+class Options(WorkerOptions):
+    """What one life of the job does.
+
+    Attributes:
+        kind: `ddp`, `fsdp2`, or `deepspeed` with the stage `zero`.
+        batch_size: of a rank; the accumulation follows from it.
+        dropout: of the model; with it the random states of each rank matter.
+        sampled: whether a `DistributedSampler` deals the samples.
+    """
+
+    kind: str = "deepspeed"
+    batch_size: int = 1
+    dropout: float = 0.0
+    sampled: bool = True
+
+
+class Loop:
+    """The engine and one step of it on a micro-batch."""
+
+    def __init__(self, options: Options, ranks: int) -> None:
+        bare = Regression().to(DEVICE)
+        for one in bare.modules():
+            if isinstance(one, torch.nn.Dropout):
+                one.p = options.dropout
+        self.module: Any = bare
+        self.steps, self.taken = GLOBAL_BATCH // (ranks * options.batch_size), 0
+        self.engine: Any = None
+        if options.kind == "deepspeed":
+            config = configuration(options.zero, options.precision, self.steps)
+            self.engine = initialize(self.module, config | {"train_micro_batch_size_per_gpu": options.batch_size})
+            return
+        if options.kind == "ddp":
+            self.module = DistributedDataParallel(self.module)
+        else:
+            mesh = init_device_mesh(DEVICE, (ranks,))
+            for one in (self.module.layers[0], self.module):
+                fully_shard(one, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-2)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
+        self.adapter = TorchAdapter(self.module, self.optimizer, self.schedule, micro_batches_per_iteration=self.steps)
+
+    @property
+    def given(self) -> Any:
+        return self.adapter if self.engine is None else self.engine
+
+    def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        inputs, targets = inputs.to(DEVICE), targets.to(DEVICE)
+        if self.engine is not None:
+            loss: torch.Tensor = self.engine(inputs, targets)
+            self.engine.backward(loss)
+            self.engine.step()
+            return loss.detach()
+        loss = self.module(inputs, targets)
+        torch.autograd.backward(loss / self.steps)
+        self.taken += 1
+        if self.taken % self.steps == 0:
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def main(options: Options, rank: int, ranks: int) -> None:
+    faults = Faults(options, rank)
+    initialize_ranks(options.result)
+    seed()
+    data = dataset()
+    loop = Loop(options, ranks)
+    sampler: Any = DistributedSampler(data, ranks, rank, seed=3) if options.sampled else None
+    batches: DataLoader[Any] = DataLoader(data, options.batch_size, sampler=sampler)
+    dealt: list[list[int]] = []
+    losses: dict[int, float] = {}
+    recovery = CPSRRecovery(loop.given, options.config)
+    events: list[Any] = []
+    recovery.on_event(events.append)
+    with recovery:
+        restored = recovery.restored
+        started: dict[str, Any] = {"iteration": recovery.iteration, "method": restored.method}
+        started["failure_iteration"] = restored.failure_iteration
+        started["ranks"] = [events[0].previous_ranks, events[0].ranks]
+        started["whole"] = whole(recovery.life.job.adapter.shard(), rank)
+        started["scalars"] = {key: str(value) for key, value in small(recovery).items()}
+        for inputs, targets, indices in recovery.resume(batches, repeat=True):
+            faults.at_batch(recovery.iteration, loop.taken % loop.steps)
+            iteration = recovery.iteration + 1
+            loss = float(loop.train_on(inputs, targets)) * len(indices) / GLOBAL_BATCH
+            losses[iteration] = losses.get(iteration, 0.0) + loss
+            dealt.append([iteration, *indices.tolist()])
+            keep_pace(recovery)
+            if recovery.iteration >= options.iterations:
+                break
+        ended: dict[str, Any] = {"whole": whole(recovery.life.job.adapter.shard(), rank), "draw": torch.rand(()).item()}
+        ended["scalars"] = {key: str(value) for key, value in small(recovery).items()}
+    options.leave(rank, {"started": started, "ended": ended, "batches": dealt, "losses": losses})
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
+
+
+def small(recovery: CPSRRecovery) -> dict[str, Any]:
+    """What of the engine's small state does not depend on the number of ranks."""
+    scalars = recovery.life.job.adapter.scalars()
+    counters = {key: value for key, value in scalars.get("counters", {}).items() if key != "micro_steps"}
+    return {"counters": counters, "schedule": scalars["schedule"], "steps": steps(scalars["optimizer_steps"])}
+
+
+def steps(numbers: list[dict[str, Any]]) -> list[float]:
+    return sorted({float(value) for one in numbers for value in one.values()})
+
+
+def whole(shard: Shard, rank: int) -> dict[str, list[float]]:
+    """Weights and moments of all ranks' slices; rank 0 has them, a collective."""
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    own = []
+    for key, tensor in shard.tensors():
+        kind, _, name = key.rpartition("/")
+        if kind != "other":
+            piece = shard.operators[name].parameter
+            own.append((key, piece.global_shape, piece.offset, tensor.tolist()))
+    torch.distributed.all_gather_object(found, own)
+    wholes: dict[str, list[float]] = {}
+    for key, shape, offset, values in (part for parts in found for part in parts) if rank == 0 else ():
+        numel = int(torch.Size(shape).numel())
+        wholes.setdefault(key, [float("nan")] * numel)[offset : offset + len(values)] = values
+    return wholes
+
+
+assert ITEMS % GLOBAL_BATCH == 0

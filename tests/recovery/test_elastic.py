@@ -1,0 +1,141 @@
+"""A run goes on with fewer ranks, and with more, in the middle of a pass over its data."""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cpsr.journal import JournalReader, sizes
+from tests.recovery.elastic_worker import GLOBAL_BATCH
+from tests.recovery.engines import ITEMS
+from tests.recovery.job import Ended, Job
+
+ELASTIC = {"elastic": {"min_ranks": 1}}
+WORKER = "tests.recovery.elastic_worker"
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"kind": "ddp"},
+    "fsdp2": {"kind": "fsdp2"},
+    "zero 0": {"zero": 0},
+    "zero 1": {"zero": 1},
+    "zero 2 bf16": {"zero": 2, "precision": "bf16"},
+    "zero 3": {"zero": 3},
+}
+
+
+def launch(job: Job, ranks: int, iterations: int, **options: Any) -> Ended:
+    """A life that ends by itself, and is saved, after this many iterations."""
+    ended = job.launch(
+        ranks=ranks, iterations=iterations, settings=ELASTIC, worker=WORKER, survivor_seconds=60.0, **options
+    )
+    assert set(ended.statuses) == {0}, ended.output[0][-3000:]
+    return ended
+
+
+def samples(ended: Ended, iterations: range) -> list[int]:
+    """What the ranks saw in these iterations."""
+    dealt = [batch for found in ended.results if found for batch in found["batches"]]
+    return [index for at, *indices in dealt if at in iterations for index in indices]
+
+
+def losses(ended: Ended) -> dict[int, float]:
+    """The mean over the global batch by iteration."""
+    found: dict[int, float] = {}
+    for result in ended.results:
+        assert result is not None
+        for at, loss in result["losses"].items():
+            found[int(at)] = found.get(int(at), 0.0) + loss
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_rank_takes_its_part_of_what_another_number_left(job: Job, engine: str) -> None:
+    first = launch(job, 2, 2, **ENGINES[engine])
+    second = launch(job, 3, 3, **ENGINES[engine])
+    third = launch(job, 1, 4, **ENGINES[engine])
+    for before, after, at in ((first, second, 2), (second, third, 3)):
+        ended, started = before.result()["ended"], after.result()["started"]
+        assert started["iteration"] == at
+        assert started["whole"] == ended["whole"]
+        assert started["scalars"] == ended["scalars"]
+        assert len(started["whole"]) == 3 * 4
+    one_pass = [*samples(first, range(1, 3)), *samples(second, range(3, 4)), *samples(third, range(4, 5))]
+    assert sorted(one_pass) == list(range(ITEMS))
+
+
+def test_over_many_sizes_the_losses_are_those_of_one_size_but_for_rounding(job: Job, tmp_path: Any) -> None:
+    fixed = launch(Job(tmp_path / "fixed"), 4, 12, zero=1)
+    lives = [launch(job, ranks, until, zero=1) for ranks, until in ((4, 3), (3, 6), (2, 9), (4, 12))]
+    resized = {at: loss for life in lives for at, loss in losses(life).items()}
+    expected = losses(fixed)
+    assert resized.keys() == expected.keys()
+    assert all(math.isclose(resized[at], loss, rel_tol=1e-5) for at, loss in expected.items())
+    assert all(resized[at] == expected[at] for at in range(1, 4))
+    seen = Counter(itertools.chain.from_iterable(samples(life, range(1, 13)) for life in lives))
+    assert seen == dict.fromkeys(range(ITEMS), 12 * GLOBAL_BATCH // ITEMS)
+    assert [life.result(1)["started"]["ranks"] for life in lives] == [[4, 4], [4, 3], [3, 2], [2, 4]]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        assert [(one.ranks, one.since_iteration) for one in sizes(journal)] == [(4, 0), (3, 3), (2, 6), (4, 9)]
+        said = [one.message for one in journal.events() if one.kind == "ranks"]
+    taken = "each takes its part of checkpoint"
+    assert said == [
+        f"the run goes on with 3 ranks, before with 4: {taken} 3 and trains on 4 micro-batches an iteration",
+        f"the run goes on with 2 ranks, before with 3: {taken} 6 and trains on 6 micro-batches an iteration",
+        f"the run goes on with 4 ranks, before with 2: {taken} 9 and trains on 3 micro-batches an iteration",
+    ]
+
+
+def test_after_a_kill_the_last_checkpoint_goes_on_with_the_ranks_that_are_left(job: Job) -> None:
+    options: dict[str, Any] = {"worker": WORKER, "settings": ELASTIC, "dropout": 0.1}
+    killed = job.launch(ranks=3, iterations=9, fault="step:2:6", committed=4, **options)
+    assert killed.statuses[2] == -9, killed.output
+    back = launch(job, 2, 8, dropout=0.1)
+    started = back.result()["started"]
+    assert (started["iteration"], started["method"], started["failure_iteration"]) == (4, "exact", 6)
+    again = launch(job, 2, 9, dropout=0.1)
+    seen = [*samples(back, range(5, 9)), *samples(again, range(9, 10))]
+    assert len(seen) == 5 * GLOBAL_BATCH
+    assert sorted(samples(back, range(5, 9))) == list(range(ITEMS))
+
+
+def test_two_starts_from_the_same_checkpoint_are_the_same_bit_for_bit(job: Job, tmp_path: Any) -> None:
+    launch(job, 2, 2, dropout=0.1)
+    other = Job(tmp_path / "other")
+    launch(other, 2, 2, dropout=0.1)
+    one, two = launch(job, 3, 6, dropout=0.1), launch(other, 3, 6, dropout=0.1)
+    for rank in range(3):
+        assert one.result(rank)["losses"] == two.result(rank)["losses"]
+        assert one.result(rank)["ended"] == two.result(rank)["ended"]
+    draws = [one.result(rank)["ended"]["draw"] for rank in range(3)]
+    assert draws[0] == draws[1] != draws[2]  # the job seeds all ranks alike; the third is new
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "message"),
+    [
+        (3, {}, "elastic.min_ranks and elastic.max_ranks, not set, do not allow"),
+        (3, {"min_ranks": 1, "max_ranks": 2}, "elastic (min_ranks 1, max_ranks 2) does not allow"),
+    ],
+)
+def test_a_forbidden_number_of_ranks_is_refused(job: Job, ranks: int, limits: dict[str, int], message: str) -> None:
+    launch(job, 2, 2)
+    refused = job.launch(ranks=ranks, iterations=4, worker=WORKER, settings={"elastic": limits})
+    assert 0 not in refused.statuses
+    assert message in refused.output[0]
+    assert launch(job, 2, 3).result()["started"]["iteration"] == 2
+
+
+def test_another_global_batch_is_refused_with_one_that_fits(job: Job) -> None:
+    launch(job, 2, 2)
+    refused = job.launch(ranks=4, iterations=4, worker=WORKER, settings=ELASTIC, batch_size=2)
+    assert 0 not in refused.statuses
+    assert "8 samples (4 ranks x batches of 2 x 1 accumulated), the run trains on 12" in refused.output[0]
+    assert "take batches of 1 and 3 accumulation steps" in refused.output[0]
+
+
+def test_a_loader_that_deals_in_an_unknown_way_is_refused_within_a_pass(job: Job) -> None:
+    launch(job, 2, 2, sampled=False)
+    refused = job.launch(ranks=3, iterations=4, worker=WORKER, settings=ELASTIC, sampled=False)
+    assert 0 not in refused.statuses
+    assert "does not say which samples the ranks were dealt" in refused.output[0]
