@@ -20,6 +20,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
+from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.naming import experts_of
@@ -129,6 +130,9 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     _start_beside(job, opened)
     store = _open_store(job, loop.state.frozen)
     job = replace(job, config=_predictable(job))
+    if run.resized:  # before this life's own buffers take the place of what they have left
+        Rescue(job, (life, branch)).save()
+        life, branch, held = journal.life, 0, False
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
     turns = experts is not None and config.memory.interval_iterations is not None
