@@ -16,7 +16,7 @@ from typing import IO
 
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 NETWORK = "10.77.0"
-MEMORY = "/dev/shm"  # noqa: S108 - of the machine
+MEMORY = "/dev/shm"
 # Waits for the ends of processes whose parents have ended, as the first process of a machine does.
 FIRST_PROCESS = """
 import signal

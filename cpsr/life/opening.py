@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.commit import Missing
+from cpsr.checkpoint.fence import claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
@@ -36,6 +37,7 @@ from cpsr.life.loop import Loop
 from cpsr.life.step_log import StepLog
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.ranks.group import Group
+from cpsr.ranks.heartbeat import newest_claim
 from cpsr.ranks.link import Opened, report
 from cpsr.saving.saver import disk_bytes
 from cpsr.service.process import ServiceProcess
@@ -124,9 +126,11 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     life, branch, held = group.broadcast([*newest_life(config.run_dir), has_held_states(config.run_dir)])
-    journal = open_journal(config.run_dir, group, config.mode, life, config.journal.full_steps)
+    claimed = group.broadcast(newest_claim(config.run_dir))  # a life that has claimed its number may not have trained
+    journal = open_journal(config.run_dir, group, config.mode, max(life, claimed), config.journal.full_steps)
     job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
+    claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)
     store = _open_store(job, loop.state.frozen)
     job = replace(job, config=_predictable(job))
@@ -298,7 +302,8 @@ def _close_journal(job: Job, steps: StepLog, ending: Ending) -> None:
     if ending.in_order:
         _await_others(job)
     job.journal.close(ending.how)
-    if ending.how != "error" and job.group.rank == 0:
+    newest = superseded(job.run.path, job.journal.life) is None
+    if ending.how != "error" and job.group.rank == 0 and newest:
         job.run.mark_ended(ending.how, job.adapter.iteration)
 
 

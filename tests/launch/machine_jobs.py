@@ -69,6 +69,12 @@ class MachineJob:
         with self._log(machine).open("a") as output:
             self.launchers[machine] = self._machines.start(machine, command, output, variables)
 
+    def begin(self, machines: int, iterations: int = 7) -> int:
+        """Start the launchers of so many machines; the first life that has all of them, after some iterations."""
+        for machine in range(machines):
+            self.start(machine)
+        return self.reached(machines, iterations)
+
     def output(self, machine: int) -> str:
         """What its launchers have printed."""
         return self._log(machine).read_text()
