@@ -32,7 +32,9 @@ def claim_life(run_dir: Path, life: int, group: Group) -> None:
     taken = False
     if group.rank == 0:
         try:
-            HeartbeatFiles(run_dir, life).claim(os.environ.get(JOB, ""))
+            heartbeats = HeartbeatFiles(run_dir, life)
+            heartbeats.claim(os.environ.get(JOB, ""))
+            heartbeats.remove_earlier()  # by which ranks of earlier lives notice, and leave their host memory
         except FileExistsError:
             taken = True
         except OSError as error:

@@ -22,7 +22,7 @@ from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of,
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB, REFUSED_STATUS, Opened, Report
 
-__all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
+__all__ = ["Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
 logger = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ def test_a_life_that_another_has_replaced_commits_nothing(tmp_path: Path) -> Non
     save(old, 5)
     old.write(make_snapshot(10))
     claim_life(tmp_path, 1, Group())
-    with pytest.raises(SupersededError, match="life 1 of the run .* has begun, this process is of life 0"):
+    with pytest.raises(SupersededError, match=r"life 1 of the run .* has begun, this process is of life 0"):
         old.commit(10, 5.0, threading.Event())
     assert [info.iteration for info in old.catalogue()] == [5]
 

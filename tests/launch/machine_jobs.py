@@ -69,11 +69,17 @@ class MachineJob:
         with self._log(machine).open("a") as output:
             self.launchers[machine] = self._machines.start(machine, command, output, variables)
 
-    def begin(self, machines: int, iterations: int = 7) -> int:
+    def begin(self, machines: int, iterations: int = 7, after: int = -1) -> int:
         """Start the launchers of so many machines; the first life that has all of them, after some iterations."""
         for machine in range(machines):
             self.start(machine)
-        return self.reached(machines, iterations)
+        return self.reached(machines, iterations, after)
+
+    def kill(self, *machines: int) -> None:
+        """Kill all that runs there."""
+        for machine in machines:
+            self._machines.kill(machine)
+            self.launchers[machine].wait()
 
     def output(self, machine: int) -> str:
         """What its launchers have printed."""
