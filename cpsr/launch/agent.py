@@ -57,6 +57,7 @@ class Failures:
 
     Attributes:
         print_line: as given.
+        job: the launchers that this one has met; see `job_at`.
     """
 
     def __init__(self, report: Report, restarts_max: int, print_line: Callable[[str], None]) -> None:
@@ -64,6 +65,7 @@ class Failures:
         self._restarts_max = restarts_max
         self.print_line = print_line
         self._opened: Opened | None = None  # the run of the ranks that run now
+        self.job = ""
         self._opened_before: Opened | None = None
         self._counted_run = ""
         self._furthest_iteration = -1
@@ -87,6 +89,7 @@ class Failures:
         if all(_after_sigterm(one) for one in exits) and any(one.status == SIGTERM_STATUS for one in exits):
             raise JobEndedError(SIGTERM_STATUS, "The job left after SIGTERM; start it with the same command to go on")
         self.look()
+        self.require_ours()
         progress = None if self._opened is None else _progress_of(self._opened)
         message = _sentence(self._cause(exits), self._opened, progress)
         in_vain = self._count(-1 if progress is None else progress.iteration)
@@ -118,11 +121,8 @@ class Failures:
         named = "pid" if len(pids) == 1 else "pids"
         self.print_line(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
-    def require_ours(self, job: str) -> None:
+    def require_ours(self) -> None:
         """Check, before ranks start again, that no other job has taken over their run.
-
-        Args:
-            job: the launchers that this one has met.
 
         Raises:
             JobEndedError: one has. Two that both start again would end each other's ranks for ever.
@@ -132,7 +132,7 @@ class Failures:
             return
         newest = newest_claim(Path(before.run_dir))
         other = HeartbeatFiles(Path(before.run_dir), newest).job()
-        if newest > before.life and other not in ("", job):
+        if newest > before.life and other not in ("", self.job):
             raise JobEndedError(
                 REFUSED_STATUS,
                 f"Another job has begun life {newest} of the run in {before.run_dir}, and goes on with it; this one, "
@@ -188,8 +188,8 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.report.clear()
-        os.environ[JOB] = job_at(worker_group.store)
-        self.failures.require_ours(os.environ[JOB])
+        os.environ[JOB] = self.failures.job = job_at(worker_group.store)
+        self.failures.require_ours()
         for lock in remove_stale_locks(extensions_directory()):
             self.failures.print_line(f"Removed {lock}, left by a process that was killed while it compiled an operator")
         pids: dict[int, Any] = super()._start_workers(worker_group)

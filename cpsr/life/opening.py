@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.commit import Missing
-from cpsr.checkpoint.fence import claim_life, superseded
+from cpsr.checkpoint.fence import claim_life, refuse_superseded, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
@@ -86,6 +86,7 @@ class OpenRun:
 
         Raises:
             SaveError: a disk did not answer in time.
+            SupersededError: a newer life has begun.
         """
         job, timeout = self.job, self.job.config.checkpoint.save_timeout_seconds
         if not job.group.all(drain(timeout)):
@@ -93,6 +94,7 @@ class OpenRun:
                 f"a rank's disk did not finish a checkpoint within {timeout:g} s, and checkpoints must be set aside "
                 f"now ({to.reason}); nothing was set aside: restart the job when the disk answers"
             )
+        refuse_superseded(job.config.run_dir, job.journal.life)
         self.store.attempt += 1  # the same iterations may be saved again
         self.memory.forget_after(to.last_kept_iteration)
         if job.group.rank == 0:

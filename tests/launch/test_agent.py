@@ -173,20 +173,23 @@ def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
 
 def test_a_run_that_another_job_has_taken_over_is_not_started_again(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
-    launch.failures.require_ours("ours")  # nothing is known yet
+    launch.failures.job = "ours"
+    launch.failures.require_ours()  # nothing is known yet
     HeartbeatFiles(launch.run_dir, 3).claim("ours")
     launch.open(3)
     launch.failures.look()
-    launch.failures.require_ours("ours")
+    launch.failures.require_ours()
     launch.failures.started({0: 1})
     HeartbeatFiles(launch.run_dir, 4).claim("ours")  # a machine that was left by the others, and joins them again
-    launch.failures.require_ours("ours")
+    launch.failures.require_ours()
     HeartbeatFiles(launch.run_dir, 5).claim()  # unknown, of torchrun
-    launch.failures.require_ours("ours")
+    launch.failures.require_ours()
     HeartbeatFiles(launch.run_dir, 6).claim("another")
     with pytest.raises(JobEndedError, match=r"Another job has begun life 6 .*, which had life 3, is not") as ended:
-        launch.failures.require_ours("ours")
+        launch.failures.require_ours()
     assert ended.value.status == REFUSED_STATUS
+    with pytest.raises(JobEndedError, match="Another job has begun life 6"):
+        launch.kill()
 
 
 def test_launchers_that_meet_at_one_store_are_one_job() -> None:
