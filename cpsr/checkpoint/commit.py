@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.files import remove_entry, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
@@ -154,6 +155,7 @@ def seal(
         SaveError: a listed file is missing or has another size; no rank has some part of the model; or a rank did not
             write an operator that another rank left to it.
         DriftedError: replicas of one operator differ.
+        SupersededError: a newer life has begun.
         OSError: the file system refused.
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
@@ -184,6 +186,7 @@ def seal(
     if fsync:  # the ranks forced their files; on some file systems only this makes their names visible after a crash
         sync_directory(directory)
     write_bytes(directory / MANIFEST, manifest, fsync=fsync)
+    refuse_superseded(directory.parents[1], attempt.life)  # again: forcing files to a disk takes a while
     write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)
     return sum(file.bytes for record in records.values() for file in record.files.values())
 

@@ -2,7 +2,7 @@
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe, digest_of
 from cpsr.errors import CheckpointError
 from cpsr.state.codec import decode
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["ages_in_memory", "load_memory_state", "owned_word", "owned_word_in_memory", "verify_memory_state"]
+__all__ = ["ages_in_memory", "load_memory_state", "owned_word", "owned_word_in_memory", "room_for_memory_state"]
+__all__ += ["verify_memory_state"]
 
 
 def load_memory_state(state: MemoryState, into: Shard) -> Any:
@@ -39,6 +40,39 @@ def load_memory_state(state: MemoryState, into: Shard) -> Any:
                 target.copy_(source)
         into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
         return scalars
+
+
+def room_for_memory_state(state: MemoryState) -> Shard:
+    """Host memory of its own for a state's tensors, of whatever rank and split; for `load_memory_state`.
+
+    Blocks of a parameter (tensor parallelism) look like ranges here.
+
+    Raises:
+        CheckpointError: the state is not there any more.
+    """
+    found = describe(state.path)
+    if found is None or found[0] != state:
+        raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
+    layout, operators = found[1]["layout"], found[1]["operators"]
+    room = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (_, dtype, shape) in layout.items()}
+    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in operators}
+    for key, values in room.items():
+        if key.startswith("moment/"):
+            moment, name = _moment_of(key, operators)
+            moments[name][moment] = values
+    owned = {
+        name: OperatorState(name, ParamSlice(room[f"param/{name}"], tuple(shape), offset), moments[name], 0)
+        for name, (shape, offset, _) in operators.items()
+    }
+    prefix = "other/"
+    return Shard(owned, {key.removeprefix(prefix): one for key, one in room.items() if key.startswith(prefix)})
+
+
+def _moment_of(key: str, operators: Collection[str]) -> tuple[str, str]:
+    """Moment and operator of a tensor's key; both may have a slash in them."""
+    rest = key.removeprefix("moment/")
+    at = next(place for place, sign in enumerate(rest) if sign == "/" and rest[place + 1 :] in operators)
+    return rest[:at], rest[at + 1 :]
 
 
 def verify_memory_state(state: MemoryState) -> str | None:

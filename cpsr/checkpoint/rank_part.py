@@ -34,6 +34,14 @@ class RankPartWriter:
         self._fsync = fsync
         self._carried = CarriedFiles()
 
+    def remove(self, directory: Path) -> None:
+        """Remove this rank's files of an uncommitted step, its manifest first."""
+        (directory / rank_manifest_name(self._rank)).unlink(missing_ok=True)
+        prefixes = (f"rank-{self._rank:05d}.", f".rank-{self._rank:05d}.")
+        for path in list(directory.iterdir()) if directory.is_dir() else []:
+            if path.name.startswith(prefixes):
+                path.unlink(missing_ok=True)
+
     def write(
         self,
         directory: Path,

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 # Errors of a wrong path or owner; any other error may be temporary.
 _WRONG_PATH = frozenset([errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG])
 IDENTITY = "run.json"
+_PIPELINE = "PipelineEngine"
 ENDED = "ended.json"
 
 
@@ -36,6 +37,8 @@ class RunDirectory:
         local_ranks: the ranks of this job on this machine.
         ranks: number of them in this job.
         previous_ranks: of the life before; those of this job where there was none.
+        layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
+        replicated: whether each rank holds all weights and moments of its model.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
     """
 
@@ -44,6 +47,8 @@ class RunDirectory:
     local_ranks: tuple[int, ...]
     ranks: int
     previous_ranks: int
+    layouts: list[str]
+    replicated: bool
     ended: dict[str, Any] | None
 
     @property
@@ -55,6 +60,17 @@ class RunDirectory:
         """Bytes that the run's checkpoints take on the disk now; a file with several names counts once."""
         found = [path.stat() for path in (self.path / "checkpoints").rglob("*") if path.is_file()]
         return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
+
+    def adopt_ranks(self) -> None:
+        """Make this number of ranks the run's, once all of them hold a state of it (rank 0).
+
+        Until then a start that fails leaves what the ranks before have left.
+        """
+        known = _read_json(self.path / IDENTITY)
+        if known is not None and self.resized:
+            layouts = {"layouts": self.layouts} if self.layouts else {}
+            kept = {key: value for key, value in known.items() if key != "layouts"}
+            _write_json(self.path / IDENTITY, {**kept, "world_size": self.ranks, **layouts})
 
     def mark_ended(self, ending: str, iteration: int) -> None:
         """Write the marker of an end that was not a failure (rank 0)."""
@@ -99,8 +115,10 @@ def open_run(
     if "unreachable" in opened:
         raise RunDirectoryError(opened["unreachable"])
     _check_shared(path, group, opened["run_id"])
-    previous = opened["previous_ranks"]
-    return RunDirectory(path, opened["run_id"], _local(nodes), group.size, previous, opened["ended"])
+    local = _local(nodes)
+    replicated = description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts
+    known = opened["run_id"], local, group.size, opened["previous_ranks"], here.layouts, replicated, opened["ended"]
+    return RunDirectory(path, *known)
 
 
 def run_id(path: Path) -> str:
@@ -169,8 +187,8 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
         else:
             _check(path, known, description, here)
         before, previous = dict(known), known.get("world_size", here.world_size)
-        known |= {"world_size": here.world_size, "mode": mode, "tensors": here.tensors}
-        known |= {"layouts": here.layouts} if here.layouts else {}
+        known |= {"world_size": previous, "mode": mode, "tensors": here.tensors}
+        known |= {"layouts": here.layouts} if here.layouts and previous == here.world_size else {}
         known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
         if known != before:  # a full disk must not prevent a restart
             _write_json(path / IDENTITY, known)
@@ -219,7 +237,7 @@ def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here:
 
 def _way_out(path: Path, known: dict[str, Any]) -> str:
     """How to continue with another number of ranks, as far as engine and optimizer allow it."""
-    if known["engine"] == "PipelineEngine":
+    if known["engine"] == _PIPELINE:
         return "A pipeline cannot go on with another number of ranks: start with as many, or use another run_dir"
     if known["engine"] == "torch" or not str(known["optimizer"]).endswith(("Adam", "AdamW")):
         out = f"{path}.safetensors"

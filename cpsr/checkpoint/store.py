@@ -40,6 +40,7 @@ from cpsr.checkpoint.commit import (
     seal,
     wait_for_ranks,
 )
+from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.loading import load_shard, load_weights
@@ -164,21 +165,23 @@ class CheckpointStore:
         """Write this rank's part; it counts once rank 0 committed the step.
 
         Raises:
+            SupersededError: a newer life has begun, whose files may lie there now: they are left alone.
             SaveError: the step is committed already, was abandoned by rank 0, or what was read back differs.
-            OSError: the file system refused. In every case nothing of this rank's part is left.
+            OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
         started = time.perf_counter()
+        refuse_superseded(self.directory.parent, self._life)
         directory, attempt = self._step(snapshot.iteration), self._same_attempt()
         make_directory(directory, fsync=self._fsync)
         if (directory / COMMIT).exists():
             raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
         try:
-            self._remove_own(directory)
+            self._part.remove(directory)
             refuse = partial(self._refuse_abandoned, directory, attempt)
             written = self._part.write(directory, snapshot, attempt, refuse, self.frozen)
             self._refuse_abandoned(directory, attempt)
         except (OSError, SaveError) as error:
-            self._remove_own(directory)
+            self._part.remove(directory)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
             self._refuse_abandoned(directory, attempt, error)
             raise
@@ -214,12 +217,14 @@ class CheckpointStore:
             `committed=False` with the reason where the step was abandoned: a rank skipped it, or did not come.
 
         Raises:
+            SupersededError: a newer life has begun.
             SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
         """
         started = time.perf_counter()
         directory, attempt = self._step(iteration), self._same_attempt()
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
+            refuse_superseded(self.directory.parent, self._life)
             if not isinstance(shards, str) and self._would_stand_alone(directory):
                 shards = "it holds some ranks' weights alone, and there is no whole checkpoint before it"
             if isinstance(shards, str):
@@ -326,6 +331,7 @@ class CheckpointStore:
         """
         if self._rank != 0:
             return []
+        refuse_superseded(self.directory.parent, self._life)
         committed = self._readable(after=iteration).checkpoints
         newer = [info.iteration for info in committed if info.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
@@ -338,6 +344,7 @@ class CheckpointStore:
         Until the new one is committed, the old one stays beside it, and `settle_replacement` can restore it.
         """
         if self._rank == 0:
+            refuse_superseded(self.directory.parent, self._life)
             self._newest_sequence()  # counts it
             replace(self._step(iteration), fsync=self._fsync)
 
@@ -396,9 +403,10 @@ class CheckpointStore:
         return partial and not any(info.full for info in self.catalogue())
 
     def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
+        refuse_superseded(self.directory.parent, self._life)
         reason = abandoned_reason(directory, attempt)
         if reason is not None:
-            self._remove_own(directory)
+            self._part.remove(directory)
             raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
 
     def _abandon_uncommitted(self, directory: Path, attempt: Attempt, reason: str) -> None:
@@ -406,14 +414,6 @@ class CheckpointStore:
         (directory / COMMIT).unlink(missing_ok=True)
         if directory.is_dir():
             abandon(directory, attempt, reason)
-
-    def _remove_own(self, directory: Path) -> None:
-        """Remove this rank's files of an uncommitted step, its manifest first."""
-        (directory / rank_manifest_name(self._rank)).unlink(missing_ok=True)
-        prefixes = (f"rank-{self._rank:05d}.", f".rank-{self._rank:05d}.")
-        for path in list(directory.iterdir()) if directory.is_dir() else []:
-            if path.name.startswith(prefixes):
-                path.unlink(missing_ok=True)
 
     def _set_aside(self, iteration: int, kind: str, reason: str) -> Path | None:
         return set_aside(self._step(iteration), kind, reason, self._newest_sequence(), fsync=self._fsync)

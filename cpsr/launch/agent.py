@@ -1,8 +1,10 @@
 """torchrun's agent for recovery: decides when to restart the ranks, and prints one line for each failure."""
 
 import logging
+import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +19,10 @@ from torch.distributed.launcher import api
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
-from cpsr.ranks.link import REFUSED_STATUS, Opened, Report
+from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
+from cpsr.ranks.link import JOB, REFUSED_STATUS, Opened, Report
 
-__all__ = ["Failures", "JobEndedError", "agent_that_recovers"]
+__all__ = ["Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class Failures:
 
     Attributes:
         print_line: as given.
+        job: the launchers that this one has met; see `job_at`.
     """
 
     def __init__(self, report: Report, restarts_max: int, print_line: Callable[[str], None]) -> None:
@@ -61,6 +65,8 @@ class Failures:
         self._restarts_max = restarts_max
         self.print_line = print_line
         self._opened: Opened | None = None  # the run of the ranks that run now
+        self.job = ""
+        self._opened_before: Opened | None = None
         self._counted_run = ""
         self._furthest_iteration = -1
         self._in_vain = 0
@@ -83,6 +89,7 @@ class Failures:
         if all(_after_sigterm(one) for one in exits) and any(one.status == SIGTERM_STATUS for one in exits):
             raise JobEndedError(SIGTERM_STATUS, "The job left after SIGTERM; start it with the same command to go on")
         self.look()
+        self.require_ours()
         progress = None if self._opened is None else _progress_of(self._opened)
         message = _sentence(self._cause(exits), self._opened, progress)
         in_vain = self._count(-1 if progress is None else progress.iteration)
@@ -109,9 +116,28 @@ class Failures:
 
     def started(self, pids: Mapping[int, int]) -> None:
         """Report which process is which rank, so that a user can inspect one, or kill it to test a recovery."""
+        self._opened_before = self._opened or self._opened_before
         self._opened, self._started, self._reported_slow = None, time.monotonic(), False
         named = "pid" if len(pids) == 1 else "pids"
         self.print_line(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
+
+    def require_ours(self) -> None:
+        """Check, before ranks start again, that no other job has taken over their run.
+
+        Raises:
+            JobEndedError: one has. Two that both start again would end each other's ranks for ever.
+        """
+        before = self._opened or self._opened_before
+        if before is None:
+            return
+        newest = newest_claim(Path(before.run_dir))
+        other = HeartbeatFiles(Path(before.run_dir), newest).job()
+        if newest > before.life and other not in ("", self.job):
+            raise JobEndedError(
+                REFUSED_STATUS,
+                f"Another job has begun life {newest} of the run in {before.run_dir}, and goes on with it; this one, "
+                f"which had life {before.life}, is not started again. What it has committed stays",
+            )
 
     def look(self) -> None:
         """Detect which run the ranks have opened, and report how it began; called periodically."""
@@ -162,6 +188,8 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.report.clear()
+        os.environ[JOB] = self.failures.job = job_at(worker_group.store)
+        self.failures.require_ours()
         for lock in remove_stale_locks(extensions_directory()):
             self.failures.print_line(f"Removed {lock}, left by a process that was killed while it compiled an operator")
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -197,6 +225,12 @@ def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
         yield
     finally:
         names["LocalElasticAgent"] = before
+
+
+def job_at(store: Any) -> str:
+    """The name of the launchers that meet at a store: new with each store, and the same in all of its rounds."""
+    store = getattr(store, "underlying_store", store)  # without the prefix of a round
+    return str(store.compare_set(JOB, "", uuid.uuid4().hex).decode())
 
 
 def _progress_of(opened: Opened) -> Progress | None:

@@ -17,7 +17,7 @@ def cause_of_failure(job: Job) -> str | None:
     """How the last life ended, if it failed (rank 0); also removes its exit records."""
     if job.group.rank != 0 or job.journal.life == 0 or job.run.ended is not None:
         return None
-    cause = cause_of(exits_of(job.run.path, job.journal.life - 1), job.group.size)
+    cause = cause_of(exits_of(job.run.path, job.journal.life - 1), job.run.previous_ranks)
     forget_exits(job.run.path, job.journal.life)
     return cause
 

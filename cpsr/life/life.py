@@ -108,8 +108,6 @@ class Life:
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
         before = run.previous_life, run.previous_held
-        if job.run.resized:  # what other ranks left in host memory is of other slices
-            before = (job.journal.life, 0), False
         ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before)
         return Restorer(
             job,
@@ -133,6 +131,7 @@ class Life:
         self.boundary.reset(iteration)
         if job.group.rank == 0:
             mark_life(job.config.run_dir, job.journal.life)
+            job.run.adopt_ranks()
         run.memory.begin(iteration)
         pool = run.memory.pool
         self._probation = Probation(job, self.restored, self.loop.losses, pool)

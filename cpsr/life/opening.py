@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.commit import Missing
+from cpsr.checkpoint.fence import claim_life, refuse_superseded, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
@@ -20,6 +21,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
+from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.naming import experts_of
@@ -35,6 +37,7 @@ from cpsr.life.loop import Loop
 from cpsr.life.step_log import StepLog
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.ranks.group import Group
+from cpsr.ranks.heartbeat import newest_claim
 from cpsr.ranks.link import Opened, report
 from cpsr.saving.saver import disk_bytes
 from cpsr.service.process import ServiceProcess
@@ -83,6 +86,7 @@ class OpenRun:
 
         Raises:
             SaveError: a disk did not answer in time.
+            SupersededError: a newer life has begun.
         """
         job, timeout = self.job, self.job.config.checkpoint.save_timeout_seconds
         if not job.group.all(drain(timeout)):
@@ -90,6 +94,7 @@ class OpenRun:
                 f"a rank's disk did not finish a checkpoint within {timeout:g} s, and checkpoints must be set aside "
                 f"now ({to.reason}); nothing was set aside: restart the job when the disk answers"
             )
+        refuse_superseded(job.config.run_dir, job.journal.life)
         self.store.attempt += 1  # the same iterations may be saved again
         self.memory.forget_after(to.last_kept_iteration)
         if job.group.rank == 0:
@@ -123,12 +128,17 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     life, branch, held = group.broadcast([*newest_life(config.run_dir), has_held_states(config.run_dir)])
-    journal = open_journal(config.run_dir, group, config.mode, life, config.journal.full_steps)
+    claimed = group.broadcast(newest_claim(config.run_dir))  # a life that has claimed its number may not have trained
+    journal = open_journal(config.run_dir, group, config.mode, max(life, claimed), config.journal.full_steps)
     job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
+    claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)
     store = _open_store(job, loop.state.frozen)
     job = replace(job, config=_predictable(job))
+    if run.resized:  # before this life's own buffers take the place of what they have left
+        Rescue(job, (life, branch)).save()
+        life, branch, held = journal.life, 0, False
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
     turns = experts is not None and config.memory.interval_iterations is not None
@@ -294,7 +304,8 @@ def _close_journal(job: Job, steps: StepLog, ending: Ending) -> None:
     if ending.in_order:
         _await_others(job)
     job.journal.close(ending.how)
-    if ending.how != "error" and job.group.rank == 0:
+    newest = superseded(job.run.path, job.journal.life) is None
+    if ending.how != "error" and job.group.rank == 0 and newest:
         job.run.mark_ended(ending.how, job.adapter.iteration)
 
 

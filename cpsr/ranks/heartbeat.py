@@ -3,6 +3,7 @@
 ::
 
     <run_dir>/progress/life-00003/rank-00001    five little-endian unsigned 64-bit words, written anew at every beat
+    <run_dir>/progress/life-00003/job           names the launchers that have begun this life; see `cpsr.ranks.link`
 
 The words are counts and marks, never times. The file is opened and closed for each write and each read instead of being
 mapped: on network file systems that is when it reaches the other machines.
@@ -19,10 +20,11 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Heartbeat", "HeartbeatFiles", "Phase"]
+__all__ = ["Heartbeat", "HeartbeatFiles", "Phase", "newest_claim"]
 
 _LAYOUT = struct.Struct("<5Q")
 _NONE = (1 << 64) - 1
+_JOB = "job"
 _LIFE = re.compile(r"life-(\d+)")
 
 
@@ -87,6 +89,28 @@ class HeartbeatFiles:
         self._progress = run_dir / "progress"
         self._directory = self._progress / f"life-{life:05d}"
 
+    def claim(self, job: str = "") -> None:
+        """Make the directory of this life: one process alone can.
+
+        Args:
+            job: whose life it is; empty: unknown.
+
+        Raises:
+            FileExistsError: another has made it.
+            OSError: the file system refuses.
+        """
+        self._progress.mkdir(parents=True, exist_ok=True)
+        self._directory.mkdir()
+        if job:
+            (self._directory / _JOB).write_text(job, encoding="ascii")
+
+    def job(self) -> str:
+        """Whose life it is; empty: unknown."""
+        try:
+            return (self._directory / _JOB).read_text(encoding="ascii")
+        except OSError:
+            return ""
+
     def create(self, rank: int, heartbeat: Heartbeat) -> None:
         """Create this rank's file, in the directory of its life; OSError if the file system refuses."""
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -115,18 +139,14 @@ class HeartbeatFiles:
 
     def remove_earlier(self) -> None:
         """Remove the heartbeats of earlier lives (rank 0); OSError if the file system refuses."""
-        for life, directory in self._lives():
+        for life, directory in _lives(self._progress):
             if life < self._life:
                 shutil.rmtree(directory)
 
     def newer_life(self) -> int | None:
         """A later life that has begun; None if this is the newest; OSError if the directory cannot be read."""
-        newest = max((life for life, _ in self._lives()), default=self._life)
+        newest = max((life for life, _ in _lives(self._progress)), default=self._life)
         return newest if newest > self._life else None
-
-    def _lives(self) -> list[tuple[int, Path]]:
-        found = [(_LIFE.fullmatch(path.name), path) for path in self._progress.iterdir()]
-        return [(int(match[1]), path) for match, path in found if match]
 
     def _path(self, rank: int) -> str:
         return f"{self._directory}/rank-{rank:05d}"
@@ -137,3 +157,16 @@ class HeartbeatFiles:
             os.pwrite(descriptor, heartbeat.to_bytes(), 0)
         finally:
             os.close(descriptor)
+
+
+def newest_claim(run_dir: Path) -> int:
+    """The newest life whose heartbeats have a directory, -1 where none has; OSError if it cannot be read."""
+    try:
+        return max((life for life, _ in _lives(run_dir / "progress")), default=-1)
+    except FileNotFoundError:
+        return -1
+
+
+def _lives(progress: Path) -> list[tuple[int, Path]]:
+    found = [(_LIFE.fullmatch(path.name), path) for path in progress.iterdir()]
+    return [(int(match[1]), path) for match, path in found if match]

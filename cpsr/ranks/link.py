@@ -16,9 +16,20 @@ from typing import Any
 from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, UnsupportedEngineError
 from cpsr.ranks.exits import lost_another
 
-__all__ = ["LAUNCHER", "REFUSED_STATUS", "VERBOSE", "Opened", "Report", "refuse_once", "report", "restart_obstacle"]
+__all__ = [
+    "JOB",
+    "LAUNCHER",
+    "REFUSED_STATUS",
+    "VERBOSE",
+    "Opened",
+    "Report",
+    "refuse_once",
+    "report",
+    "restart_obstacle",
+]
 
 LAUNCHER = "CPSR_LAUNCHER"  # the launcher's directory
+JOB = "CPSR_JOB"  # names the launchers that meet at one store: others of the same run are another job
 VERBOSE = "CPSR_VERBOSE"  # set for more than one line per event
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
 REFUSALS = (ConfigError, UnsupportedEngineError, RunMismatchError)

@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, PrefixStore
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
-from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError
+from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError, job_at
 from cpsr.ranks.exits import Exit, cause_of, exits_of, note_exit
+from cpsr.ranks.heartbeat import HeartbeatFiles
 from cpsr.ranks.link import REFUSED_STATUS, Opened, Report
 
 RANKS = 2
@@ -167,3 +169,29 @@ def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
     note_exit(launch.run_dir, 0, Exit(1, error="ValueError: bad batch", unix_seconds=19.5))
     launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)])
     assert launch.printed[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")
+
+
+def test_a_run_that_another_job_has_taken_over_is_not_started_again(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.failures.job = "ours"
+    launch.failures.require_ours()  # nothing is known yet
+    HeartbeatFiles(launch.run_dir, 3).claim("ours")
+    launch.open(3)
+    launch.failures.look()
+    launch.failures.require_ours()
+    launch.failures.started({0: 1})
+    HeartbeatFiles(launch.run_dir, 4).claim("ours")  # a machine that was left by the others, and joins them again
+    launch.failures.require_ours()
+    HeartbeatFiles(launch.run_dir, 5).claim()  # unknown, of torchrun
+    launch.failures.require_ours()
+    HeartbeatFiles(launch.run_dir, 6).claim("another")
+    with pytest.raises(JobEndedError, match=r"Another job has begun life 6 .*, which had life 3, is not") as ended:
+        launch.failures.require_ours()
+    assert ended.value.status == REFUSED_STATUS
+    with pytest.raises(JobEndedError, match="Another job has begun life 6"):
+        launch.kill()
+
+
+def test_launchers_that_meet_at_one_store_are_one_job() -> None:
+    store, other = HashStore(), HashStore()
+    assert job_at(PrefixStore("round 1", store)) == job_at(PrefixStore("round 2", store)) != job_at(other)

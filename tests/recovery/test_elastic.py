@@ -1,12 +1,16 @@
 """A run goes on with fewer ranks, and with more, in the middle of a pass over its data."""
 
 import itertools
+import json
 import math
+import shutil
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.journal import JournalReader, sizes
 from tests.recovery.elastic_worker import GLOBAL_BATCH
 from tests.recovery.engines import ITEMS
@@ -139,3 +143,55 @@ def test_a_loader_that_deals_in_an_unknown_way_is_refused_within_a_pass(job: Job
     refused = job.launch(ranks=3, iterations=4, worker=WORKER, settings=ELASTIC, sampled=False)
     assert 0 not in refused.statuses
     assert "does not say which samples the ranks were dealt" in refused.output[0]
+
+
+IN_MEMORY: dict[str, Any] = {
+    **ELASTIC,
+    "checkpoint": {"interval_iterations": 20, "shared_memory": True},
+    "memory": {"interval_iterations": 1},
+}
+
+
+@pytest.fixture
+def freed(job: Job) -> Iterator[None]:
+    yield
+    identity = job.run_dir / "run.json"
+    if identity.exists():
+        remove_memory_states(json.loads(identity.read_text())["run_id"])
+
+
+@pytest.mark.usefixtures("freed")
+@pytest.mark.parametrize(("engine", "ranks"), [("zero 2 bf16", 3), ("ddp", 1), ("fsdp2", 1)])
+def test_what_is_left_in_host_memory_is_rescued(job: Job, engine: str, ranks: int) -> None:
+    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES[engine]}
+    killed = job.launch(ranks=2, iterations=9, fault="step:1:6", in_memory=5, **options)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(ranks=ranks, iterations=8, survivor_seconds=60.0, **options)
+    assert set(back.statuses) == {0}, back.output[0][-3000:]
+    started = back.result()["started"]
+    assert started["iteration"] in (5, 6)
+    assert (started["method"], started["failure_iteration"]) == ("exact", 6 if started["iteration"] == 5 else None)
+    again = Job(job.directory / "again")
+    expected = again.launch(ranks=2, iterations=started["iteration"], **options)
+    assert started["whole"] == expected.result()["ended"]["whole"]
+
+
+@pytest.mark.usefixtures("freed")
+def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
+    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
+    killed = job.launch(ranks=2, iterations=9, fault="step:1:6", nodes=["here", "gone"], **options)
+    assert killed.statuses[1] == -9, killed.output
+    shutil.rmtree(job.directory / "memory" / "gone")
+    back = job.launch(ranks=1, iterations=8, nodes=["here"], **options)
+    assert back.statuses == [0], back.output[0][-3000:]
+    assert back.result()["started"]["iteration"] in (5, 6)
+
+
+def test_copies_at_a_target_are_enough(job: Job) -> None:
+    settings: dict[str, Any] = {**ELASTIC, "checkpoint": {"target": f"file://{job.directory}/target"}}
+    options: dict[str, Any] = {"worker": WORKER, "settings": settings, "zero": 1, "survivor_seconds": 60.0}
+    first = job.launch(ranks=3, iterations=4, **options)
+    shutil.rmtree(job.run_dir)
+    back = job.launch(ranks=2, iterations=5, **options)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]

@@ -128,7 +128,7 @@ class Fetcher:
             return None
         copy = self._newest(found, store.directory, -1 if kept is None else kept.sequence)
         if copy is not None:
-            return self._described(copy, group.size)
+            return self._described(copy, group.size, any_size=store.reshard is not None)
         if kept is not None:
             self._mark_damaged()
             discard_fetch(self._run_dir)
@@ -150,9 +150,9 @@ class Fetcher:
                 return copy
         return None
 
-    def _described(self, copy: Copy, ranks: int) -> dict[str, Any]:
+    def _described(self, copy: Copy, ranks: int, *, any_size: bool) -> dict[str, Any]:
         manifest = copy.manifest
-        if manifest.world_size != ranks:
+        if manifest.world_size != ranks and not any_size:
             raise RunMismatchError(
                 f"{self._place.name(copy.folder)} was saved by {manifest.world_size} ranks, this job has {ranks}: "
                 f"start it with {manifest.world_size} ranks. Nothing was changed"
@@ -177,7 +177,7 @@ class Fetcher:
         )
 
     def _fetch_together(self, store: CheckpointStore, group: Group, chosen: dict[str, Any]) -> str | None:
-        """Every rank fetches its own part; returns what is wrong with the copy.
+        """Every rank fetches its share of the parts; returns what is wrong with the copy.
 
         Raises:
             RecoveryError: the target cannot be read any more, or a disk refused; every rank raises it.
@@ -200,7 +200,7 @@ class Fetcher:
 
         parts: list[Callable[[], Any]] = [
             prepare,
-            lambda: fetch_ranks(self._place, copies[0], [group.rank], self._run_dir),
+            lambda: fetch_ranks(self._place, copies[0], _share(copies[0], group), self._run_dir),
             commit,
         ]
         for part in parts:
@@ -288,3 +288,8 @@ def given_up_in(checkpoints: Path) -> dict[int, int]:
             after = sys.maxsize if aside.after_sequence is None else aside.after_sequence
             found[iteration] = max(found.get(iteration, -1), after)
     return found
+
+
+def _share(copy: Copy, group: Group) -> list[int]:
+    """The ranks whose parts this one fetches: its own, of as many ranks as there are; of others every size-th."""
+    return list(range(group.rank, copy.manifest.world_size, group.size))

@@ -1,0 +1,88 @@
+"""No life writes into a run in which a newer one has begun."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.fence import SupersededError, claim_life, superseded
+from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.errors import RunDirectoryError
+from cpsr.ranks.group import Group
+from cpsr.ranks.heartbeat import HeartbeatFiles
+from tests.checkpoint.conftest import make_snapshot, save
+
+
+def store(run_dir: Path, life: int, rank: int = 0, ranks: int = 1) -> CheckpointStore:
+    return CheckpointStore(run_dir, rank, ranks, "run", life, fsync=False)
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()}
+
+
+def test_a_number_is_claimed_once(tmp_path: Path) -> None:
+    claim_life(tmp_path, 4, Group())
+    with pytest.raises(RunDirectoryError, match="another job has begun life 4"):
+        claim_life(tmp_path, 4, Group())
+    assert superseded(tmp_path, 4) is None
+    assert superseded(tmp_path, 3) == 4
+
+
+def test_of_many_that_claim_a_number_at_once_one_has_it(tmp_path: Path) -> None:
+    begin, won = threading.Barrier(8), []
+
+    def claim() -> None:
+        begin.wait()
+        try:
+            claim_life(tmp_path, 0, Group())
+            won.append(1)
+        except RunDirectoryError:
+            pass
+
+    threads = [threading.Thread(target=claim) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won == [1]
+
+
+def test_a_life_that_another_has_replaced_commits_nothing(tmp_path: Path) -> None:
+    claim_life(tmp_path, 0, Group())
+    old = store(tmp_path, 0)
+    save(old, 5)
+    old.write(make_snapshot(10))
+    claim_life(tmp_path, 1, Group())
+    with pytest.raises(SupersededError, match=r"life 1 of the run .* has begun, this process is of life 0"):
+        old.commit(10, 5.0, threading.Event())
+    assert [info.iteration for info in old.catalogue()] == [5]
+
+
+def test_it_leaves_what_the_newer_one_writes_alone(tmp_path: Path) -> None:
+    claim_life(tmp_path, 0, Group())
+    old = store(tmp_path, 0)
+    old.write(make_snapshot(10))
+    claim_life(tmp_path, 1, Group())
+    new = store(tmp_path, 1)
+    new.prepare()
+    new.write(make_snapshot(10))
+    written = files(tmp_path)
+    for act in (
+        lambda: old.write(make_snapshot(10)),
+        lambda: old.commit(10, 5.0, threading.Event()),
+        lambda: old.abandon_after(0, "it goes back"),
+        lambda: old.begin_replacement(10),
+    ):
+        with pytest.raises(SupersededError):
+            act()
+        assert files(tmp_path) == written
+    assert new.commit(10, 5.0, threading.Event()).committed
+    assert verify_run(tmp_path) == []
+
+
+def test_a_claim_outlives_the_heartbeats_of_lives_before(tmp_path: Path) -> None:
+    for life in range(3):
+        claim_life(tmp_path, life, Group())
+    HeartbeatFiles(tmp_path, 2).remove_earlier()
+    assert superseded(tmp_path, 0) == superseded(tmp_path, 1) == 2
