@@ -11,6 +11,7 @@ from cpsr.benchmarks.faults.errors import FAULTS, LINK_FAULTS, inject_everywhere
 from cpsr.benchmarks.faults.experts import write_sparse
 from cpsr.benchmarks.faults.kills import kill_everywhere
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.resharded import restart_resharded
 from cpsr.benchmarks.faults.restarts import ERRORS, restart_under
 from cpsr.benchmarks.faults.saves import PLAIN, SPARSE, Saves
 from cpsr.benchmarks.faults.works import WORKS
@@ -27,12 +28,12 @@ def _environments(saves: Saves, directory: Path, every: int) -> Iterator[Outcome
         yield from in_environment(environment, directory, saves)
 
 
-def _sparse(part: Part) -> Part:
-    """A part whose checkpoints are sparse, under names that say so."""
+def _named(kind: str, part: Part) -> Part:
+    """A part with other checkpoints, or another restart, under names that say so."""
 
     def run(directory: Path, every: int) -> Iterator[Outcome]:
         for outcome in part(directory, every):
-            yield replace(outcome, scenario=f"sparse {outcome.scenario}")
+            yield replace(outcome, scenario=f"{kind} {outcome.scenario}")
 
     return run
 
@@ -43,13 +44,17 @@ _ON_SPARSE: dict[str, Part] = {
     "environments": partial(_environments, SPARSE),
     "damage": partial(damage_regions, restart_every=RESTART_EVERY, prepare=write_sparse),
 }
+_RESHARDED: dict[str, Part] = {
+    f"restart: {error}": partial(restart_under, error, work=restart_resharded) for error in ERRORS
+}
 PARTS: dict[str, Part] = {
     **{f"kill: {work.name}": partial(kill_everywhere, work) for work in WORKS},
     **{f"error: {fault.name}": partial(inject_everywhere, fault) for fault in FAULTS},
     **{f"restart: {error}": partial(restart_under, error) for error in ERRORS},
     "environments": partial(_environments, PLAIN),
     "damage": partial(damage_regions, restart_every=RESTART_EVERY),
-    **{f"sparse {name}": _sparse(part) for name, part in _ON_SPARSE.items()},
+    **{f"sparse {name}": _named("sparse", part) for name, part in _ON_SPARSE.items()},
+    **{f"resharded {name}": _named("resharded", part) for name, part in _RESHARDED.items()},
 }
 
 

@@ -12,7 +12,7 @@ from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import READING, Call
 from cpsr.errors import CPSRError
 
-__all__ = ["ERRORS", "restart_under"]
+__all__ = ["ERRORS", "restart", "restart_under"]
 
 # A bad sector, no more file descriptors, and a call that a signal came between.
 ERRORS = ("EIO", "EMFILE", "EINTR")
@@ -20,7 +20,11 @@ CALLS = ("openat", *READING)
 
 
 def restart_under(
-    error: str, directory: Path, every: int = 1, prepare: Callable[[Path], None] = write_run
+    error: str,
+    directory: Path,
+    every: int = 1,
+    prepare: Callable[[Path], None] = write_run,
+    work: Callable[[Path, Gate], None] | None = None,
 ) -> Iterator[Outcome]:
     """Let one call of a restart fail: it loads the right state or refuses, and the next restart finds everything.
 
@@ -29,14 +33,15 @@ def restart_under(
         directory: for the runs; it is removed again.
         every: only every so many calls.
         prepare: makes the run.
+        work: the restart; None: `restart`.
 
     Raises:
         CPSRError: strace is absent.
     """
-    stage = Stage(directory, prepare)
-    stage.traced(_restart, reading=True)
+    stage, work = Stage(directory, prepare), work or restart
+    stage.traced(work, reading=True)
     for call in [call for call in stage.calls() if call.name in CALLS and _can_fail(error, call)][::every]:
-        status, notes = stage.traced(_restart, [f"{call.name}:error={error}:when={call.number}"], reading=True)
+        status, notes = stage.traced(work, [f"{call.name}:error={error}:when={call.number}"], reading=True)
         yield _judged(stage, error, call, status, notes)
     stage.clear()
 
@@ -45,7 +50,7 @@ def _can_fail(error: str, call: Call) -> bool:
     return error != "EMFILE" or call.name == "openat"
 
 
-def _restart(run_dir: Path, gate: Gate) -> None:
+def restart(run_dir: Path, gate: Gate) -> None:
     """What a new life does before it trains: the newest checkpoint that loads, older ones where one is refused."""
     stores = open_run(run_dir, LIFE)
     shards = [shard_of(rank, FOREIGN) for rank in range(RANKS)]

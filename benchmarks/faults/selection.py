@@ -54,6 +54,7 @@ SAMPLE = {
     "sparse error: half of a copy lost": 2,
     "sparse restart: EIO": 60,
     "sparse damage": 60,
+    "resharded restart: EIO": 40,
 }
 # One of each kind that differs most, at one stage, since each is compared with a quiet job of its own.
 SAMPLED_JOBS = (

@@ -195,3 +195,13 @@ def test_copies_at_a_target_are_enough(job: Job) -> None:
     back = job.launch(ranks=2, iterations=5, **options)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
+
+
+def test_killed_while_it_reads_and_started_with_yet_another_number(job: Job) -> None:
+    first = launch(job, 2, 2, zero=1)
+    killed = job.launch(
+        ranks=3, iterations=4, fault="load:1:2", worker=WORKER, settings=ELASTIC, zero=1, survivor_seconds=5.0
+    )
+    assert killed.statuses[1] == -9, killed.output
+    back = launch(job, 1, 3, zero=1)
+    assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
