@@ -1,12 +1,12 @@
 """The configuration of a run: sections named after the rooms that they are for, and reading them from files."""
 
 from cpsr.config.configuration import CPSRConfig
+from cpsr.config.experts import ExpertsConfig
 from cpsr.config.reading import read_mapping, read_model
 from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
     EnginesConfig,
-    ExpertsConfig,
     FitterConfig,
     JournalConfig,
     LearningConfig,

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from cpsr.config.experts import ExpertsConfig
 from cpsr.config.reading import read_file, validated
 from cpsr.config.renamed import with_new_names
 from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
     EnginesConfig,
-    ExpertsConfig,
     FitterConfig,
     JournalConfig,
     LearningConfig,

@@ -261,6 +261,13 @@ class DeepSpeedAdapter:
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`; each step counts as many micro-batches as it takes now."""
+        kept = "Nothing was changed; start with as many ranks as the run had"
+        if scalars.get("muon") is not None or self._muon is not None:
+            raise UnsupportedEngineError(
+                f"Muon's momentum of matrices that ranks share is not dealt to another number of them. {kept}"
+            )
+        if not self._engine.managed_gradient_accumulation():
+            raise UnsupportedEngineError(f"{UNMANAGED}, nor dealt to another number of ranks. {kept}")
         counters = dict(scalars["counters"])
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
         return {**scalars, **resharded_optimizer(scalars, self._updated()), "counters": counters}
