@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from tests.launch.jobs import BIN, LIMIT_SECONDS
+from tests.launch.jobs import BIN
 from tests.launch.machines_job import ENOUGH, GLOBAL_BATCH, ITEMS, loss_of, model_and_data, optimizer_of
 from tests.machines import Machines
 
 JOB = Path(__file__).with_name("machines_job.py")
 PORT = 29400
+HANGS_SECONDS = 500.0  # without a word; a start takes seconds, and prints nothing meanwhile
 # Of the rendezvous: how long it waits for more machines than it needs, and how soon it takes one for gone.
 RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 4, "read_timeout": 10}
 CONFIGURATION: dict[str, Any] = {
@@ -120,7 +121,7 @@ class MachineJob:
             size = sum(path.stat().st_size for path in self.directory.glob("*.*"))
             if size != seen:
                 seen, since = size, time.monotonic()
-            assert time.monotonic() - since < LIMIT_SECONDS, self.everything()
+            assert time.monotonic() - since < HANGS_SECONDS, self.everything()
             time.sleep(0.1)
 
     def finish(self) -> dict[int, int]:
@@ -153,8 +154,13 @@ def kept(rows: list[Row], begins: Mapping[int, Mapping[str, Any]]) -> dict[int, 
     return {at: there for at, there in sorted(found.items()) if len(there) == there[0]["ranks"]}
 
 
-def require_one_training(found: Mapping[int, list[Row]]) -> None:
-    """Each sample once in each pass, no iteration left out, and the losses of one process that trains on the same."""
+def require_one_training(found: Mapping[int, list[Row]], tolerance: float = 1e-3) -> None:
+    """Each sample once in each pass, no iteration left out, and the losses of one process that trains on the same.
+
+    Args:
+        found: by iteration.
+        tolerance: relative, of losses; by itself DeepSpeed differs from plain torch by some percent after 20 updates.
+    """
     assert list(found) == list(range(1, len(found) + 1))
     batches = {at: [index for row in there for index in row["samples"]] for at, there in found.items()}
     per_pass = ITEMS // GLOBAL_BATCH
@@ -170,4 +176,4 @@ def require_one_training(found: Mapping[int, list[Row]]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses = [loss for row in there for loss in row["losses"]]
-        assert abs(sum(losses) / GLOBAL_BATCH - loss.item()) <= 1e-3 * loss.item() + 1e-6, f"iteration {at}"
+        assert abs(sum(losses) / GLOBAL_BATCH - loss.item()) <= tolerance * loss.item() + 1e-6, f"iteration {at}"

@@ -105,11 +105,11 @@ def test_the_state_of_a_lost_machine_comes_from_its_replica(machines: Machines, 
         "peers": {"replicas": 1},
     }
     job = MachineJob(machines, tmp_path, kind, settings)
-    before = job.begin(3, iterations=20)
+    before = job.begin(3, iterations=12)
     machines.kill(2)
     without = job.reached(2, after=before)
     began = job.begins()[without]
     assert began["method"] == "exact"
     assert began["iteration"] >= 10, job.everything()
     assert set(job.finish().values()) >= {0}, job.everything()
-    require_one_training(kept(job.rows(), job.begins()))
+    require_one_training(kept(job.rows(), job.begins()), 1e-3 if kind == "ddp" else 0.1)
