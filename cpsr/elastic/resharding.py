@@ -74,8 +74,8 @@ class Resharding:
             kind = "experts"
         if kind is not None:
             raise RunMismatchError(
-                f"{directory} was saved by another number of ranks, and {kind} are not dealt to another number yet. "
-                "Nothing was changed; start with as many ranks as the run had"
+                f"{directory} was saved by another number of ranks, or imported, and {kind} are not dealt to another "
+                "number yet. Nothing was changed; start with as many ranks as the run had"
             )
 
     def _require_whole_frozen(self, directory: Path, manifest: Manifest, saved_by: int) -> None:

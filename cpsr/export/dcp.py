@@ -62,7 +62,7 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         values = {key: value for key, value in group.items() if key != "params"}
         optim |= {f"param_groups.{name}.{key}": value for name in names for key, value in values.items()}
         optim |= {f"param_groups.{index}.{key}": value for key, value in {**values, "params": list(names)}.items()}
-    model = state_dict(state, "trained" if state.identity.engine == "torch" else "fp32")
+    model = _model(state)
     small = {key: engine.get(key) for key in ("counters", "schedule", "loss_scale", "grad_scaler")}
     content = {"model": model, "optim": optim, SMALL: {"iteration": state.info.iteration, **small}}
     save(content, storage_writer=FileSystemWriter(directory), no_dist=True)
@@ -74,6 +74,15 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         "parameter groups, schedule and counters",
         "load it with torch.distributed.checkpoint into what get_model_state_dict and get_optimizer_state_dict return",
     ]
+
+
+def _model(state: WholeState) -> dict[str, torch.Tensor]:
+    """The module's state dict; trained parameters in the dtype of the authoritative copy, all else as in the module."""
+    found = state_dict(state, "trained")
+    if state.identity.engine != "torch":
+        found |= {name: state.weights(name) for name in state.parameters}
+        found |= {name: found[of].clone() for name, of in state.identity.module.aliases.items() if of in found}
+    return found
 
 
 def _members(state: WholeState, engine: Mapping[str, Any]) -> list[list[str]]:

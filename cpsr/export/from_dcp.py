@@ -79,15 +79,15 @@ class _Files:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self._source}: {name} is {type(entry).__name__}, which is not known. {_NOT}")
         whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        covered = 0
+        missing = torch.ones(entry.size, dtype=torch.bool, device="cpu")
         for chunk in entry.chunks:
             part = self._part(MetadataIndex(name, chunk.offsets))
             if not isinstance(part, torch.Tensor) or part.dtype != whole.dtype or part.shape != chunk.sizes:
                 raise CheckpointError(f"{self._source}: a part of {name} is not as .metadata describes it. {_NOT}")
-            whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-            covered += part.numel()
-        if covered != whole.numel():
-            raise CheckpointError(f"{self._source}: {name} is not whole, {covered} of {whole.numel()} elements. {_NOT}")
+            place = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place], missing[place] = part, False
+        if absent := int(missing.sum()):
+            raise CheckpointError(f"{self._source}: {absent} elements of {name} are absent. {_NOT}")
         return whole
 
     def _part(self, index: MetadataIndex) -> Any:

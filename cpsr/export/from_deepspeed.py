@@ -62,13 +62,12 @@ def read_deepspeed(source: Path) -> ForeignState:
             f"{[rank_of(path) for path in paths]}: it is not whole. {_NOT}"
         )
     optimizers = [_optimizer(path) for path in paths]
-    pieces = [
-        piece
-        for rank, (path, one) in enumerate(zip(paths, optimizers, strict=True))
-        for piece in _pieces(path, one, shapes, rank, len(paths))
-    ]
+    pieces: dict[str, list[_Piece]] = {}
+    for rank, (path, one) in enumerate(zip(paths, optimizers, strict=True)):
+        for piece in _pieces(path, one, shapes, rank, len(paths)):
+            pieces.setdefault(piece.name, []).append(piece)
     parameters = {
-        name: _joined(folder, name, tuple(shape), [piece for piece in pieces if piece.name == name])
+        name: _joined(folder, name, tuple(shape), pieces.get(name, []))
         for part in shapes
         for name, shape in part.items()
     }
@@ -129,13 +128,14 @@ def _entry(path: Path, states: Mapping[Any, Any], index: int) -> tuple[dict[str,
 
 
 def _joined(folder: Path, name: str, shape: tuple[int, ...], pieces: Sequence[_Piece]) -> ForeignParameter:
+    if not pieces:
+        raise CheckpointError(f"{folder}: no rank holds any of {name}: the checkpoint is not whole. {_NOT}")
     for one in pieces[1:]:
         if one.flat.keys() != pieces[0].flat.keys() or not same(dict(one.numbers), dict(pieces[0].numbers)):
             raise UnsupportedEngineError(f"{folder}: the ranks keep different state for {name}. {_NOT}")
     found = {}
-    for key in pieces[0].flat if pieces else (_WEIGHTS,):
-        parts = [one.flat[key][one.start : one.start + one.numel] for one in pieces]
-        whole = torch.cat(parts) if parts else torch.empty(0)
+    for key in pieces[0].flat:
+        whole = torch.cat([one.flat[key][one.start : one.start + one.numel] for one in pieces])
         if whole.numel() != math.prod(shape):
             raise CheckpointError(
                 f"{folder}: the ranks hold {whole.numel()} elements of {key} of {name}, its shape is {shape}: the "

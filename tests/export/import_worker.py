@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -88,12 +89,28 @@ class Loop:
         raise NotImplementedError
 
 
+def in_two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    return [
+        {"params": [one for name, one in named.items() if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [one for name, one in named.items() if not name.endswith("weight")], "weight_decay": 0.0},
+    ]
+
+
 class DeepSpeedLoop(Loop):
     def __init__(self, zero: int, precision: str) -> None:
         self.model = Model()
         self.model.scale.requires_grad_(zero == 3)  # what ZeRO-3 splits of frozen parameters is not put together
-        config = configuration(zero, precision, 1)
-        self.given = initialize(self.model, config)
+        config: Any = configuration(zero, precision, 1)
+        if (zero, precision) != (2, "fp32"):
+            self.given = initialize(self.model, config)
+            return
+        groups = in_two_groups(self.model)
+        optimizer = torch.optim.AdamW(groups, lr=2e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
+        self.given, *_ = deepspeed.initialize(
+            model=self.model, optimizer=optimizer, lr_scheduler=schedule, config=config
+        )
 
     def step(self, batch: Any) -> float:
         torch.manual_seed(self.given.global_steps)  # of the dropout: random states are in no checkpoint of DeepSpeed
@@ -123,7 +140,9 @@ class DeepSpeedLoop(Loop):
         self.given.load_checkpoint(str(folder))
 
     def rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.given.optimizer.param_groups]
+        """Of each group; and the loss scale."""
+        scale = float(getattr(self.given.optimizer, "loss_scale", 0.0))
+        return [*(float(group["lr"]) for group in self.given.optimizer.param_groups), scale]
 
 
 class TorchLoop(Loop):
@@ -134,12 +153,7 @@ class TorchLoop(Loop):
         self.model.scale.requires_grad_(True)
         if ranks > 1:
             fully_shard(self.model, mesh=init_device_mesh(DEVICE, (ranks,)))
-        named = dict(self.model.named_parameters())
-        groups = [
-            {"params": [one for name, one in named.items() if name.endswith("weight")], "weight_decay": 0.1},
-            {"params": [one for name, one in named.items() if not name.endswith("weight")], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=2e-2)
+        self.optimizer = torch.optim.AdamW(in_two_groups(self.model), lr=2e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
         self.given = TorchAdapter(self.model, self.optimizer, self.schedule)
 

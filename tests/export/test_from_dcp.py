@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
+from typer.testing import CliRunner
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.cli.main import app
 from cpsr.errors import CheckpointError, ConfigError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.export.command import run_export
 from cpsr.export.import_command import run_import
@@ -51,6 +53,20 @@ class Trained:
         with CPSRRecovery(TorchAdapter(self.model, self.optimizer), config) as recovery:
             assert recovery.iteration == start
             return [self.step(at) for at in range(start, end)]
+
+
+def test_a_failure_before_the_first_checkpoint_restarts_from_the_import(tmp_path: Path) -> None:
+    Trained("adamw", 3).saved(tmp_path / "dcp")
+    result = CliRunner().invoke(app, ["import", str(tmp_path / "dcp"), "--run-dir", str(tmp_path / "run")])
+    assert (result.exit_code, "begins anew" in result.output) == (0, True)
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "run")]).exit_code == 0
+    with pytest.raises(CPSRError, match="start the job once"):
+        run_export(tmp_path / "run", tmp_path / "out", "dcp", "fp32", None)
+    config = {"run_dir": str(tmp_path / "run"), "mode": "exact", "checkpoint": {"shared_memory": False}}
+    failing = Trained()
+    with pytest.raises(ZeroDivisionError), CPSRRecovery(TorchAdapter(failing.model, failing.optimizer), config):
+        assert failing.step(3) / 0
+    assert Trained().continued(tmp_path / "run", 3, 5) == Trained("adamw", 5).losses[3:]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "amsgrad", "sgd"])
