@@ -72,6 +72,8 @@ def load_weights(
     """
     if manifest.partial:
         raise CheckpointError(f"{directory} is partial: some ranks' weights are older than it is")
+    if manifest.imported:
+        raise CheckpointError(f"{directory} was imported, and only the whole of it can be restarted from")
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into, frozen or {})
     _read(directory, manifest, record, ("params",), weights_of(into))

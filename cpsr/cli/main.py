@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, run, qualify, serve, status, inspect, verify, fetch, export, plan, simulate, bench.
+"""The `cpsr` command: demo, run, qualify, serve, status, inspect, verify, fetch, export, import, plan, simulate, bench.
 
 Exit status: 0 is success, 1 is damage that `verify` found or a check of `qualify` that failed, 2 is a command that
 could not be carried out.
@@ -223,9 +223,9 @@ def release(
 @app.command()
 def export(
     directory: RunDirectory,
-    out: Annotated[Path, typer.Option(help="Output that must not exist yet: a directory (universal), or a file.")],
+    out: Annotated[Path, typer.Option(help="Output that must not exist yet: a directory, or a file of tensors.")],
     format_: Annotated[
-        str, typer.Option("--format", help="universal (DeepSpeed, with moments), or safetensors: the state dict.")
+        str, typer.Option("--format", help="universal (DeepSpeed), dcp (torch), or safetensors: the state dict.")
     ] = "universal",
     iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole checkpoint.")] = None,
     dtype: Annotated[str, typer.Option(help="For a state dict: fp32, or trained: as in the module.")] = "fp32",
@@ -234,6 +234,21 @@ def export(
     from cpsr.export.command import run_export
 
     for line in run_export(directory, out, format_, dtype, iteration):
+        typer.echo(line)
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[Path, typer.Argument(help="Directory of the checkpoint; it is only read.")],
+    run_dir: Annotated[Path, typer.Option(help="Run directory to make; must not exist yet.")],
+    format_: Annotated[
+        str | None, typer.Option("--format", help="deepspeed, universal or dcp; by default seen from the files.")
+    ] = None,
+) -> None:
+    """Make a run directory of a checkpoint of DeepSpeed or torch; the job then goes on with it, on any ranks."""
+    from cpsr.export.import_command import run_import
+
+    for line in run_import(source, run_dir, format_):
         typer.echo(line)
 
 

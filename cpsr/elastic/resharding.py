@@ -1,4 +1,4 @@
-"""Loads a checkpoint that another number of ranks saved."""
+"""Loads a checkpoint that another number of ranks saved, or another tool."""
 
 import logging
 from pathlib import Path
@@ -8,6 +8,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
 from cpsr.checkpoint.resharding import ReadBytes, load_resharded, read_small_state
 from cpsr.checkpoint.verify import read_rank_manifest
+from cpsr.elastic.imported import load_imported
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import RunMismatchError
@@ -40,6 +41,9 @@ class Resharding:
     def load(self, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
         """Fill the views of `into` and return the small state; see `CheckpointStore.load` for what it raises."""
         self._require_dealable(directory)
+        if manifest.imported:
+            found, self.read = load_imported(self._adapter, directory, manifest, into)
+            return found
         rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
         saved = read_small_state(directory, manifest, saved_by, into)
         if rank == 0:
@@ -70,8 +74,8 @@ class Resharding:
             kind = "experts"
         if kind is not None:
             raise RunMismatchError(
-                f"{directory} was saved by another number of ranks, and {kind} are not dealt to another number yet. "
-                "Nothing was changed; start with as many ranks as the run had"
+                f"{directory} was saved by another number of ranks, or imported, and {kind} are not dealt to another "
+                "number yet. Nothing was changed; start with as many ranks as the run had"
             )
 
     def _require_whole_frozen(self, directory: Path, manifest: Manifest, saved_by: int) -> None:

@@ -163,6 +163,8 @@ class EngineAdapter(Protocol):
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """`scalars()` for this rank, made of those that a rank saved where the run had another number of ranks.
 
+        Also made of what was imported from another tool (`cpsr.engines.imported_state`).
+
         Raises:
             UnsupportedEngineError: they cannot be dealt to this number of ranks; the message says why.
         """

@@ -33,6 +33,7 @@ from cpsr.engines.deepspeed_scalars import EngineScalars
 from cpsr.engines.deepspeed_support import require_supported
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
+from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedule
 from cpsr.engines.moe.deepspeed import Capacities, expert_names, expert_parallel, has_experts, token_counts
 from cpsr.engines.moe.naming import DEEPSPEED, Naming
@@ -268,9 +269,25 @@ class DeepSpeedAdapter:
             )
         if not self._engine.managed_gradient_accumulation():
             raise UnsupportedEngineError(f"{UNMANAGED}, nor dealt to another number of ranks. {kept}")
-        counters = dict(scalars["counters"])
+        made = self._imported(scalars[IMPORTED]) if IMPORTED in scalars else scalars
+        counters = dict(made["counters"])
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
-        return {**scalars, **resharded_optimizer(scalars, self._updated()), "counters": counters}
+        optimizer = {} if IMPORTED in scalars else resharded_optimizer(scalars, self._updated())
+        return {**made, **optimizer, "counters": counters}
+
+    def _imported(self, imported: dict[str, Any]) -> dict[str, Any]:
+        every, names = self._updated(), dict[int, list[str]]()
+        for name, piece in self._named:
+            names.setdefault(id(piece.master), []).append(name)
+        kept = [self._state.numbers_kept(one) for one in every]
+        steps = imported["iteration"]
+        counters = {"global_steps": steps, "global_samples": steps * self._engine.train_batch_size()}
+        return {
+            "counters": {**counters, "skipped_steps": 0, **imported["counters"]},
+            "loss_scale": imported["loss_scale"],
+            "schedule": imported.get("schedule", self._schedule.state()),
+            **imported_optimizer(imported, every, names, kept),
+        }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""

@@ -80,6 +80,19 @@ class OptimizerState:
                 found[path] = known.room_for(path, leaf) if to_fill else known.nothing_for(path, leaf)
         return found
 
+    def numbers_kept(self, updated: Updated) -> set[str]:
+        """Keys of the numbers that the optimizer will keep for a tensor, beside tensors of its shape.
+
+        Raises:
+            UnsupportedEngineError: its state is no mapping of such numbers and tensors.
+        """
+        form = self._of(updated).expected.form
+        if form is None:
+            return set()
+        if form[0] != "dict" or any(one[0] not in ("tensor", "scalar", "int", "float") for _, one in form[2]):
+            raise UnsupportedEngineError(f"{updated.kind} keeps nested state, which cannot be made of an import")
+        return {str(key) for key, one in form[2] if one[0] != "tensor"}
+
     def scalars(self, every: Sequence[Updated], *, on_device: bool = False) -> dict[str, Any]:
         """Everything beside these tensors, as plain data.
 

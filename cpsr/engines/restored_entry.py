@@ -164,12 +164,12 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[i
 
 
 def earlier_form(known: Known, numbers: dict[str, Any]) -> Form | None:
-    """The form of what earlier versions saved: all tensors, which they created before the first step, and `numbers`."""
-    master, expected = known.updated.master, known.expected
+    """The form of what imports and earlier versions saved: all tensors, as after the first step, and `numbers`."""
+    held, expected = local(known.updated.master), known.expected
     items = []
     for key, form in expected.form[2] if expected.form is not None else ():
         if form[0] == "tensor":
-            items.append([key, ["tensor", form[1], list(master.shape), list(master.stride()), form[4]]])
+            items.append([key, ["tensor", form[1], list(held.shape), list(held.stride()), form[4]]])
         elif key in numbers:
             items.append([key, form])
     return ["dict", False, items] if items else None

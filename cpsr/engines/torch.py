@@ -16,6 +16,7 @@ from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
 from cpsr.engines.fully_sharded import FullySharded
 from cpsr.engines.grad_scaler import advance_scaler, scaler_state
+from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedules
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
@@ -250,7 +251,19 @@ class TorchAdapter:
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`."""
+        if IMPORTED in scalars:
+            return self._imported(scalars[IMPORTED])
         return {**scalars, **resharded_optimizer(scalars, self._updated())}
+
+    def _imported(self, imported: dict[str, Any]) -> dict[str, Any]:
+        every = self._updated()
+        kept = [self._state.numbers_kept(one) for one in every]
+        return {
+            "iteration": imported["iteration"],
+            "grad_scaler": imported["grad_scaler"],
+            "schedule": imported.get("schedule", self._schedule.state()),
+            **imported_optimizer(imported, every, {id(one.master): [one.name] for one in every}, kept),
+        }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.

@@ -2,17 +2,21 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from cpsr.checkpoint.files import make_directory, sync_directory
 from cpsr.errors import ConfigError, SaveError
+from cpsr.export.dcp import write_dcp
 from cpsr.export.state_dict import Precision, write_state_dict
 from cpsr.export.universal import write_universal
 from cpsr.export.whole import WholeState, open_whole
 
 __all__ = ["FORMATS", "run_export"]
 
-FORMATS = ("universal", "safetensors")
+FORMATS = ("universal", "dcp", "safetensors")
+
+_DIRECTORIES: dict[str, Callable[[WholeState, Path], list[str]]] = {"universal": write_universal, "dcp": write_dcp}
 
 
 def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: int | None) -> list[str]:
@@ -20,7 +24,7 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
 
     Args:
         run_dir: the run; it may be training.
-        out: what is written, not there yet: a directory for `universal`, a file for `safetensors`.
+        out: what is written, not there yet: a directory for `universal` and `dcp`, a file for `safetensors`.
         format_: one of `FORMATS`.
         dtype: `fp32` or `trained`, for `safetensors`.
         iteration: of the checkpoint; None is the newest whole one.
@@ -34,10 +38,11 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
         CPSRError: see `open_whole`.
     """
     precision = _checked(run_dir, out, format_, dtype)
-    state = open_whole(run_dir, iteration, moments=format_ == "universal")
+    state = open_whole(run_dir, iteration, moments=format_ in _DIRECTORIES)
     try:
         make_directory(out.parent, fsync=True)
-        lines = _write_directory(state, out) if format_ == "universal" else write_state_dict(state, out, precision)
+        write = _DIRECTORIES.get(format_)
+        lines = write_state_dict(state, out, precision) if write is None else _write_directory(state, out, write)
     except OSError as error:
         raise SaveError(f"{out} could not be written ({error}); nothing is left there") from error
     origin = f", {state.info.label}" if state.info.label else ""
@@ -58,11 +63,11 @@ def _checked(run_dir: Path, out: Path, format_: str, dtype: str) -> Precision:
     raise ConfigError(f"unknown dtype {dtype!r}; known are fp32 and trained")
 
 
-def _write_directory(state: WholeState, out: Path) -> list[str]:
+def _write_directory(state: WholeState, out: Path, write: Callable[[WholeState, Path], list[str]]) -> list[str]:
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        lines = write_universal(state, temporary)
+        lines = write(state, temporary)
         if os.path.lexists(out):  # a rename would replace an empty directory that came meanwhile
             raise SaveError(f"{out} has appeared meanwhile; nothing was written over it")
         temporary.rename(out)

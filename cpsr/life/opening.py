@@ -232,7 +232,7 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
     )
     if not job.group.all(not frozen.tensors):  # else no rank has any
         store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=job.config.checkpoint.fsync)
-    if job.config.elastic.allows(job.group.size):
+    if job.config.elastic.allows(job.group.size) or job.run.imported:
         store.reshard = Resharding(job.adapter, store.frozen).load
     if job.group.rank == 0:
         store.prepare()
