@@ -3,9 +3,10 @@
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed.distributed_c10d import HashStore, PrefixStore
+from torch import distributed
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError, job_at
@@ -192,6 +193,8 @@ def test_a_run_that_another_job_has_taken_over_is_not_started_again(tmp_path: Pa
         launch.kill()
 
 
-def test_launchers_that_meet_at_one_store_are_one_job() -> None:
-    store, other = HashStore(), HashStore()
-    assert job_at(PrefixStore("round 1", store)) == job_at(PrefixStore("round 2", store)) != job_at(other)
+def test_launchers_that_meet_at_one_store_are_one_job(tmp_path: Path) -> None:
+    torch_stores: Any = distributed  # which does not list them
+    store, other = (torch_stores.FileStore(str(tmp_path / name)) for name in ("one", "other"))
+    rounds = [job_at(torch_stores.PrefixStore(f"round {number}", store)) for number in range(2)]
+    assert rounds[0] == rounds[1] != job_at(other)
