@@ -170,7 +170,7 @@ def steps_that_nobody_watched() -> None:
 def other_offload_is_refused() -> None:
     seed(1)
     engine = job(3, "bf16", "json", **OPTIMIZER).engine
-    zero = engine._config.zero_config
+    zero = vars(engine)["_config"].zero_config
     for owner, option, value, instead in (
         ("offload_optimizer", "ratio", 0.5, 'offload_optimizer.ratio=0.5.*use "ratio": 1'),
         ("offload_optimizer", "super_offload", True, "super_offload: its optimizer runs in processes"),
