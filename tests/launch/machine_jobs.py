@@ -110,8 +110,9 @@ class MachineJob:
                 done[row["life"]] += row["ranks"] == ranks and row["life"] > after
             return max((life for life, rows in done.items() if rows >= iterations * ranks), default=None)
 
-        life = self.until(lambda: found() is not None) or found()
-        assert isinstance(life, int)
+        self.until(lambda: found() is not None)
+        life = found()
+        assert life is not None
         return life
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -172,7 +173,7 @@ def require_one_training(found: Mapping[int, list[Row]], tolerance: float = 1e-3
     for at, there in found.items():
         inputs, targets, _ = data[torch.tensor(batches[at])]
         loss = loss_of(model, inputs, targets)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses = [loss for row in there for loss in row["losses"]]

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError, job_at
