@@ -21,6 +21,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 STARTS_RANKS = {
     "tests.rank_processes",
     "tests.launch.jobs",
+    "tests.launch.machine_jobs",
     "tests.peers.ranks",
     "tests.qualify.jobs",
     "tests.ranks.dumping_ranks",

@@ -10,11 +10,11 @@ from cpsr.ranks.link import REFUSED_STATUS
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
 from tests.machines import Machines, obstacle
 
-pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
-
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
+    if (why := obstacle()) is not None:
+        pytest.skip(why)
     with Machines(3, tmp_path) as found:
         yield found
 
