@@ -82,8 +82,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ["ACCELERATE_USE_CPU"] = "true"
     join_ranks(options.meeting)
-    if "FSDP" in options.loop:
-        shard_on_the_host()
+    if "FSDP" in options.loop or options.loop == "accelerate with DeepSpeed":
+        distribute_on_the_host()
     train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop.split()[0], with_trainer)
     steps, values, losses = train(options)
     whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in values]
@@ -93,8 +93,11 @@ def main(options: Options, rank: int, ranks: int) -> None:
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
-def shard_on_the_host() -> None:
-    """Accelerate leaves FSDP out on ranks without an accelerator, though `fully_shard` runs there: tell it of one."""
+def distribute_on_the_host() -> None:
+    """Accelerate leaves FSDP out on ranks without an accelerator, and takes ranks of DeepSpeed for one: tell it of one.
+
+    `fully_shard`, DeepSpeed and gloo run there all the same.
+    """
     from accelerate.state import DistributedType, PartialState
 
     found = ("gloo", DistributedType.MULTI_GPU)

@@ -18,11 +18,7 @@ WORKER = "tests.integrations.ranks_worker"
         ("Trainer with DeepSpeed", "transformers"),
         ("Trainer with FSDP", "transformers"),
         ("accelerate", "accelerate"),
-        pytest.param(
-            "accelerate with DeepSpeed",
-            "accelerate",
-            marks=pytest.mark.skip("continues bit for bit, but with a step for every batch: accumulation is ignored"),
-        ),
+        ("accelerate with DeepSpeed", "accelerate"),
         ("accelerate with FSDP", "accelerate"),
         ("Lightning", "lightning"),
     ],
