@@ -54,6 +54,18 @@ def plan(
 
 
 @bench.command()
+def reshard(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,
+    workdir: Workdir = None,
+) -> None:
+    """Loading a checkpoint on another number of ranks, beside the same number and beside torch's DCP."""
+    from cpsr.benchmarks.reshard.run import main as run_reshard
+
+    run_reshard(json_path, rounds, workdir)
+
+
+@bench.command()
 def overhead(
     json_path: JsonPath = None,
     full: Annotated[bool, typer.Option("--full", help="More of everything: about half an hour.")] = False,

@@ -1,0 +1,1 @@
+"""What it costs to load a checkpoint on another number of ranks."""
