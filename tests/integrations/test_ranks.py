@@ -18,8 +18,8 @@ WORKER = "tests.integrations.ranks_worker"
         ("Trainer with DeepSpeed", "transformers"),
         ("Trainer with FSDP", "transformers"),
         ("accelerate", "accelerate"),
-        ("accelerate with DeepSpeed", "accelerate"),
-        ("accelerate with FSDP", "accelerate"),
+        pytest.param("accelerate with DeepSpeed", "accelerate", marks=pytest.mark.slow),  # as the Trainer's, underneath
+        pytest.param("accelerate with FSDP", "accelerate", marks=pytest.mark.slow),
         ("Lightning", "lightning"),
     ],
 )
@@ -39,6 +39,7 @@ def test_a_killed_job_continues_bit_for_bit(tmp_path: Path, loop: str, package: 
         assert back.result(rank)["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_trainer_go_on_working_under_fsdp(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options: dict[str, Any] = {"worker": WORKER, "loop": "Trainer with FSDP", "iterations": STEPS, "save_steps": 12}
