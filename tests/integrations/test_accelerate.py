@@ -101,8 +101,17 @@ def fail(run_dir: Path, at: int, **options: Any) -> None:
         train(run_dir, at, **options)
 
 
-@pytest.mark.parametrize("order", [{}, {"seedable": True}, {"own_generator": True}])
-@pytest.mark.parametrize(("own_passes", "at"), [(True, 10), (False, 10), (True, 13), (False, 14)])
+ORDERS: list[dict[str, Any]] = [{}, {"seedable": True}, {"own_generator": True}]
+PLACES = [(True, 10), (False, 10), (True, 13), (False, 14)]
+# Each order and each place once; the other pairs in the slow group.
+PAIRS = [
+    pytest.param(order, *place, marks=[] if n % len(ORDERS) == m else pytest.mark.slow)
+    for n, place in enumerate(PLACES)
+    for m, order in enumerate(ORDERS)
+]
+
+
+@pytest.mark.parametrize(("order", "own_passes", "at"), PAIRS)
 def test_the_run_continues_bit_for_bit(tmp_path: Path, order: dict[str, Any], own_passes: bool, at: int) -> None:
     whole, trained = train(tmp_path / "whole", own_passes=own_passes, **order)
     assert len(trained) == PASSES * 11

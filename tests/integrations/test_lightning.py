@@ -134,8 +134,16 @@ def fail(tmp_path: Path, at: int, **arguments: Any) -> None:
         Life(tmp_path, at, **arguments).run()
 
 
-@pytest.mark.parametrize("at", [9, 13, 15, 26])  # 12 and 24 are ends of passes
-@pytest.mark.parametrize("arguments", [{}, {"val_check_interval": 4}, {"max_epochs": -1, "max_steps": 30}])
+ARGUMENTS: list[dict[str, Any]] = [{}, {"val_check_interval": 4}, {"max_epochs": -1, "max_steps": 30}]
+# Each place and each of these once; the other pairs in the slow group. 12 and 24 are ends of passes.
+PAIRS = [
+    pytest.param(at, arguments, marks=[] if n % len(ARGUMENTS) == m else pytest.mark.slow)
+    for n, at in enumerate((9, 13, 15, 26))
+    for m, arguments in enumerate(ARGUMENTS)
+]
+
+
+@pytest.mark.parametrize(("at", "arguments"), PAIRS)
 def test_the_run_continues_bit_for_bit(tmp_path: Path, at: int, arguments: dict[str, Any]) -> None:
     whole = Life(tmp_path / "whole", **arguments).run()
     fail(tmp_path, at, **arguments)

@@ -174,9 +174,10 @@ def fail(tmp_path: Path, at: int, mode: str = "exact", interval: int = 4, **argu
         (14, 6, {}),  # between two passes
         (10, 4, {"gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 2}),
         (9, 4, {"train_sampling_strategy": "group_by_length"}),  # an order from the global random state
-        (9, 4, {"accelerator_config": {"use_seedable_sampler": False}}),
-        (9, 4, {"lr_scheduler_type": "reduce_lr_on_plateau"}),  # a schedule by the evaluations
-        (9, 4, {"eval_on_start": True, "dataloader_drop_last": True}),
+        pytest.param(9, 4, {"accelerator_config": {"use_seedable_sampler": False}}, marks=pytest.mark.slow),
+        # A schedule by the evaluations.
+        pytest.param(9, 4, {"lr_scheduler_type": "reduce_lr_on_plateau"}, marks=pytest.mark.slow),
+        pytest.param(9, 4, {"eval_on_start": True, "dataloader_drop_last": True}, marks=pytest.mark.slow),
     ],
 )
 def test_the_run_continues_bit_for_bit(tmp_path: Path, at: int, interval: int, arguments: dict[str, Any]) -> None:
