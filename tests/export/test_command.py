@@ -120,7 +120,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(run_dir: Path, tmp_path:
 
 def test_arguments_that_cannot_be_meant_are_refused(run_dir: Path, tmp_path: Path) -> None:
     for out, format_, dtype, message in (
-        (tmp_path / "out", "onnx", "fp32", "unknown format 'onnx'; known are universal, safetensors"),
+        (tmp_path / "out", "onnx", "fp32", "unknown format 'onnx'; known are universal, dcp, safetensors"),
         (tmp_path / "out", "safetensors", "int8", "unknown dtype 'int8'; known are fp32 and trained"),
         (run_dir / "checkpoints" / "out", "universal", "fp32", "lies in the run's own directory"),
     ):

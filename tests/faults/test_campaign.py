@@ -27,7 +27,8 @@ def run_campaign(directory: Path, path: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "parts", ["kill", "error,restart,environments,damage", "sparse error,sparse restart,sparse damage,resharded restart"]
+    "parts",
+    ["kill", "error,restart,environments,damage", "sparse error,sparse restart,sparse damage,resharded restart"],
 )
 def test_the_store_survives_a_sample_of_all_faults(fast_directory: Path, tmp_path: Path, parts: str) -> None:
     found = run_campaign(fast_directory, tmp_path / "faults.json", "--sample", "--only", parts)

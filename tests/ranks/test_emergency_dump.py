@@ -129,6 +129,7 @@ def test_blocked_in_a_collective(tmp_path: Path) -> None:
     """Two ranks wait for a third: SIGTERM to one of them, and then the end of the third, which both learn of."""
     with ranks(tmp_path, gloo=True, size=3, faults={"2": "waits"}, liveness={"sigterm_grace_seconds": 0.5}) as job:
         job.wait_for(2, "waits")
+        job.wait_for(0, "reduces", 6)  # else it follows the signal at the end of its fifth step
         job.signal(0, signal.SIGTERM)
         assert job.wait_for(0, "dump")["iteration"] == 5
         assert "no step has ended for 0.5 s" in job.wait_for(0, "dumped")["message"]

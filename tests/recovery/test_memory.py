@@ -21,6 +21,7 @@ from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.journal.reader import JournalReader
 from cpsr.service.plan import plan_of
 from tests.committed import wait_until_committed
+from tests.rank_processes import become_rank, start_ranks
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
 from tests.recovery.test_faults import CrashError, Loop, config, loader, train
@@ -267,6 +268,12 @@ def crashed(run_dir: Path, **settings: object) -> str:
     return run_id_of(run_dir)
 
 
+def crash_elsewhere(options: dict[str, Path], rank: int, ranks: int) -> None:
+    """The same in a process of its own."""
+    become_rank(options["log"], rank, ranks)
+    crashed(options["run_dir"], shared_memory=False)
+
+
 def files_of(run_id: str) -> list[str]:
     return sorted(path.name.partition(run_id)[2] for path in SHARED_MEMORY.glob(f"cpsr-{run_id}-*"))
 
@@ -286,7 +293,11 @@ def test_a_job_that_starts_frees_what_a_run_that_is_gone_has_left_and_nothing_el
         lives = run_id_of(tmp_path / "lives")
         shutil.rmtree(tmp_path / "lives" / "checkpoints")
         (tmp_path / "lives" / IDENTITY).rename(tmp_path / "identity")  # while its process lives
-        other = crashed(tmp_path / "other", shared_memory=False)
+        options = {"log": tmp_path / "log", "run_dir": tmp_path / "other"}
+        (process,) = start_ranks(crash_elsewhere, options, 1)
+        process.join()
+        assert process.exitcode == 0, (tmp_path / "log").read_text()
+        other = run_id_of(tmp_path / "other")
         (tmp_path / "identity").rename(tmp_path / "lives" / IDENTITY)
         assert files_of(lives) == left
     assert (files_of(gone), files_of(kept), files_of(other)) == ([], left, [])
