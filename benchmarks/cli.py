@@ -58,11 +58,13 @@ def reshard(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,
     workdir: Workdir = None,
+    width: Annotated[int, typer.Option(min=16, help="Of the model; by default GPT-2 medium's.")] = 1024,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
 ) -> None:
     """Loading a checkpoint on another number of ranks, beside the same number and beside torch's DCP."""
     from cpsr.benchmarks.reshard.run import main as run_reshard
 
-    run_reshard(json_path, rounds, workdir)
+    run_reshard(json_path, rounds, workdir, width, layers)
 
 
 @bench.command()
