@@ -24,8 +24,8 @@ from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode, decode_without_tensors
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record", "place"]
-__all__ += ["settle", "tensor_record"]
+__all__ = ["SCALARS", "decoded_scalars", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record"]
+__all__ += ["place", "settle", "tensor_record"]
 
 Kind = Literal["params", "moments", "extra"]
 
@@ -52,7 +52,7 @@ def load_shard(
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into, frozen or {})
     tensors = _read(directory, manifest, record, ("params", "moments", "extra"), into)
-    scalars = _decoded(directory / rank_manifest_name(rank), record.scalars, tensors)
+    scalars = decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
     _take_ages(record, into)
     return scalars
 
@@ -77,7 +77,7 @@ def load_weights(
     record = read_rank_manifest(directory, manifest, rank)
     _require_same_state(directory, record, into, frozen or {})
     _read(directory, manifest, record, ("params",), weights_of(into))
-    scalars = _decoded(directory / rank_manifest_name(rank), record.scalars)
+    scalars = decoded_scalars(directory / rank_manifest_name(rank), record.scalars)
     _take_ages(record, into)
     return scalars
 
@@ -104,7 +104,7 @@ def load_branch(directory: Path, manifest: Manifest, rank: int, path: Sequence[s
             tensors = {key: file.get_tensor(key).clone() for key in file.keys() if key.startswith(prefix)}  # noqa: SIM118
         except SafetensorError as error:
             raise DamagedFileError(directory / file_name(rank, "extra"), f"is no safetensors file: {error}") from error
-    return _decoded(directory / rank_manifest_name(rank), branch, tensors)
+    return decoded_scalars(directory / rank_manifest_name(rank), branch, tensors)
 
 
 def operator_record(operator: OperatorState, xxh3_128: str | None = None) -> OperatorRecord:
@@ -269,7 +269,7 @@ def _left_to_others(
     return found
 
 
-def _decoded(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
+def decoded_scalars(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """The scalars; without tensors `LOST` is in the place of each."""
     try:
         return decode_without_tensors(data) if tensors is None else decode(data, tensors)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
+from cpsr.checkpoint.loading import SCALARS, decoded_scalars, operator_record, tensor_record
 from cpsr.checkpoint.manifest import Manifest, OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.ranges import WantedRange, read_ranges
 from cpsr.checkpoint.verify import DamagedFileError, read_rank_manifest, read_tensors
 from cpsr.errors import RunMismatchError
-from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["ReadBytes", "load_resharded", "read_small_state"]
@@ -124,11 +123,7 @@ def read_small_state(directory: Path, manifest: Manifest, rank: int, into: Shard
     with torch.no_grad():
         for name, buffer in others.items():
             buffer.copy_(tensors[f"other/{name}"])
-    try:
-        return decode(record.scalars, tensors)
-    except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
-        path = directory / rank_manifest_name(rank)
-        raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+    return decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
 
 
 def _whole(operator: OperatorState) -> list[tuple[int, int]]:

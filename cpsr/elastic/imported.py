@@ -9,7 +9,7 @@ import torch
 
 from cpsr.checkpoint.loading import tensor_record
 from cpsr.checkpoint.manifest import Manifest, RankManifest, file_name
-from cpsr.checkpoint.resharding import ReadBytes, load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_resharded, read_small_state
 from cpsr.checkpoint.verify import read_rank_manifest, read_tensors
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.random_states import capture_random_states
@@ -22,9 +22,7 @@ __all__ = ["load_imported"]
 logger = logging.getLogger(__name__)
 
 
-def load_imported(
-    adapter: EngineAdapter, directory: Path, manifest: Manifest, into: Shard
-) -> tuple[dict[str, Any], ReadBytes]:
+def load_imported(adapter: EngineAdapter, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
     """Fill the views of `into` and return the small state; parameters outside the optimizer go into the engine.
 
     Random states, the position in the data and buffers that were not imported stay the job's own.
@@ -44,11 +42,11 @@ def load_imported(
     engine = adapter.resharded(scalars.engine)
     record = read_rank_manifest(directory, manifest, 0)
     own = adapter.shard()
-    read = load_resharded(directory, manifest, into)
+    load_resharded(directory, manifest, into)
     _read_outside(directory, record, into, own)
     _keep_buffers(into, own, record, quiet=adapter.rank != 0)
     found = replace(scalars, history_start=scalars.iteration + 1, engine=engine, rng=capture_random_states(adapter))
-    return found.to_tree(), read
+    return found.to_tree()
 
 
 def _read_outside(directory: Path, record: RankManifest, into: Shard, own: Shard) -> None:

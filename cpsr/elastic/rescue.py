@@ -7,22 +7,20 @@ moments, one state is enough, whichever ranks are gone. Else a state of every ol
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_reader import (
-    load_memory_state,
     owned_word_in_memory,
     room_for_memory_state,
     verify_memory_state,
 )
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state, memory_states
+from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Entry, Source, decide
+from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
-from cpsr.peers.small import load_together
+from cpsr.peers.small import load_states
 from cpsr.ranks.group import this_node
 
 __all__ = ["Rescue"]
@@ -130,18 +128,6 @@ class Rescue:
 
 def _read(source: Source) -> Snapshot:
     """A part, in memory of its own."""
-    states = [_state_at(entry) for entry in source.entries]
-    if source.small is None:
-        room = room_for_memory_state(states[0])
-        scalars: Any = load_memory_state(states[0], room)
-    else:
-        room = room_for_memory_state(states[0])
-        scalars = load_together(states[1], states[0], room)
-    return Snapshot(source.iteration, room, scalars)
-
-
-def _state_at(entry: Entry) -> MemoryState:
-    state = memory_state(SHARED_MEMORY / entry.name)
-    if state is None or state.iteration != entry.iteration:
-        raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
-    return state
+    states = [state_of(entry) for entry in source.entries]
+    room = room_for_memory_state(states[0])
+    return Snapshot(source.iteration, room, load_states(states, room))

@@ -6,7 +6,7 @@ from typing import Any
 
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharding import ReadBytes, load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_resharded, read_small_state
 from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.elastic.imported import load_imported
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
@@ -28,22 +28,17 @@ class Resharding:
     Args:
         adapter: of this rank.
         frozen: files of its parameters outside the optimizer; None: it has none.
-
-    Attributes:
-        read: what the last load has read.
     """
 
     def __init__(self, adapter: EngineAdapter, frozen: FrozenFiles | None) -> None:
         self._adapter = adapter
         self._frozen = frozen
-        self.read = ReadBytes()
 
     def load(self, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
         """Fill the views of `into` and return the small state; see `CheckpointStore.load` for what it raises."""
         self._require_dealable(directory)
         if manifest.imported:
-            found, self.read = load_imported(self._adapter, directory, manifest, into)
-            return found
+            return load_imported(self._adapter, directory, manifest, into)
         rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
         saved = read_small_state(directory, manifest, saved_by, into)
         if rank == 0:
@@ -61,7 +56,7 @@ class Resharding:
                 )
         self._require_whole_frozen(directory, manifest, saved_by)
         found = small_state_of(rank, saved_by, saved, self._adapter.resharded)
-        self.read = load_resharded(directory, manifest, into)
+        load_resharded(directory, manifest, into)
         if self._frozen is not None:
             self._frozen.load(directory, saved_by)
         return found

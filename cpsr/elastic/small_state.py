@@ -8,7 +8,7 @@ from cpsr.elastic.random_states import random_states_of
 from cpsr.engines.resharded_optimizer import shared_scalars
 from cpsr.errors import RunMismatchError
 from cpsr.state.codec import same
-from cpsr.state.scalars import DataPosition, Scalars
+from cpsr.state.scalars import Scalars
 
 __all__ = ["differing", "require_alike", "small_state_of"]
 
@@ -33,15 +33,11 @@ def small_state_of(
         history_start=scalars.iteration + 1,
         engine=engine(scalars.engine),
         rng=random_states_of(rank, saved_by, scalars.rng),
-        data=_resized(scalars.data),
+        data=replace(scalars.data, resized=True),
         probes=[],
         learned={},
         planning=_replanned(scalars.planning),
     ).to_tree()
-
-
-def _resized(data: DataPosition) -> DataPosition:
-    return replace(data, resized=True)
 
 
 def _replanned(planning: dict[str, Any]) -> dict[str, Any]:

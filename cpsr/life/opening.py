@@ -127,8 +127,9 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     target = CheckpointTarget(config.checkpoint, config.run_dir, group)
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
-    life, branch, held = group.broadcast([*newest_life(config.run_dir), has_held_states(config.run_dir)])
-    claimed = group.broadcast(newest_claim(config.run_dir))  # a life that has claimed its number may not have trained
+    # A life that has claimed its number may not have trained.
+    known = [*newest_life(config.run_dir), has_held_states(config.run_dir), newest_claim(config.run_dir)]
+    life, branch, held, claimed = group.broadcast(known)
     journal = open_journal(config.run_dir, group, config.mode, max(life, claimed), config.journal.full_steps)
     job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)

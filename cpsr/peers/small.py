@@ -1,6 +1,7 @@
 """What no other rank has of a rank's state, where ranks own the same weights and moments: its buffers and scalars."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
-__all__ = ["SmallStates", "fingerprint", "load_together", "small_bytes"]
+__all__ = ["SmallStates", "fingerprint", "load_states", "load_together", "small_bytes"]
 
 FILES = 2  # taken in turn: one is sent while the next is sealed
 
@@ -68,6 +69,20 @@ class SmallStates:
 def small_bytes(template: Shard) -> int:
     """Bytes of a small state without its description and scalars."""
     return PAGE_BYTES + layout_bytes(_others(template))
+
+
+def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
+    """Copy a rank's state out of memory and return its scalars.
+
+    Args:
+        states: its snapshot; or another rank's with the same weights and moments, and its own small one.
+        into: views to be written.
+
+    Raises:
+        CheckpointError: as `load_memory_state` and `load_together`.
+    """
+    tensors, *small = states
+    return load_together(small[0], tensors, into) if small else load_memory_state(tensors, into)
 
 
 def load_together(small: MemoryState, tensors: MemoryState, into: Shard) -> Any:

@@ -8,14 +8,14 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state, memory_states
-from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
+from cpsr.checkpoint.memory_reader import owned_word, owned_word_in_memory, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
 from cpsr.journal import FailureScope
 from cpsr.peers.fetch import fetch
-from cpsr.peers.small import load_together
+from cpsr.peers.small import load_states
 from cpsr.ranks.group import Group, this_node
 from cpsr.state.shard import Shard
 
@@ -151,10 +151,8 @@ class Ladder:
         problem, scalars = None, None
         try:
             states = [self._state_at(entry) for entry in source.entries]
-            if source.small is not None:
-                scalars = load_together(states[1], states[0], into)
-            elif states:
-                scalars = load_memory_state(states[0], into)
+            if states:
+                scalars = load_states(states, into)
             for fetched in self._fetched.values():
                 fetched.path.unlink(missing_ok=True)
             self._fetched = {}
@@ -199,10 +197,7 @@ class Ladder:
     def _state_at(self, entry: Entry) -> MemoryState:
         if entry in self._fetched:
             return self._fetched[entry]
-        state = memory_state(SHARED_MEMORY / entry.name)
-        if state is None or state.iteration != entry.iteration:
-            raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
-        return state
+        return state_of(entry)
 
 
 def summary(sources: tuple[Source, ...]) -> str:
