@@ -61,7 +61,7 @@ def reshard(
     width: Annotated[int, typer.Option(min=16, help="Of the model; by default GPT-2 medium's.")] = 1024,
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
 ) -> None:
-    """Loading a checkpoint on another number of ranks, beside the same number and beside torch's DCP."""
+    """Loading a checkpoint on another number of ranks, beside the same number, torch's DCP and ds_to_universal."""
     from cpsr.benchmarks.reshard.run import main as run_reshard
 
     run_reshard(json_path, rounds, workdir, width, layers)

@@ -1,8 +1,9 @@
-"""`cpsr bench reshard`: loading on another number of ranks, beside as many ranks as before and beside torch's DCP."""
+"""`cpsr bench reshard`: loading on another number of ranks, beside as many as before, torch's DCP and DeepSpeed."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -16,12 +17,19 @@ from cpsr.tables import print_table
 
 __all__ = ["main"]
 
-JOB = "reshard.job"
+JOB, UNIVERSAL_JOB = "reshard.job", "reshard.universal_job"
 WIDTH, LAYERS = 1024, 24  # GPT-2 medium: 355 million parameters
 CASES = ((2, 3), (4, 2), (1, 4))  # ranks that saved, and ranks that load
 ROUNDS = 5
 AIM = 1.2  # times the load on as many ranks as saved
-OTHER, SAME, DCP = "cpsr", "as many ranks", "torch DCP"
+OTHER, SAME, DCP, UNIVERSAL = "cpsr", "as many ranks", "torch DCP", "DeepSpeed universal"
+COLUMNS = {
+    **{way: way for way in (OTHER, SAME, DCP, UNIVERSAL)},
+    "over_same": "over as many",
+    "over_dcp": "over DCP",
+    "over_universal": "over universal",
+    "read_over_held": "read over held",
+}
 
 
 def main(
@@ -44,26 +52,28 @@ def main(
         CPSRError: a rank has loaded other values than were saved.
     """
     with measuring("reshard", json_path, workdir) as call:
-        advance = call.bar("loads", len(CASES) * rounds * 3)
+        advance = call.bar("loads", len(CASES) * rounds * 4)
         found = {}
         for saved_by, ranks in CASES:
             found[saved_by, ranks] = _case(call.directory, saved_by, ranks, rounds, (width, layers), advance)
         table = Table(title="seconds of the slowest rank, from a cold page cache", title_justify="left")
-        for heading in ("ranks", OTHER, SAME, DCP, "over as many", "over DCP", "read over held", "memory, MB"):
+        for heading in ("ranks", *COLUMNS.values(), "memory, MB"):
             table.add_column(heading)
         rows: list[dict[str, Any]] = []
         for (saved_by, ranks), loads in found.items():
             row = _row(loads)
             rows.append({"saved_by": saved_by, "ranks": ranks, **{name: asdict(one) for name, one in row.items()}})
-            texts = [interval_text(row[name]) for name in (OTHER, SAME, DCP, "over_same", "over_dcp", "read_over_held")]
+            texts = [interval_text(row[name]) for name in COLUMNS]
             table.add_row(f"{saved_by} to {ranks}", *texts, interval_text(row["peak_bytes"], 1e-6, 0))
         print_table(call.console, table)
         aims = [
             all(row["over_same"]["value"] <= AIM for row in rows),
             all(row["over_dcp"]["value"] < 1 for row in rows),
+            all(row["over_universal"]["value"] < 1 for row in rows),
         ]
         call.console.print(f"{verdict(aims[0])}  at most {AIM} times a load on as many ranks as saved")
         call.console.print(f"{verdict(aims[1])}  faster than torch's DCP")
+        call.console.print(f"{verdict(aims[2])}  faster than DeepSpeed's ds_to_universal and its load")
         call.console.print(f"{machine_text(call.machine)}; medians with 95% bootstrap intervals of {rounds} rounds")
         figures = {"width": width, "layers": layers, "rounds": rounds, "cases": rows, "aims_met": aims}
         call.leave(figures, _draw(found))
@@ -78,18 +88,31 @@ def _case(directory: Path, saved_by: int, ranks: int, rounds: int, size: tuple[i
     folder = directory / f"{saved_by}-{ranks}"
     place = folder / "place"
 
-    def run(name: str, count: int, work: str) -> list[dict[str, Any]]:
+    def run(name: str, count: int, work: str, job: str = JOB) -> list[dict[str, Any]]:
         there = folder / name
         there.mkdir(parents=True)
-        return run_ranks(JOB, there, count, place=str(place), work=work, width=width, layers=layers)
+        return run_ranks(job, there, count, place=str(place), work=work, width=width, layers=layers)
+
+    def universal(name: str, count: int, _work: str) -> list[dict[str, Any]]:
+        (converted,) = run(f"{name}-convert", 1, "convert", UNIVERSAL_JOB)
+        found = run(name, count, "load", UNIVERSAL_JOB)
+        rmtree(place / "universal")
+        return [{**one, "seconds": one["seconds"] + converted["seconds"]} for one in found]
 
     run("save", saved_by, "save")
-    loads: Loads = {OTHER: [], SAME: [], DCP: []}
-    ways = ((OTHER, ranks, "cpsr"), (SAME, saved_by, "cpsr"), (DCP, ranks, "dcp"))
+    run("save-deepspeed", saved_by, "save", UNIVERSAL_JOB)
+    ways = (
+        (OTHER, run, ranks, "cpsr"),
+        (SAME, run, saved_by, "cpsr"),
+        (DCP, run, ranks, "dcp"),
+        (UNIVERSAL, universal, ranks, "load"),
+    )
+    loads: Loads = {name: [] for name, *_ in ways}
     for number in range(rounds):
-        for name, count, work in ways if number % 2 == 0 else reversed(ways):
-            loads[name].append(run(f"{number}-{name}".replace(" ", "-"), count, work))
+        for name, load, count, work in ways if number % 2 == 0 else reversed(ways):
+            loads[name].append(load(f"{number}-{name}".replace(" ", "-"), count, work))
             advance()
+    rmtree(place)
     return loads
 
 
@@ -103,6 +126,7 @@ def _row(loads: Loads) -> dict[str, Estimate]:
         **{name: median_interval(seconds) for name, seconds in slowest.items()},
         "over_same": median_ratio_interval(slowest[OTHER], slowest[SAME]),
         "over_dcp": median_ratio_interval(slowest[OTHER], slowest[DCP]),
+        "over_universal": median_ratio_interval(slowest[OTHER], slowest[UNIVERSAL]),
         "read_over_held": median_interval(read),
         "peak_bytes": median_interval(peak),
         "dcp_peak_bytes": median_interval([float(max(one["peak_bytes"] for one in found)) for found in loads[DCP]]),
@@ -112,13 +136,14 @@ def _row(loads: Loads) -> dict[str, Estimate]:
 def _draw(found: dict[tuple[int, int], Loads]) -> Figure:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
-    colours = {OTHER: "#1f6f8b", SAME: "#9bb8c4", DCP: "#d08c2f"}
-    for offset, name in enumerate((OTHER, SAME, DCP)):
+    colours = {OTHER: "#1f6f8b", SAME: "#9bb8c4", DCP: "#d08c2f", UNIVERSAL: "#7a4b94"}
+    for offset, name in enumerate(colours):
         rows: Sequence[Estimate] = [_row(loads)[name] for loads in found.values()]
-        places = [index + (offset - 1) * 0.27 for index in range(len(rows))]
+        places = [index + (offset - 1.5) * 0.21 for index in range(len(rows))]
         errors = [[row.value - row.low for row in rows], [row.high - row.value for row in rows]]
-        axes.bar(places, [row.value for row in rows], 0.25, yerr=errors, color=colours[name], label=name)
+        axes.bar(places, [row.value for row in rows], 0.2, yerr=errors, color=colours[name], label=name)
     axes.set_xticks(range(len(found)), [f"{saved_by} to {ranks} ranks" for saved_by, ranks in found])
+    axes.set_yscale("log")
     axes.set_ylabel("seconds of the slowest rank")
     axes.set_title("Loading a checkpoint on another number of ranks", loc="left", fontsize=10)
     axes.legend(frameon=False)
