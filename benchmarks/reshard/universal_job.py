@@ -40,7 +40,10 @@ def main(run_dir: Path, place: str, work: str, width: int, layers: int) -> dict[
         return {"seconds": _convert(saved, universal)}
     if work == "load":
         return measured(_load(universal, parameter_shapes(width, layers)))
-    _engine(parameter_shapes(width, layers)).save_checkpoint(str(saved))
+    engine = _engine(parameter_shapes(width, layers))
+    engine.backward(engine())
+    engine.step()  # which makes the moments; the learning rate is 0
+    engine.save_checkpoint(str(saved))
     dist.barrier()
     forget_files(saved)
     return None
@@ -55,11 +58,14 @@ class _Model(torch.nn.Module):
                 fill(values, 0, name, 0)
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(values))
 
+    def forward(self) -> torch.Tensor:
+        """A loss with a gradient of every parameter."""
+        return torch.stack([one.view(-1)[0] for one in self.parameters()]).sum()
+
 
 def _engine(shapes: dict[str, tuple[int, ...]], *, filled: bool = True) -> Any:
     model = _Model(shapes, filled=filled)
-    # Fused with foreach off: the first step, which makes the moments, then needs no copies of all parameters.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, foreach=False)  # foreach copies all
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

@@ -8,9 +8,10 @@ import threading
 import traceback
 from pathlib import Path
 
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.records import Records, read_records
 
-__all__ = ["kernel_problem"]
+__all__ = ["kernel_problem", "no_kernel"]
 
 BUILD_SECONDS = 300.0  # of a build that takes one minute
 LINE_CHARACTERS = 300  # of an error; the rest is in the log
@@ -32,6 +33,11 @@ def kernel_problem(kernel: str, folder: Path, records: Records) -> str:
     problem = _build_problem(kernel)
     records.add("probed", kernel=kernel, problem=problem)
     return problem
+
+
+def no_kernel(kernel: str, problem: str, cell: Cell) -> str:
+    """Why a cell cannot run, where there is a problem with a kernel; empty if it can."""
+    return f"no {kernel} here: {problem}" if problem and cell.kernel == kernel else ""
 
 
 def _build_problem(kernel: str) -> str:

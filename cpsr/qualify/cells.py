@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ADAPTER", "EMA", "LOADER", "Cell", "cells_of"]
+__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "LOADER", "REPLICAS", "TORCHDATA", "Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
@@ -13,7 +13,10 @@ CUDA_OPTIMIZERS = ("adamw-fused", "adamw-capturable", FUSED)
 ZERO_STAGES = range(4)
 SPLIT = {"fsdp2": ("fp32", "bf16"), "tp": ("fp32",)}  # engine -> precisions
 STAGES = 2  # of a pipeline
-EMA, LOADER, ADAPTER = "ema", "stateful loader", "frozen weights"
+REPLICAS = 2  # of HSDP
+EMA, LOADER, TORCHDATA, ADAPTER = "ema", "stateful loader", "torchdata loader", "frozen weights"
+HSDP, CPU_OFFLOAD = "hsdp", "cpu offload"  # of FSDP2
+OF_PACKAGES = {"lion": "lion_pytorch", "adamw-8bit": "bitsandbytes", "adamw-schedulefree": "schedulefree"}
 OFFLOADED = ((2, "adamw", "offload_optimizer"), (3, "adamw", "offload_param"), (2, JSON, "offload_optimizer"))
 
 
@@ -28,8 +31,8 @@ class Cell:
         precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
             is that of forward and backward.
         optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`, `muon` (DeepSpeed's
-            own), `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, or `json`: what DeepSpeed
-            builds for the AdamW of its configuration.
+            own), `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, `json`: what DeepSpeed
+            builds for the AdamW of its configuration, or one of the packages of `OF_PACKAGES`.
         feature: what the job has beside these; empty for nothing.
     """
 
@@ -56,6 +59,11 @@ class Cell:
         if self.optimizer == JSON and self.offload:
             return "DeepSpeedCPUAdam"
         return "FusedAdam" if self.optimizer in (FUSED, JSON) else ""
+
+    @property
+    def package(self) -> str:
+        """The module that must be installed for it beside the product's own requirements; empty for none."""
+        return "torchdata" if self.feature == TORCHDATA else OF_PACKAGES.get(self.optimizer, "")
 
     @property
     def alone(self) -> bool:
@@ -90,6 +98,9 @@ def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> It
     if ranks > 1 and stages_can_send:  # over gloo with CUDA tensors it is not tried
         for engine, precisions in SPLIT.items():
             yield from (Cell(engine, None, precision, name) for precision in precisions for name in OPTIMIZERS)
+        yield Cell("fsdp2", None, "fp32", "adamw", CPU_OFFLOAD)
+        if ranks % REPLICAS == 0:
+            yield Cell("fsdp2", None, "fp32", "adamw", HSDP)
     for stage in ZERO_STAGES:
         yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
     yield from _features(ranks)
@@ -107,7 +118,8 @@ def _features(ranks: int) -> Iterator[Cell]:
     """What users add to these engines, each once."""
     yield Cell("torch", None, "fp32", "adafactor")
     yield Cell("torch", None, "fp32", "muon+adamw")
-    for feature in (ADAPTER, EMA, LOADER) if ranks > 1 else ():
+    yield from (Cell("torch", None, "fp32", optimizer) for optimizer in OF_PACKAGES)
+    for feature in (ADAPTER, EMA, LOADER, TORCHDATA) if ranks > 1 else ():
         yield Cell("ddp", None, "fp32", "adamw", feature)
     yield Cell("deepspeed", 1, "fp32", "adamw", "torch_autocast")
     yield Cell("deepspeed", 1, "bf16", "adamw", "bf16_optimizer_states")

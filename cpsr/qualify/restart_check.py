@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cpsr.qualify.cells import ADAPTER, EMA, LOADER, Cell
+from cpsr.qualify.cells import ADAPTER, EMA, LOADER, TORCHDATA, Cell
 from cpsr.qualify.conformance import Job, check_early_state, check_resume
 from cpsr.qualify.lives_check import check_lives
 from cpsr.qualify.scene import Scene
@@ -27,7 +27,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
 
 def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """Bitwise equality of what restarted and what never stopped; returns the size of the snapshot."""
-    if cell.feature in (EMA, LOADER):
+    if cell.feature in (EMA, LOADER, TORCHDATA):
         return check_lives(cell.feature, scene)
     build = builder_of(cell, scene)
     result = check_resume(build)

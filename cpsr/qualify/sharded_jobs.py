@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from cpsr.qualify.cells import Cell
+from cpsr.qualify.cells import CPU_OFFLOAD, HSDP, REPLICAS, Cell
 from cpsr.qualify.models import TinySplitLM, token_batch
 from cpsr.qualify.torch_cases import TorchJob, optimizer_of, scheduler_of
 
@@ -32,7 +32,9 @@ def split_job(cell: Cell, device: torch.device | str, ranks: int, micro_batches:
     """
     if cell.engine == "tp":
         return tensor_parallel_job(device, ranks, cell.optimizer, micro_batches, schedule)
-    return fully_sharded_job(device, (ranks,), cell.precision, cell.optimizer, micro_batches, schedule)
+    mesh = (REPLICAS, ranks // REPLICAS) if cell.feature == HSDP else (ranks,)
+    offload = cell.feature == CPU_OFFLOAD
+    return fully_sharded_job(device, mesh, cell.precision, cell.optimizer, micro_batches, schedule, offload=offload)
 
 
 def mesh_of(device: torch.device | str, *shape: int) -> DeviceMesh:

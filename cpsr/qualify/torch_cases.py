@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Device = torch.device | str
+EIGHT_BIT_ELEMENTS = 64  # of a parameter whose moments have 8 bits
 
 
 class TorchJob:
@@ -116,7 +117,8 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
 
     Args:
         name: `sgd`, `amsgrad`, `adafactor`, `adamw`; on CUDA also `adamw-fused`, `adamw-capturable` and `fused`,
-            DeepSpeed's.
+            DeepSpeed's; `lion`, `adamw-8bit` and `adamw-schedulefree` of the packages lion-pytorch, bitsandbytes and
+            schedulefree.
         module: on its device already.
     """
     if name == "sgd":
@@ -125,9 +127,38 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=0.01, amsgrad=True)
     if name == "adafactor":
         return torch.optim.Adafactor(module.parameters(), lr=0.01)
+    if name in OF_PACKAGES:
+        return OF_PACKAGES[name](module)
     decayed = [p for p in module.parameters() if p.dim() > 1]
     rest = [p for p in module.parameters() if p.dim() == 1]
     return adamw_of(name, [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}])
+
+
+def _lion(module: nn.Module) -> torch.optim.Optimizer:
+    from lion_pytorch import Lion
+
+    optimizer: torch.optim.Optimizer = Lion(module.parameters(), lr=1e-3, weight_decay=0.1)
+    return optimizer
+
+
+def _eight_bits(module: nn.Module) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    # By default it keeps moments of small parameters, as all of these are, in 32 bits.
+    optimizer: torch.optim.Optimizer = AdamW8bit(module.parameters(), lr=0.01, min_8bit_size=EIGHT_BIT_ELEMENTS)
+    return optimizer
+
+
+def _schedule_free(module: nn.Module) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(module.parameters(), lr=0.01)
+    optimizer.train()  # else it refuses to step
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+OF_PACKAGES = {"lion": _lion, "adamw-8bit": _eight_bits, "adamw-schedulefree": _schedule_free}
 
 
 def adamw_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

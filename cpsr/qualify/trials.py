@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from cpsr.qualify.cells import Cell, cells_of
@@ -11,7 +12,7 @@ from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group
 from cpsr.qualify.speed_check import check_speed
 
-__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of", "without_kernel"]
+__all__ = ["CHECKS", "Check", "NotApplicable", "Trial", "trials_of", "without"]
 
 DEADLINE_SECONDS = 300.0  # for what takes seconds; a first use of an operator may compile it
 REPRESENTATIVE = "run with representative cells only"
@@ -104,16 +105,21 @@ def trials_of(
                 empty.append(NotApplicable(trial, reason or f"left out by --only {only!r}"))
             else:
                 trials.append(trial)
-    return _ordered(trials), empty
+    return without(_ordered(trials), empty, _missing_package)
 
 
-def without_kernel(
-    trials: Sequence[Trial], empty: Sequence[NotApplicable], kernel: str, problem: str
+def without(
+    trials: Sequence[Trial], empty: Sequence[NotApplicable], problem: Callable[[Cell], str]
 ) -> tuple[list[Trial], list[NotApplicable]]:
-    """Checks with a kernel of DeepSpeed's do not apply where there is a problem with it; none is empty."""
-    lost = [trial for trial in trials if problem and trial.cell.kernel == kernel]
-    left = [trial for trial in trials if trial not in lost]
-    return left, [*empty, *(NotApplicable(trial, f"no {kernel} here: {problem}") for trial in lost)]
+    """Checks of cells that have a problem on this machine do not apply; an empty text is none."""
+    problems = [problem(trial.cell) for trial in trials]
+    left = [trial for trial, found in zip(trials, problems, strict=True) if not found]
+    lost = [NotApplicable(trial, found) for trial, found in zip(trials, problems, strict=True) if found]
+    return left, [*empty, *lost]
+
+
+def _missing_package(cell: Cell) -> str:
+    return f"{cell.package} is not installed" if cell.package and find_spec(cell.package) is None else ""
 
 
 def _reason(trial: Trial, ranks: int, restarted: bool) -> str:

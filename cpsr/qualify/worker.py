@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from cpsr.demo.device import CPU, CUDA
 from cpsr.demo.ranks import join_ranks
-from cpsr.qualify.adam_kernels import kernel_problem
+from cpsr.qualify.adam_kernels import kernel_problem, no_kernel
 from cpsr.qualify.process_globals import own_process_globals
 from cpsr.qualify.records import Records, read_records
 from cpsr.qualify.remains import clear, folder_name, release_memory
 from cpsr.qualify.scene import Scene
-from cpsr.qualify.trials import NotApplicable, Trial, trials_of, without_kernel
+from cpsr.qualify.trials import NotApplicable, Trial, trials_of, without
 from cpsr.ranks.group import Group
 
 __all__ = ["Rank", "leave", "main"]
@@ -103,7 +103,7 @@ class Rank:
         records = Records(self._folder, self.rank)
         for kernel in sorted({trial.cell.kernel for trial in trials} - {""}):
             found = kernel_problem(kernel, self._folder, records) if self.rank == 0 else None
-            trials, empty = without_kernel(trials, empty, kernel, self._group.broadcast(found))
+            trials, empty = without(trials, empty, partial(no_kernel, kernel, self._group.broadcast(found)))
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             release_memory(self._folder, spared=self._in_progress())
         first = self._group.broadcast(self._first(trials, empty, records) if self.rank == 0 else None)

@@ -70,7 +70,7 @@ def poison(module: Any, args: Any, output: Any) -> Any:
     return output
 
 
-def trainer_of(tmp_path: Path, items: int = 21, poisoned: bool = False, **arguments: Any) -> Any:
+def trainer_of(tmp_path: Path, items: int = 21, poisoned: bool = False, adapted: bool = False, **arguments: Any) -> Any:
     set_seed(5)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -79,6 +79,9 @@ def trainer_of(tmp_path: Path, items: int = 21, poisoned: bool = False, **argume
     )
     if poisoned:
         model.register_forward_hook(poison)
+    if adapted:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     settings: dict[str, Any] = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
@@ -172,6 +175,7 @@ def fail(tmp_path: Path, at: int, mode: str = "exact", interval: int = 4, **argu
     [
         (9, 4, {}),  # in the middle of a pass, and of a line of the log
         (14, 6, {}),  # between two passes
+        (9, 4, {"adapted": True}),  # LoRA: the base is frozen
         (10, 4, {"gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 2}),
         (9, 4, {"train_sampling_strategy": "group_by_length"}),  # an order from the global random state
         pytest.param(9, 4, {"accelerator_config": {"use_seedable_sampler": False}}, marks=pytest.mark.slow),

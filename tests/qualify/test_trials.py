@@ -1,9 +1,14 @@
 """Which checks run, in which order, and why the others do not apply."""
 
+import sys
+from functools import partial
+from importlib.util import find_spec
+
 import pytest
 
+from cpsr.qualify.adam_kernels import no_kernel
 from cpsr.qualify.cells import cells_of
-from cpsr.qualify.trials import CHECKS, trials_of, without_kernel
+from cpsr.qualify.trials import CHECKS, trials_of, without
 
 
 def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
@@ -12,7 +17,8 @@ def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
     assert len(trials) + len(empty) == len(cells) * len(CHECKS)
     assert all(one.reason for one in empty)
     assert len({trial.name for trial in trials}) == len(trials)
-    assert {trial.cell for trial in trials if trial.check.name == "restart"} == set(cells)
+    here = {cell for cell in cells if not cell.package or find_spec(cell.package)}
+    assert {trial.cell for trial in trials if trial.check.name == "restart"} == here
     assert {trial.check.name for trial in trials} == {check.name for check in CHECKS}
 
 
@@ -24,7 +30,7 @@ def test_kills_follow_and_pipelines_are_the_last() -> None:
 
 @pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
 def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
-    usual = {"adamw", "sgd", "muon", "json", "adafactor", "muon+adamw"}
+    usual = {"adamw", "sgd", "muon", "json", "adafactor", "muon+adamw", "lion", "adamw-8bit", "adamw-schedulefree"}
     assert {cell.optimizer for cell in cells_of(device, 2, True)} == usual | more
 
 
@@ -54,12 +60,21 @@ def test_without_a_launcher_nothing_is_killed() -> None:
 
 def test_without_kernel_adam_its_checks_have_the_reason() -> None:
     trials, empty = trials_of("cuda", "", 2, True, True)
-    left, more = without_kernel(trials, empty, "FusedAdam", "MissingCUDAException: no nvcc")
+    left, more = without(trials, empty, partial(no_kernel, "FusedAdam", "MissingCUDAException: no nvcc"))
     lost = more[len(empty) :]
     assert {one.trial for one in lost} == {trial for trial in trials if trial.cell.kernel == "FusedAdam"}
     assert {one.reason for one in lost} == {"no FusedAdam here: MissingCUDAException: no nvcc"}
     assert left == [trial for trial in trials if trial.cell.kernel != "FusedAdam"]
-    assert without_kernel(trials, empty, "FusedAdam", "") == (trials, empty)
+    assert without(trials, empty, partial(no_kernel, "FusedAdam", "")) == (trials, empty)
+
+
+def test_what_needs_a_package_that_is_not_here_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    _, empty = trials_of("cpu", "restart", 2, True, True)
+    reasons = {one.trial.cell.name: one.reason for one in empty if one.trial.check.name == "restart"}
+    assert reasons["torch fp32 lion"] == "lion_pytorch is not installed"
+    assert reasons["ddp fp32 adamw torchdata loader"] == "torchdata is not installed"
 
 
 def test_only_selects_by_name() -> None:
