@@ -10,7 +10,16 @@ import xxhash
 from cpsr.predictor.protocol import History, HistoryEntry
 from cpsr.predictor.statistics import MotionStatistics, OperatorMotion
 
-__all__ = ["SHARED_BRANCH", "Learned", "OwnOperators", "Share", "Together", "learned_together", "shared_state"]
+__all__ = [
+    "SHARED_BRANCH",
+    "Learned",
+    "OwnOperators",
+    "Share",
+    "Together",
+    "learned_together",
+    "shared_state",
+    "without_slices",
+]
 
 OPERATORS_AT_ONCE = 64  # between two yields: a few milliseconds, where checkpoints must be taken out of the products
 # Where in a predictor's `state_dict()` lies what the others read of it.
@@ -114,6 +123,26 @@ def shared_state(statistics: MotionStatistics) -> dict[str, Any]:
     """The statistics' `state_dict()` for other ranks too: they can read it without the rest of the file."""
     state = statistics.state_dict()
     return {**state, "products_xxh3_128": _digest(state["products"])}
+
+
+def without_slices(state: dict[str, Any]) -> dict[str, Any]:
+    """A predictor's `state_dict()` for a rank that owns other slices: without the products of the old ones.
+
+    Outcomes of recoveries, the network and its examples stay: these are of whole operators, or have no scale. The
+    checkpoints whose products go are taken in again, and counted again.
+    """
+    branch, leaf = SHARED_BRANCH
+    learned = state.get(branch)
+    if not learned:
+        return state
+    seen = learned[leaf]["seen"]
+    kept = {
+        **learned,
+        leaf: MotionStatistics().state_dict(),
+        "checkpoints": learned["checkpoints"] - len(seen),
+        "trained_iteration": learned.get("trained_iteration", max(seen, default=-1)),
+    }
+    return {**state, branch: kept}
 
 
 def learned_together(

@@ -167,7 +167,7 @@ class VITPPredictor(LinePredictor):
             return
         self._statistics, self._checkpoints = statistics, self._checkpoints + len(set(statistics.seen) - before)
         yield
-        if not self._shared:
+        if not self._shared and newest > self._trained_iteration:
             together = Together(newest, statistics.operators)
         if together is not None:
             later = sum(iteration > together.iteration for iteration in statistics.seen)

@@ -117,7 +117,7 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
     torch.optim.AdamW([torch.zeros(1)])
     predictor, target = METHODS[method](), synthetic.target
     with MemoryPeak() as memory:
-        open_seconds, history = _timed(lambda: DiskHistory(synthetic.directory / "checkpoints", rank=0))
+        open_seconds, history = _timed(lambda: DiskHistory(synthetic.directory / "checkpoints", part=0))
         slices = _learned_before_the_newest(predictor, synthetic)
         first_seconds, forecast = _timed(lambda: _predicted(predictor, history, target))
         entries = _used_entries(history, forecast)
@@ -169,7 +169,7 @@ def _consume(predictor: StatePredictor, history: History, forecast: Forecast) ->
 
 def _learned_before_the_newest(predictor: StatePredictor, synthetic: SyntheticHistory) -> list[float]:
     """Seconds of each slice of learning; what is learned from a checkpoint is committed with the next one only."""
-    history = DiskHistory(synthetic.directory / "checkpoints", rank=0, before=synthetic.iterations[-1])
+    history = DiskHistory(synthetic.directory / "checkpoints", part=0, before=synthetic.iterations[-1])
     seconds = []
     started = time.perf_counter()
     for _ in predictor.learn(history):

@@ -99,7 +99,7 @@ def test_the_history_is_a_runs_own_and_what_is_there_is_kept(tmp_path: Path) -> 
     history = SyntheticHistory(tmp_path / "h", TINY, checkpoints=4)
     history.write(lambda: written.append(None))
     assert len(written) == 4
-    opened = DiskHistory(tmp_path / "h" / "checkpoints", rank=0)
+    opened = DiskHistory(tmp_path / "h" / "checkpoints", part=0)
     assert [entry.iteration for entry in opened.entries] == history.iterations == [9706, 9804, 9902, 10000]
     assert 10000 < history.target.iteration < 10098
     assert {name: opened.numel(name) for name in opened.operators} == {

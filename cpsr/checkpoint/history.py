@@ -1,14 +1,16 @@
 """The committed checkpoints of one rank as the series that a predictor reads: memory-mapped, piece by piece."""
 
+import hashlib
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
+from cpsr.checkpoint.assembled import AssembledTensors, Piece, RankSlices, find_slices
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
 from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, experts_taken_at, file_name, holds_weights
 from cpsr.checkpoint.mapped import MappedTensors
@@ -41,12 +43,13 @@ class ReadManifest:
     """The part of a rank's manifest that stays in memory; the whole takes 2 kB an operator. Checkpoints share slices.
 
     Attributes:
-        sha256: of the manifest.
+        sha256: of the manifest; of those of all ranks where another number of ranks saved it.
         entry: the checkpoint.
         slices: operator -> its slice.
         taken_at: operators that were taken before the entry -> iteration.
         places: operators outside the rank's common file -> name of their file.
         expert_files: hashes of the experts' files, which later checkpoints may carry.
+        pieces: where another number of ranks saved it: operator -> where its slice lies in their files.
     """
 
     sha256: str
@@ -54,7 +57,8 @@ class ReadManifest:
     slices: Mapping[str, _Slice]
     taken_at: Mapping[str, int]
     places: Mapping[str, str]
-    expert_files: frozenset[str]
+    expert_files: frozenset[str] = frozenset()
+    pieces: Mapping[str, tuple[Piece, ...]] | None = None
 
 
 class _Left(NamedTuple):
@@ -67,13 +71,18 @@ class _Left(NamedTuple):
 @dataclass(frozen=True)
 class _Checkpoint:
     read: ReadManifest
-    file: MappedTensors  # nothing is read before it is asked for
+    file: MappedTensors | AssembledTensors  # nothing is read before it is asked for
     experts: Mapping[str, MappedTensors]  # the files of the operators that are not in that one
     partial: bool
 
     @property
     def iteration(self) -> int:
         return self.read.entry.iteration
+
+    def weights(self, operator: str, start: int, stop: int) -> torch.Tensor:
+        if isinstance(self.file, AssembledTensors):
+            return self.file.read(operator, start, stop)
+        return self.experts.get(operator, self.file).flat(f"param/{operator}")[start:stop]
 
 
 class DiskHistory:
@@ -85,7 +94,8 @@ class DiskHistory:
 
     Args:
         store_directory: `CheckpointStore.directory`.
-        rank: whose part is read.
+        part: the rank whose part is read, of checkpoints by as many ranks as there are; or what it owns: then it is put
+            together from checkpoints of another number of ranks, too.
         before: only checkpoints of earlier iterations; None is all.
         since: only checkpoints of this iteration and later ones.
         known: iteration -> what this process has read of that checkpoint before (`DiskHistory.known`): where its
@@ -103,7 +113,7 @@ class DiskHistory:
     def __init__(
         self,
         store_directory: Path,
-        rank: int,
+        part: int | RankSlices,
         before: int | None = None,
         since: int = 0,
         known: Mapping[int, ReadManifest] | None = None,
@@ -118,7 +128,8 @@ class DiskHistory:
         self._known = known or {}
         self._range = since, math.inf if before is None else before
         self._takes_partial = partial
-        self._rank = rank
+        self._owned = part if isinstance(part, RankSlices) else None
+        self._rank = part.rank if isinstance(part, RankSlices) else part
         self._checkpoints: list[_Checkpoint] = []
         self._hashed: set[tuple[int, int, str]] = set()
         self._operators: dict[str, _Slice] = {}
@@ -182,8 +193,7 @@ class DiskHistory:
             raise IndexError(f"{operator} has {self.numel(operator)} elements, asked for [{start}, {stop})")
         if start == stop:
             return torch.empty(0, device="cpu")
-        checkpoint = self._checkpoints[entry]
-        return checkpoint.experts.get(operator, checkpoint.file).flat(f"param/{operator}")[start:stop].float()
+        return self._checkpoints[entry].weights(operator, start, stop).float()
 
     def keep(self, iterations: Collection[int]) -> None:
         """Leave out every other checkpoint: ranks must predict from the same ones."""
@@ -207,6 +217,9 @@ class DiskHistory:
     def _add(self, info: CheckpointInfo) -> Iterator[None]:
         try:
             manifest = read_manifest(info.directory)
+            if self._owned is not None and manifest.world_size != self._owned.ranks:
+                yield from self._add_assembled(info, manifest, self._owned)
+                return
             if self._rank >= manifest.world_size:
                 self._exclude(info.iteration, f"was saved by {manifest.world_size} ranks, this is rank {self._rank}")
                 return
@@ -219,11 +232,43 @@ class DiskHistory:
                 read = found
             file = map_tensors(info.directory / file_name(self._rank, "params"))
             own = {name: map_tensors(info.directory / name) for name in set(read.places.values())}
-        except (CheckpointError, SafetensorError, OSError) as error:
+        except (CheckpointError, SafetensorError, OSError, ValueError) as error:
             self._exclude(info.iteration, str(error))
             return
         experts = {operator: own[name] for operator, name in read.places.items()}
         self._checkpoints.append(_Checkpoint(read, file, experts, info.partial))
+
+    def _add_assembled(self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices) -> Iterator[None]:
+        """Add a checkpoint of another number of ranks."""
+        sha256 = hashlib.sha256(
+            "".join(manifest.ranks[rank].sha256 for rank in sorted(manifest.ranks)).encode()
+        ).hexdigest()
+        read = self._known.get(info.iteration)
+        if read is None or read.sha256 != sha256:
+            found = yield from self._find(info, manifest, slices)
+            if isinstance(found, str):
+                self._exclude(info.iteration, found)
+                return
+            read = replace(found, sha256=sha256)
+        assert read.pieces is not None
+        self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.pieces), {}, info.partial))
+
+    def _find(
+        self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices
+    ) -> Generator[None, None, ReadManifest | str]:
+        """Find this rank's slices in the other ranks' files, and verify these."""
+        record = read_rank_manifest(info.directory, manifest, slices.rank % manifest.world_size)
+        found = yield from find_slices(info.directory, manifest, slices)
+        if found.sparse or info.partial:
+            return f"{manifest.world_size} ranks saved it, with operators of different iterations"
+        for name, file in found.files.items():
+            yield from self._check(info.directory / name, file)
+        entry = _entry(record)
+        if isinstance(entry, str):
+            return entry
+        own = {name: slices.operators[name] for name in found.pieces}
+        cut = {name: _Slice(one.global_shape, one.offset, one.numel) for name, one in own.items()}
+        return ReadManifest("", entry, self._shared(cut), {}, {}, pieces=found.pieces)
 
     def _read(self, directory: Path, manifest: Manifest) -> Generator[None, None, ReadManifest | str]:
         """Read and verify this rank's part, or return what its scalars lack."""
@@ -271,6 +316,9 @@ class DiskHistory:
             slices[name] = _Slice(one.global_shape, one.offset, one.numel)
             if len(slices) % OPERATORS_AT_ONCE == 0:
                 yield
+        return self._shared(slices)
+
+    def _shared(self, slices: dict[str, _Slice]) -> Mapping[str, _Slice]:
         before = self._checkpoints[-1].read.slices if self._checkpoints else None
         return slices if before is None or before != slices else before
 

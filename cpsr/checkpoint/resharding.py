@@ -3,15 +3,16 @@
 No rank holds more than its own part and the buffer of `cpsr.checkpoint.ranges`.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cpsr.checkpoint.assembled import same_cut
 from cpsr.checkpoint.loading import SCALARS, decoded_scalars, operator_record, tensor_record
 from cpsr.checkpoint.manifest import Manifest, OperatorRecord, RankManifest, file_name, rank_manifest_name
+from cpsr.checkpoint.missing_ranges import MissingRanges
 from cpsr.checkpoint.ranges import WantedRange, read_ranges
 from cpsr.checkpoint.verify import DamagedFileError, read_rank_manifest, read_tensors
 from cpsr.errors import RunMismatchError
@@ -35,25 +36,13 @@ class ReadBytes:
     disk: int = 0
 
 
-@dataclass
-class _Wanted:
-    """The ranges of one operator that are still to be read, as elements of the whole parameter."""
+class _Wanted(MissingRanges):
+    """The ranges of one operator that are still to be read."""
 
-    operator: OperatorState
-    left: list[tuple[int, int]] = field(default_factory=list)
-
-    def take(self, record: OperatorRecord) -> Iterator[tuple[int, int]]:
-        """Ranges that the record's slice has; they are no longer left."""
-        first, end = record.offset, record.offset + record.numel
-        left: list[tuple[int, int]] = []
-        for start, stop in self.left:
-            begin, finish = max(start, first), min(stop, end)
-            if begin >= finish:
-                left.append((start, stop))
-                continue
-            yield begin, finish
-            left += [part for part in ((start, begin), (finish, stop)) if part[0] < part[1]]
-        self.left = left
+    def __init__(self, operator: OperatorState) -> None:
+        super().__init__(operator.parameter.offset, operator.parameter.numel)
+        self.operator = operator
+        self.record = operator_record(operator)
 
 
 def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadBytes:
@@ -71,7 +60,7 @@ def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadByte
             to another number of ranks; `into` holds anything.
     """
     read = ReadBytes(sum(operator.state_bytes for operator in into.operators.values()))
-    wanted = {name: _Wanted(one, _whole(one)) for name, one in into.operators.items()}
+    wanted = {name: _Wanted(one) for name, one in into.operators.items()}
     for rank in range(manifest.world_size):
         record = read_rank_manifest(directory, manifest, rank)
         _require_dense(directory, record)
@@ -126,11 +115,6 @@ def read_small_state(directory: Path, manifest: Manifest, rank: int, into: Shard
     return decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
 
 
-def _whole(operator: OperatorState) -> list[tuple[int, int]]:
-    offset, numel = operator.parameter.offset, operator.parameter.numel
-    return [(offset, offset + numel)] if numel else []
-
-
 def _require_dense(directory: Path, record: RankManifest) -> None:
     if record.sparse:
         raise RunMismatchError(
@@ -144,10 +128,10 @@ def _add_ranges(
 ) -> None:
     """Add what a rank's slice of an operator has of the ranges that are left."""
     operator = wanted.operator
-    if not _is_range_or_block(operator, record):
+    if not same_cut(wanted.record, record):
         return
-    _require_same_kind(directory, operator, record)
-    for start, stop in list(wanted.take(record)):
+    _require_same_kind(directory, wanted, record)
+    for start, stop in wanted.take(record.offset, record.numel):
         here = slice(start - operator.parameter.offset, stop - operator.parameter.offset)
         there = start - record.offset
         params.append(WantedRange(f"param/{operator.name}", there, operator.parameter.values[here]))
@@ -159,19 +143,10 @@ def _add_ranges(
                 moments += [WantedRange(key, 0, values)] if start == 0 else []
 
 
-def _is_range_or_block(operator: OperatorState, record: OperatorRecord) -> bool:
-    """Whether both are ranges, or the same block: other blocks are not taken apart."""
-    here = operator.parameter
-    if here.block is None or record.block is None:
-        return here.block is record.block
-    return (record.block, record.offset, record.numel) == (here.block, here.offset, here.numel)
-
-
-def _require_same_kind(directory: Path, operator: OperatorState, record: OperatorRecord) -> None:
-    now = operator_record(operator)
+def _require_same_kind(directory: Path, wanted: _Wanted, record: OperatorRecord) -> None:
     for what in ("global_shape", "dtype", "moments"):
-        then, here = getattr(record, what), getattr(now, what)
+        then, here = getattr(record, what), getattr(wanted.record, what)
         if then != here:
             raise RunMismatchError(
-                f"{directory}: {operator.name} was saved with {what} {then}, this rank has {here}; {_KEPT}"
+                f"{directory}: {wanted.operator.name} was saved with {what} {then}, this rank has {here}; {_KEPT}"
             )

@@ -7,6 +7,7 @@ from typing import Any
 from cpsr.elastic.random_states import random_states_of
 from cpsr.engines.resharded_optimizer import shared_scalars
 from cpsr.errors import RunMismatchError
+from cpsr.predictor.assignment import without_slices
 from cpsr.state.codec import same
 from cpsr.state.scalars import Scalars
 
@@ -18,8 +19,8 @@ def small_state_of(
 ) -> dict[str, Any]:
     """The small state (`Scalars.to_tree`) that a rank continues with.
 
-    What belongs to the old ranks' slices is left out: the predictor's state, and the costs that the planner measured.
-    Earlier checkpoints are no history of this rank.
+    What belongs to the old ranks' slices is left out: the predictor's products of these, which it takes anew from the
+    same checkpoints, and the costs that the planner measured.
 
     Args:
         rank: that is to take it.
@@ -30,12 +31,11 @@ def small_state_of(
     scalars = Scalars.from_tree(dict(saved))
     return replace(
         scalars,
-        history_start=scalars.iteration + 1,
         engine=engine(scalars.engine),
         rng=random_states_of(rank, saved_by, scalars.rng),
         data=replace(scalars.data, resized=True),
         probes=[],
-        learned={},
+        learned=without_slices(scalars.learned),
         planning=_replanned(scalars.planning),
     ).to_tree()
 

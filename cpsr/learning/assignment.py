@@ -75,6 +75,8 @@ class OperatorAssignment:
             yield self._learned_by(member, *newest)
 
     def _learned_by(self, member: int, directory: Path, manifest: Manifest) -> Learned | None:
+        if member not in manifest.ranks:  # fewer ranks saved it than there are now
+            return None
         try:
             found = Learned.from_state(load_branch(directory, manifest, member, ("learned", *SHARED_BRANCH)))
         except (CheckpointError, ValueError) as error:

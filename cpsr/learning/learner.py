@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from cpsr.checkpoint.assembled import RankSlices
 from cpsr.checkpoint.history import DiskHistory, ReadManifest
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
@@ -111,7 +112,7 @@ class Learner:
         self._complete: dict[str, Any] = {}  # the last state that could be read
         self._thread: threading.Thread | None = None
 
-    def start(self, store: CheckpointStore, rank: int, *, learns: bool = True) -> None:
+    def start(self, store: CheckpointStore, part: int | RankSlices, *, learns: bool = True) -> None:
         """Begin to follow the checkpoints of a run; on the training thread, before it trains.
 
         In every case this sets torch's number of threads to its present value. Setting it changes some results of the
@@ -119,14 +120,14 @@ class Learner:
 
         Args:
             store: of this rank.
-            rank: reads the part of this rank.
+            part: of the checkpoints that is read, as for `DiskHistory`.
             learns: False never starts the thread.
         """
         usual = torch.get_num_threads()
         if self._pace is not None and learns:
             self._complete = self._predictor.state_dict()
             alone = threading.Event()
-            arguments = store, rank, alone
+            arguments = store, part, alone
             self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
             self._thread.start()
             alone.wait()
@@ -251,7 +252,7 @@ class Learner:
 
     # On the learner's thread
 
-    def _run(self, store: CheckpointStore, rank: int, alone: threading.Event) -> None:
+    def _run(self, store: CheckpointStore, part: int | RankSlices, alone: threading.Event) -> None:
         try:
             try:
                 _compute_alone()
@@ -268,7 +269,7 @@ class Learner:
                     continue
                 self._await_commit(store, wanted[0], generation)
                 if not self._stopping():
-                    self._learn_from(student, self._work(student, store.directory, rank, *wanted), generation)
+                    self._learn_from(student, self._work(student, store.directory, part, *wanted), generation)
         except Exception as error:
             logger.exception("learning from checkpoints failed")
             self._end(_description(error))
@@ -323,12 +324,17 @@ class Learner:
                 lock.release()
 
     def _work(
-        self, student: StatePredictor, store_directory: Path, rank: int, iteration: int, history_start: int
+        self,
+        student: StatePredictor,
+        store_directory: Path,
+        part: int | RankSlices,
+        iteration: int,
+        history_start: int,
     ) -> Generator[object, None, None]:
         # Without partial checkpoints: all ranks learn from snapshots of one iteration.
         history = DiskHistory(
             store_directory,
-            rank,
+            part,
             before=iteration + 1,
             since=history_start,
             known=self._known,

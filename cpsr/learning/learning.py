@@ -3,6 +3,7 @@
 import logging
 from dataclasses import asdict
 
+from cpsr.checkpoint.assembled import RankSlices
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
@@ -79,7 +80,7 @@ class Learning(Part):
     def start(self, job: Job, store: CheckpointStore, pool: SnapshotPool) -> None:
         """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
         self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copier.account, job.journal)
-        self.learner.start(store, job.group.rank, learns=self._learns)
+        self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), learns=self._learns)
 
     def _portion(self, operator: str) -> float:
         """See `Ranks`; of an operator that one rank learns from for others it is all."""

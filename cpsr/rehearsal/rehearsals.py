@@ -196,8 +196,9 @@ class Rehearsals(Part):
         if len(self._losses) < SLOPE_LOSSES_MIN:
             return 0
         start = self._state.history_start
-        whole = [info.iteration for info in self._store.catalogue() if not info.partial]
-        if sum(start <= known <= checkpoint for known in whole) < MIN_CHECKPOINTS:
+        whole = {info.iteration: info.world_size for info in self._store.catalogue() if not info.partial}
+        enough = sum(start <= known <= checkpoint for known in whole) >= MIN_CHECKPOINTS
+        if not enough or whole.get(checkpoint) != self._group.size:  # the first ones of another number of ranks
             self.looked_at = checkpoint
             return 0
         self._store.pinned_iteration = checkpoint

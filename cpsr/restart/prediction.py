@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.assembled import RankSlices
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.job import Job
@@ -176,7 +177,8 @@ class StatePrediction:
     def _history(self, scalars: Scalars, failure_iteration: int, partial: bool) -> DiskHistory:
         """The checkpoints that every rank can read and that led to this state, or on from it to the failure."""
         newest = failure_iteration if partial else scalars.iteration
-        history = DiskHistory(self._store.directory, self._group.rank, before=newest + 1, partial=partial)
+        slices = RankSlices.of(self._group.rank, self._group.size, self._adapter.shard())
+        history = DiskHistory(self._store.directory, slices, before=newest + 1, partial=partial)
         readable = self._group.gather([entry.iteration for entry in history.entries])
         common = set(readable[0]).intersection(*readable[1:])
         history.keep({iteration for iteration in common if iteration >= scalars.history_start})

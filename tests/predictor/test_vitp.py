@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cpsr.predictor import ranks as predictor_ranks
+from cpsr.predictor.assignment import without_slices
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.vitp import MIN_UPDATES, Progress, VITPPredictor
@@ -422,6 +423,26 @@ def test_it_goes_on_from_what_was_saved(make_history: MakeHistory, taught: dict[
     steps = noisy(circle, 18)
     straight_on = teach(VITPPredictor(**LINE), make_history, steps)
     assert same(teach(loaded(restored), make_history, steps, first=17).state_dict(), straight_on.state_dict())
+
+
+def test_a_rank_with_other_slices_goes_on_without_the_products_of_the_old_ones(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    """As after a change of the number of ranks, here of one that owns every operator before and after."""
+    steps = noisy(circle, 18)
+    straight_on = teach(loaded(taught), make_history, steps, first=17)
+    moved = without_slices(taught)
+    assert moved["vitp"]["statistics"]["operators"] == {}
+    assert taught["vitp"]["statistics"]["operators"]
+    predictor = loaded(moved)
+    predictor = teach(predictor, make_history, steps[:16], first=16)  # the history as far as the old ranks saved it
+    assert predictor.progress() == loaded(taught).progress()
+    assert same(predictor.state_dict()["vitp"]["head"], taught["vitp"]["head"]), "nothing is trained on twice"
+    found = teach(predictor, make_history, steps, first=17)
+    assert found.progress() == straight_on.progress()
+    history = until(make_history, steps, 18)
+    for name, row in straight_on.forecast(history, ahead(history)).coefficients.items():
+        assert found.forecast(history, ahead(history)).coefficients[name] == pytest.approx(row, abs=1e-3)
 
 
 def test_what_was_learned_stays_small(make_history: MakeHistory) -> None:

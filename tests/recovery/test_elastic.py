@@ -210,3 +210,20 @@ def test_killed_while_it_reads_and_started_with_yet_another_number(job: Job) -> 
     assert killed.statuses[1] == -9, killed.output
     back = launch(job, 1, 3, zero=1)
     assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
+
+
+@pytest.mark.parametrize("engine", [{"zero": 1}, pytest.param({"kind": "ddp"}, marks=pytest.mark.slow)])
+def test_a_later_failure_is_predicted_from_what_another_number_of_ranks_saved(job: Job, engine: Any) -> None:
+    launch(job, 2, 15, **engine)
+    killed = job.launch(
+        ranks=3, iterations=30, fault="step:1:23", committed=19, settings=ELASTIC, worker=WORKER, **engine
+    )
+    assert killed.statuses[1] == -9, killed.output
+    back = launch(job, 3, 26, mode="predict", **engine)
+    started = back.result()["started"]
+    assert (started["iteration"], started["method"]) == (23, "line")
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    assert recovery is not None
+    assert recovery.settings["used_iterations"] == [4, 8, 12, 15, 19]  # of 2 ranks, and the last of 3
+    assert recovery.guard["loss"]["accepted"]
