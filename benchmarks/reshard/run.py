@@ -7,6 +7,7 @@ from shutil import rmtree
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from rich.table import Table
 
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
@@ -144,7 +145,10 @@ def _draw(found: dict[tuple[int, int], Loads]) -> Figure:
         axes.bar(places, [row.value for row in rows], 0.2, yerr=errors, color=colours[name], label=name)
     axes.set_xticks(range(len(found)), [f"{saved_by} to {ranks} ranks" for saved_by, ranks in found])
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("seconds of the slowest rank")
     axes.set_title("Loading a checkpoint on another number of ranks", loc="left", fontsize=10)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
