@@ -73,6 +73,7 @@ class Life:
         self._parts: list[Part] = []
         with ExitStack() as opened:
             handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
+            self._open(opened, loop.state)  # closed late: the last checkpoint asks the loader for its position
             self.run = open_for_life(loop, config, opened, self._ending)
             self.job = self.run.job
             self.boundary = self._open(opened, Boundary(self.job, self.run.memory.pool, loop.state))

@@ -107,7 +107,19 @@ def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
     state: dict[str, Any] = {f"shard/{key}": value.clone() for key, value in job.adapter.shard().all_tensors()}
     state |= {f"module/{name}": local(p).clone() for name, p in job.module.named_parameters()}
     state |= {f"loss/{index}": loss for index, loss in enumerate(recorder.losses)}
-    return state | {"scalars": job.adapter.scalars(), "rate": job.adapter.learning_rate(), "steps": recorder.steps()}
+    return state | {
+        "scalars": _numbers(job.adapter.scalars()),
+        "rate": job.adapter.learning_rate(),
+        "steps": recorder.steps(),
+    }
+
+
+def _numbers(scalars: dict[str, Any]) -> dict[str, Any]:
+    """Without the settings that a step was seen to change: the first step of some optimizers changes more of them."""
+    found = scalars.get("optimizer_state")
+    if not isinstance(found, dict):
+        return scalars
+    return {**scalars, "optimizer_state": {key: one for key, one in found.items() if key != "changes"}}
 
 
 def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:

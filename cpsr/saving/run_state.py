@@ -13,7 +13,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.foreign import require_no_engine
 from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.errors import ConfigError
-from cpsr.job import Part, Rewind
+from cpsr.job import Ending, Part, Rewind
 from cpsr.learning.learner import Learner
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored
@@ -247,6 +247,13 @@ class RunState(Part):
             self.history_start = to.iteration
             self._losses.restart([])
             self.frozen.settle(anew=True)  # the user's own load may have written into them in any way
+
+    def close(self, ending: Ending) -> None:
+        """Let the loader go with its workers: as garbage, these hang for seconds where it is collected."""
+        if self._stream is not None:
+            self._data = self._stream.position
+            self._stream.close()
+            self._stream = None
 
     def put_back(self, scalars: Scalars) -> None:
         """Restore random states and registered objects as they were at `capture`."""

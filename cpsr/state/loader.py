@@ -106,6 +106,7 @@ class ResumableLoader(Iterator[Any]):
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
+        self._closed = False
         self._thread: int | None = None  # that has opened it
         self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
@@ -136,11 +137,20 @@ class ResumableLoader(Iterator[Any]):
         self._moved = position.states is not None
         self.position = self._normalised(position)
 
+    def close(self) -> None:
+        """Give no more batches; the workers of the pass end, unless they are persistent."""
+        self._iterator, self._closed = None, True
+
     def __iter__(self) -> "ResumableLoader":
         return self
 
     def __next__(self) -> Any:
         while True:
+            if self._closed:
+                raise RecoveryError(
+                    "the recovery that gave these batches is closed: iterate over the loader itself, or open another "
+                    "CPSRRecovery and call its resume()"
+                )
             if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
                 raise StopIteration
             if not self._pass_is_over():

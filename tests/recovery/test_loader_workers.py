@@ -1,6 +1,7 @@
 """A rank that is killed while its data loader's workers live: they outlive it, and its memory is taken over at once."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from itertools import pairwise
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
+from cpsr import CPSRRecovery
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
-from tests.recovery.test_faults import INTERVAL
+from cpsr.errors import RecoveryError
+from tests.recovery.test_faults import INTERVAL, Loop, config
 
 
 def lives(directory: Path, count: int) -> list[dict[str, Any]]:
@@ -40,3 +44,21 @@ def test_every_restart_takes_the_memory_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_restarts_in_a_row_take_it_over(tmp_path: Path) -> None:
     assert_taken_over(lives(tmp_path, 12))
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_workers_end_with_the_recovery_and_not_as_garbage(tmp_path: Path) -> None:
+    with CPSRRecovery(Loop().adapter, config(tmp_path)) as recovery:
+        stream = recovery.resume(DataLoader(Numbers(), num_workers=1), repeat=True)
+        next(stream)
+        assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()
+    with pytest.raises(RecoveryError, match="is closed"):
+        next(stream)
