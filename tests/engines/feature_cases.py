@@ -243,6 +243,11 @@ def globals_are_put_back() -> None:
     assert adapt(initialize(TinyLM(), configuration(1, "fp32"))).scalars()["grad_scaler"] is None
 
 
+INDUCTOR: dict[str, Case] = {
+    "zero0-inductor": partial(compiled, 0, "fp32", "inductor"),
+    "zero2-inductor": partial(compiled, 2, "bf16", "inductor", 2),
+    "zero3-inductor": partial(compiled, 3, "fp32", "inductor"),
+}
 FEATURES: dict[str, Case] = {
     **{f"zero{stage}-autocast-bf16": partial(casts, stage, "bfloat16") for stage in range(4)},
     **{f"zero{stage}-autocast-fp16": partial(casts, stage, "float16") for stage in (1, 3)},

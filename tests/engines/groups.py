@@ -2,7 +2,7 @@
 
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
-from tests.engines.feature_cases import FEATURES
+from tests.engines.feature_cases import FEATURES, INDUCTOR
 from tests.engines.fused_adam_cases import FUSED
 from tests.engines.kernel_cases import KERNELS, REAL_KERNELS
 from tests.engines.mixture_cases import MIXTURES
@@ -23,7 +23,7 @@ ALL: dict[str, dict[str, Case]] = {
     "sharded": SHARDED,
     "kernels": KERNELS,
 }
-SLOW: dict[str, dict[str, Case]] = {"real-kernels": REAL_KERNELS}  # minutes to build
+SLOW: dict[str, dict[str, Case]] = {"real-kernels": REAL_KERNELS, "inductor": INDUCTOR}  # minutes to build
 GROUPS = {
     group: {name: case for name, case in cases.items() if not (ON_CUDA and name.startswith(STAGES + SPLIT))}
     for group, cases in (ALL | SLOW).items()
