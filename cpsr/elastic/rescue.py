@@ -72,7 +72,7 @@ class Rescue:
         newest = group.broadcast(max(whole, default=-1))
         reported = group.gather([vars(entry) for entry in self._entries(newest)])
         entries = [Entry(**entry) for part in reported for entry in part]
-        if self._job.run.replicated:
+        if self._job.run.replicated and self._job.adapter.expert_naming() is None:  # ranks may have shared experts
             own = [entry for entry in entries if entry.kind == "snapshot"]
             found = max(own, key=lambda entry: (entry.iteration, -entry.rank, entry.node), default=None)
             return () if found is None else (Source(0, "memory", found.iteration, found),)

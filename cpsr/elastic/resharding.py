@@ -62,15 +62,10 @@ class Resharding:
         return found
 
     def _require_dealable(self, directory: Path) -> None:
-        kind = None
         if self._adapter.pipeline_stage is not None:
-            kind = "pipeline stages"
-        elif self._adapter.expert_naming() is not None:
-            kind = "experts"
-        if kind is not None:
             raise RunMismatchError(
-                f"{directory} was saved by another number of ranks, or imported, and {kind} are not dealt to another "
-                "number yet. Nothing was changed; start with as many ranks as the run had"
+                f"{directory} was saved by another number of ranks, or imported, and pipeline stages are not dealt to "
+                "another number yet. Nothing was changed; start with as many ranks as the run had"
             )
 
     def _require_whole_frozen(self, directory: Path, manifest: Manifest, saved_by: int) -> None:

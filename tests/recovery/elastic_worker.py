@@ -3,6 +3,7 @@
 The state at the start and at the end is left as whole parameters and moments, put together from all ranks' slices.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.state.shard import Shard
 from tests.device import DEVICE
-from tests.recovery.engines import ITEMS, Regression, configuration, dataset, initialize
+from tests.recovery.engines import EXPERTS, ITEMS, Mixture, Regression, configuration, dataset, initialize
 from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed
 from tests.recovery.worker import Options as WorkerOptions
 
@@ -27,7 +28,7 @@ class Options(WorkerOptions):
     """What one life of the job does.
 
     Attributes:
-        kind: `ddp`, `fsdp2`, or `deepspeed` with the stage `zero`.
+        kind: `ddp`, `fsdp2`, or with the stage `zero` `deepspeed` or `mixture`, of which several ranks share the experts.
         batch_size: of a rank; the accumulation follows from it.
         dropout: of the model; with it the random states of each rank matter.
         sampled: whether a `DistributedSampler` deals the samples.
@@ -43,14 +44,14 @@ class Loop:
     """The engine and one step of it on a micro-batch."""
 
     def __init__(self, options: Options, ranks: int) -> None:
-        bare = Regression().to(DEVICE)
+        bare: Any = Mixture(math.gcd(ranks, EXPERTS)) if options.kind == "mixture" else Regression().to(DEVICE)
         for one in bare.modules():
             if isinstance(one, torch.nn.Dropout):
                 one.p = options.dropout
         self.module: Any = bare
         self.steps, self.taken = GLOBAL_BATCH // (ranks * options.batch_size), 0
         self.engine: Any = None
-        if options.kind == "deepspeed":
+        if options.kind in ("deepspeed", "mixture"):
             config = configuration(options.zero, options.precision, self.steps)
             self.engine = initialize(self.module, config | {"train_micro_batch_size_per_gpu": options.batch_size})
             return

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.manifest import file_name, step_name
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.journal import JournalReader, sizes
 from tests.recovery.elastic_worker import GLOBAL_BATCH
-from tests.recovery.engines import ITEMS
+from tests.recovery.engines import EXPERTS, ITEMS
 from tests.recovery.job import Ended, Job
 
 ELASTIC = {"elastic": {"min_ranks": 1}}
@@ -25,6 +26,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1},
     "zero 2 bf16": {"zero": 2, "precision": "bf16"},
     "zero 3": {"zero": 3},
+    "mixture 0": {"kind": "mixture", "zero": 0},
 }
 
 
@@ -54,10 +56,11 @@ def losses(ended: Ended) -> dict[int, float]:
 
 
 SOME = ("ddp", "fsdp2", "zero 2 bf16", "zero 3")  # the others cut their tensors as one of these does
+ALL = [name for name in ENGINES if name != "mixture 0"]
 
 
 @pytest.mark.parametrize(
-    "engine", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name not in SOME)]
+    "engine", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in SOME)]
 )
 def test_every_rank_takes_its_part_of_what_another_number_left(job: Job, engine: str) -> None:
     first = launch(job, 2, 2, **ENGINES[engine])
@@ -71,6 +74,18 @@ def test_every_rank_takes_its_part_of_what_another_number_left(job: Job, engine:
         assert len(started["whole"]) == 3 * 4
     one_pass = [*samples(first, range(1, 3)), *samples(second, range(3, 4)), *samples(third, range(4, 5))]
     assert sorted(one_pass) == list(range(ITEMS))
+
+
+@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 2))])
+def test_experts_are_dealt_by_their_number_over_all_ranks(job: Job, zero: int) -> None:
+    """Two ranks share four experts, then one has all, then each of four has one."""
+    options = {"kind": "mixture", "zero": zero, "precision": "bf16" if zero == 2 else "fp32"}
+    lives = [launch(job, ranks, until, **options) for ranks, until in ((2, 2), (1, 3), (4, 4))]
+    for before, after in itertools.pairwise(lives):
+        ended, started = before.result()["ended"], after.result()["started"]
+        assert started["whole"] == ended["whole"]
+        assert started["scalars"] == ended["scalars"]
+        assert sum(".deepspeed_experts." in name for name in started["whole"]) == 3 * 4 * EXPERTS
 
 
 def test_over_many_sizes_the_losses_are_those_of_one_size_but_for_rounding(job: Job, tmp_path: Any) -> None:
@@ -166,7 +181,14 @@ def freed(job: Job) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("freed")
-@pytest.mark.parametrize(("engine", "ranks"), [("zero 2 bf16", 3), pytest.param("fsdp2", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [
+        ("zero 2 bf16", 3),
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        pytest.param("mixture 0", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_left_in_host_memory_is_rescued(job: Job, engine: str, ranks: int) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES[engine]}
     killed = job.launch(ranks=2, iterations=9, fault="step:1:6", in_memory=5, **options)
@@ -200,6 +222,21 @@ def test_copies_at_a_target_are_enough(job: Job) -> None:
     back = job.launch(ranks=2, iterations=5, **options)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
+
+
+def test_a_damaged_checkpoint_is_fetched_from_its_target(job: Job) -> None:
+    settings: dict[str, Any] = {**ELASTIC, "checkpoint": {"target": f"file://{job.directory}/target"}}
+    options: dict[str, Any] = {"worker": WORKER, "settings": settings, "zero": 1, "survivor_seconds": 60.0}
+    first = job.launch(ranks=3, iterations=4, **options)
+    path = job.run_dir / "checkpoints" / step_name(4) / file_name(1, "params")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    back = job.launch(ranks=2, iterations=5, **options)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert back.result()["started"]["iteration"] == 4
+    assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
+    assert any("rank-00001.params" in text for text in back.output)
 
 
 def test_killed_while_it_reads_and_started_with_yet_another_number(job: Job) -> None:
