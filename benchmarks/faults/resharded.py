@@ -10,7 +10,7 @@ from cpsr.benchmarks.faults.job import RANKS, RUN_ID, same_bits, scalars_of, sha
 from cpsr.benchmarks.faults.oracle import FOREIGN
 from cpsr.benchmarks.faults.saves import LIFE
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharding import load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -41,7 +41,8 @@ def _store(run_dir: Path, rank: int) -> CheckpointStore:
 
     def reshard(directory: Path, manifest: Manifest, into: Shard) -> Any:
         load_resharded(directory, manifest, into)
-        return read_small_state(directory, manifest, rank % RANKS, into)
+        load_buffers(directory, manifest, rank % RANKS, into)
+        return read_small_state(directory, manifest, rank % RANKS)
 
     store.reshard = reshard
     return store

@@ -3,6 +3,7 @@
 No rank holds more than its own part and the buffer of `cpsr.checkpoint.ranges`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cpsr.checkpoint.verify import DamagedFileError, read_rank_manifest, read_te
 from cpsr.errors import RunMismatchError
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["ReadBytes", "load_resharded", "read_small_state"]
+__all__ = ["ReadBytes", "load_buffers", "load_resharded", "read_small_state"]
 
 _KEPT = "nothing was changed; start with as many ranks as the run had, or use another run_dir"
 
@@ -83,36 +84,61 @@ def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadByte
     return read
 
 
-def read_small_state(directory: Path, manifest: Manifest, rank: int, into: Shard | None = None) -> Any:
-    """A rank's small state, verified, and its buffers.
+def read_small_state(directory: Path, manifest: Manifest, rank: int) -> Any:
+    """A rank's small state, verified.
 
     Args:
         directory: the checkpoint, whole.
         manifest: of all ranks.
         rank: of those that saved it.
-        into: takes the buffers; None: they are not taken.
 
     Raises:
         CheckpointCorruptError, UnreadableFileError: as `load_resharded`.
-        RunMismatchError: it has other buffers.
     """
-    record, others = read_rank_manifest(directory, manifest, rank), {} if into is None else into.others
-    if into is not None and record.others != (now := {name: tensor_record(one) for name, one in others.items()}):
-        name = next(name for name in sorted({*record.others, *now}) if record.others.get(name) != now.get(name))
-        raise RunMismatchError(f"{directory}: the buffer {name} is another one than this job has; {_KEPT}")
-    file = file_name(rank, "extra")
+    record = read_rank_manifest(directory, manifest, rank)
+    tensors = _read_extra(directory, record, lambda key: key.startswith(SCALARS))
+    return decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
+
+
+def load_buffers(directory: Path, manifest: Manifest, rank: int, into: Shard) -> None:
+    """Copy the buffers out of the files of one rank; those that it did not have, of the first rank that had them.
+
+    Args:
+        directory: the checkpoint, whole.
+        manifest: of all ranks.
+        rank: of those that saved it.
+        into: takes the buffers.
+
+    Raises:
+        CheckpointCorruptError, UnreadableFileError: as `load_resharded`.
+        RunMismatchError: no rank had such a buffer.
+    """
+    left = {name: tensor_record(one) for name, one in into.others.items()}
+    for saved_by in [rank, *(other for other in range(manifest.world_size) if other != rank)] if left else ():
+        record = read_rank_manifest(directory, manifest, saved_by)
+        here = {f"other/{name}": name for name, one in left.items() if record.others.get(name) == one}
+        tensors = _read_extra(directory, record, here.__contains__) if here else {}
+        with torch.no_grad():
+            for key, name in here.items():
+                into.others[name].copy_(tensors[key])
+                del left[name]
+        if not left:
+            return
+    if left:
+        name = min(left)
+        raise RunMismatchError(f"{directory}: no rank saved a buffer {name} like this job's ({left[name]}); {_KEPT}")
+
+
+def _read_extra(directory: Path, record: RankManifest, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Tensors of a rank beside its weights and moments."""
+    file = file_name(record.rank, "extra")
     if file not in record.files:
-        raise DamagedFileError(directory / rank_manifest_name(rank), f"lists {sorted(record.files)}, not {file}")
+        raise DamagedFileError(directory / rank_manifest_name(record.rank), f"lists {sorted(record.files)}, not {file}")
 
     def place(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        kept = key.startswith(SCALARS) or key.removeprefix("other/") in others
-        return torch.empty(shape, dtype=dtype, device="cpu") if kept else None
+        return torch.empty(shape, dtype=dtype, device="cpu") if wanted(key) else None
 
-    tensors = read_tensors(directory / file, record.files[file], place)
-    with torch.no_grad():
-        for name, buffer in others.items():
-            buffer.copy_(tensors[f"other/{name}"])
-    return decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
+    return read_tensors(directory / file, record.files[file], place)
 
 
 def _require_dense(directory: Path, record: RankManifest) -> None:

@@ -246,7 +246,7 @@ def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here:
 def _way_out(path: Path, known: dict[str, Any]) -> str:
     """How to continue with another number of ranks, as far as engine and optimizer allow it."""
     if known["engine"] == _PIPELINE:
-        return "A pipeline cannot go on with another number of ranks: start with as many, or use another run_dir"
+        return "There is no other way for a pipeline: or use another run_dir to start anew"
     if known["engine"] == "torch" or not str(known["optimizer"]).endswith(("Adam", "AdamW")):
         out = f"{path}.safetensors"
         return (

@@ -1,12 +1,14 @@
 """Loads a checkpoint that another number of ranks saved, or another tool."""
 
 import logging
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharding import load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
 from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.elastic.imported import load_imported
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
@@ -22,8 +24,9 @@ logger = logging.getLogger(__name__)
 class Resharding:
     """One rank's way to load a checkpoint of another number of ranks; each rank reads what it needs by itself.
 
-    Rank r takes the small state and the buffers of rank r modulo the old number. Rank 0 also compares the small states
-    of all old ranks.
+    Rank r takes the small state and the buffers of rank r modulo the old number. Buffers of layers and experts that
+    this one did not have come from another. Stages in the middle of a pipeline are dealt no batches: there all ranks
+    take the position of the one that was dealt most. Rank 0 also compares the small states of all old ranks.
 
     Args:
         adapter: of this rank.
@@ -36,24 +39,17 @@ class Resharding:
 
     def load(self, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
         """Fill the views of `into` and return the small state; see `CheckpointStore.load` for what it raises."""
-        self._require_dealable(directory)
         if manifest.imported:
             return load_imported(self._adapter, directory, manifest, into)
         rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
-        saved = read_small_state(directory, manifest, saved_by, into)
-        if rank == 0:
-            others = [read_small_state(directory, manifest, other) for other in range(1, manifest.world_size)]
-            trees = [saved, *others]
-            require_alike(trees)
-            for name in differing(trees):
-                logger.warning(
-                    "the registered object %r was not the same on the run's %d ranks: rank r of %d takes the state of "
-                    "rank r modulo %d, and states of further ranks are lost",
-                    name,
-                    manifest.world_size,
-                    self._adapter.world_size,
-                    manifest.world_size,
-                )
+        saved = read_small_state(directory, manifest, saved_by)
+        if rank == 0 or self._adapter.pipeline_stage is not None:
+            others = (other for other in range(manifest.world_size) if other != saved_by)
+            trees = [saved, *(read_small_state(directory, manifest, other) for other in others)]
+            saved = {**saved, "data": max((tree["data"] for tree in trees), key=itemgetter("batches"))}
+            if rank == 0:
+                self._compare(trees, manifest.world_size)
+        load_buffers(directory, manifest, saved_by, into)
         self._require_whole_frozen(directory, manifest, saved_by)
         found = small_state_of(rank, saved_by, saved, self._adapter.resharded)
         load_resharded(directory, manifest, into)
@@ -61,11 +57,17 @@ class Resharding:
             self._frozen.load(directory, saved_by)
         return found
 
-    def _require_dealable(self, directory: Path) -> None:
-        if self._adapter.pipeline_stage is not None:
-            raise RunMismatchError(
-                f"{directory} was saved by another number of ranks, or imported, and pipeline stages are not dealt to "
-                "another number yet. Nothing was changed; start with as many ranks as the run had"
+    def _compare(self, trees: Sequence[Mapping[str, Any]], ranks: int) -> None:
+        """Refuse what ranks that train together have alike, and warn of what they may have by themselves."""
+        require_alike(trees)
+        for name in differing(trees):
+            logger.warning(
+                "the registered object %r was not the same on the run's %d ranks: rank r of %d takes the state of "
+                "rank r modulo %d, and states of further ranks are lost",
+                name,
+                ranks,
+                self._adapter.world_size,
+                ranks,
             )
 
     def _require_whole_frozen(self, directory: Path, manifest: Manifest, saved_by: int) -> None:

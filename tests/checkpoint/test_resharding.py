@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import Manifest, file_name, step_name
-from cpsr.checkpoint.resharding import load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import read_manifest
@@ -85,8 +85,23 @@ def test_what_ranks_wrote_for_each_other_is_read_once(tmp_path: Path) -> None:
 def test_the_small_state_and_the_buffers_are_those_of_the_named_rank(tmp_path: Path) -> None:
     directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
     into = shard(0, 1, filled=False)
-    found = read_small_state(directory, manifest, 1, into)
+    load_buffers(directory, manifest, 1, into)
+    found = read_small_state(directory, manifest, 1)
     assert (found["rank"], found["tensor"].tolist(), into.others["seen"].tolist()) == (1, [1], [1.0])
+
+
+def test_a_buffer_that_the_named_rank_did_not_have_comes_from_another(tmp_path: Path) -> None:
+    """As of a layer that was in another stage, or of an expert of another rank."""
+    saved = [shard(rank, 3) for rank in range(3)]
+    saved[2].others["of one stage"] = torch.tensor([7, 8])
+    directory, manifest = commit(tmp_path, saved)
+    into = shard(0, 1, filled=False)
+    into.others["of one stage"] = torch.zeros(2, dtype=torch.int64)
+    load_buffers(directory, manifest, 1, into)
+    assert {name: one.tolist() for name, one in into.others.items()} == {"seen": [1.0], "of one stage": [7, 8]}
+    into.others["of nobody"] = torch.zeros(2)
+    with pytest.raises(RunMismatchError, match="no rank saved a buffer of nobody"):
+        load_buffers(directory, manifest, 1, into)
 
 
 def test_only_what_overlaps_is_read(tmp_path: Path) -> None:

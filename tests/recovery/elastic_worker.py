@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.state.shard import Shard
 from tests.device import DEVICE
-from tests.recovery.engines import EXPERTS, ITEMS, Mixture, Regression, configuration, dataset, initialize
-from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed
+from tests.recovery.engines import EXPERTS, ITEMS, Mixture, Regression, configuration, dataset, initialize, pipeline
+from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed, train_pipeline
 from tests.recovery.worker import Options as WorkerOptions
 
 GLOBAL_BATCH = 12
@@ -28,7 +28,8 @@ class Options(WorkerOptions):
     """What one life of the job does.
 
     Attributes:
-        kind: `ddp`, `fsdp2`, or with the stage `zero` `deepspeed` or `mixture`, of which several ranks share the experts.
+        kind: `ddp`, `fsdp2`, or with the stage `zero` `deepspeed`, `mixture`, of which several ranks share the experts,
+            or `pipeline` of so many `stages`.
         batch_size: of a rank; the accumulation follows from it.
         dropout: of the model; with it the random states of each rank matter.
         sampled: whether a `DistributedSampler` deals the samples.
@@ -40,18 +41,25 @@ class Options(WorkerOptions):
     sampled: bool = True
 
 
+def model(options: Options, ranks: int) -> Any:
+    if options.stages:
+        return pipeline(options.stages)
+    return Mixture(math.gcd(ranks, EXPERTS)) if options.kind == "mixture" else Regression().to(DEVICE)
+
+
 class Loop:
     """The engine and one step of it on a micro-batch."""
 
     def __init__(self, options: Options, ranks: int) -> None:
-        bare: Any = Mixture(math.gcd(ranks, EXPERTS)) if options.kind == "mixture" else Regression().to(DEVICE)
+        bare = model(options, ranks)
         for one in bare.modules():
             if isinstance(one, torch.nn.Dropout):
                 one.p = options.dropout
         self.module: Any = bare
-        self.steps, self.taken = GLOBAL_BATCH // (ranks * options.batch_size), 0
+        self.parts = ranks // max(options.stages, 1)  # data-parallel
+        self.steps, self.taken = GLOBAL_BATCH // (self.parts * options.batch_size), 0
         self.engine: Any = None
-        if options.kind in ("deepspeed", "mixture"):
+        if options.kind in ("deepspeed", "mixture", "pipeline"):
             config = configuration(options.zero, options.precision, self.steps)
             self.engine = initialize(self.module, config | {"train_micro_batch_size_per_gpu": options.batch_size})
             return
@@ -92,7 +100,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     seed()
     data = dataset()
     loop = Loop(options, ranks)
-    sampler: Any = DistributedSampler(data, ranks, rank, seed=3) if options.sampled else None
+    part = loop.engine.grid.get_data_parallel_id() if options.stages else rank
+    sampler: Any = DistributedSampler(data, loop.parts, part, seed=3) if options.sampled else None
     batches: DataLoader[Any] = DataLoader(data, options.batch_size, sampler=sampler)
     dealt: list[list[int]] = []
     losses: dict[int, float] = {}
@@ -106,7 +115,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
         started["ranks"] = [events[0].previous_ranks, events[0].ranks]
         started["whole"] = whole(recovery.life.job.adapter.shard(), rank)
         started["scalars"] = {key: str(value) for key, value in small(recovery).items()}
-        for inputs, targets, indices in recovery.resume(batches, repeat=True):
+        if options.stages:
+            dealt = train_pipeline(recovery, loop.engine, batches, options, faults)
+        for inputs, targets, indices in recovery.resume(batches, repeat=True) if not options.stages else ():
             faults.at_batch(recovery.iteration, loop.taken % loop.steps)
             iteration = recovery.iteration + 1
             loss = float(loop.train_on(inputs, targets)) * len(indices) / GLOBAL_BATCH

@@ -88,6 +88,29 @@ def test_experts_are_dealt_by_their_number_over_all_ranks(job: Job, zero: int) -
         assert sum(".deepspeed_experts." in name for name in started["whole"]) == 3 * 4 * EXPERTS
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_stages_are_dealt_by_their_layers(job: Job, zero: int) -> None:
+    """Two stages, one, three, and two replicas of two; a stage in the middle is dealt no batches."""
+    sizes = ((2, 2, 1), (1, 1, 2), (3, 3, 3), (4, 2, 5))  # ranks, stages, iterations
+    lives = [launch(job, ranks, until, kind="pipeline", stages=stages, zero=zero) for ranks, stages, until in sizes]
+    for before, after in itertools.pairwise(lives):
+        ended, started = before.result()["ended"], after.result()["started"]
+        assert started["whole"] == ended["whole"]
+        assert started["scalars"] == ended["scalars"]
+        assert len(started["whole"]) == 3 * 6
+    first_stages = [[0], [0], [0], [0, 1]]
+    seen = [
+        (at, index)
+        for life, ranks in zip(lives, first_stages, strict=True)
+        for rank in ranks
+        for at, *indices in life.result(rank)["batches"]
+        for index in indices
+    ]
+    one_pass = [index for at, index in seen if at <= ITEMS // GLOBAL_BATCH]
+    assert sorted(one_pass) == list(range(ITEMS))
+    assert len(seen) == 5 * GLOBAL_BATCH
+
+
 def test_over_many_sizes_the_losses_are_those_of_one_size_but_for_rounding(job: Job, tmp_path: Any) -> None:
     fixed = launch(Job(tmp_path / "fixed"), 4, 12, zero=1)
     lives = [launch(job, ranks, until, zero=1) for ranks, until in ((4, 3), (3, 6), (2, 9), (4, 12))]
