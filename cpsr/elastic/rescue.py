@@ -2,30 +2,41 @@
 
 So what goes on reads one kind of source: a verified checkpoint, by ranges. Where every rank held all weights and
 moments, one state is enough, whichever ranks are gone. Else a state of every old rank must be left, or a replica.
+Emergency dumps count, too: the rest of their small state comes from the checkpoint before.
 """
 
 import logging
 import threading
 from collections.abc import Sequence
 
+import torch
+
 from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.manifest import Manifest, step_name
 from cpsr.checkpoint.memory_reader import (
     owned_word_in_memory,
     room_for_memory_state,
     verify_memory_state,
 )
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.progress import read_progress
+from cpsr.checkpoint.resharding import read_small_state
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.elastic.small_state import small_state_at_dump
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
 from cpsr.peers.small import load_states
 from cpsr.ranks.group import this_node
+from cpsr.state.shard import Shard
 
 __all__ = ["Rescue"]
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # states that are tried, before the checkpoint on the disk is taken
 
 
 class Rescue:
@@ -44,12 +55,16 @@ class Rescue:
 
     def save(self) -> None:
         """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went."""
-        group = self._job.group
-        sources = self._sources() if group.all(self._can_be_dealt()) else ()
-        if not sources:
+        if not self._job.group.all(self._can_be_dealt()):
             return
-        iteration = sources[0].iteration
-        problem = self._written(sources)
+        checkpoint = self._newest_checkpoint()
+        for sources in self._candidates(checkpoint):
+            if self._save(sources, checkpoint):
+                return
+
+    def _save(self, sources: tuple[Source, ...], checkpoint: int) -> bool:
+        group, iteration = self._job.group, sources[0].iteration
+        problem = self._written(sources, checkpoint)
         problems = [one for one in group.gather(problem) if one is not None]
         if group.rank == 0:
             problems += [] if problems else self._committed(iteration, len(sources))
@@ -57,30 +72,53 @@ class Rescue:
             ranks = f"{len(sources)} of the {self._job.run.previous_ranks} ranks before"
             message = f"the state of iteration {iteration} in host memory, of {ranks}, "
             message += f"could not be written: {'; '.join(problems)}" if problems else "is a checkpoint now"
+            if any(one.entry is not None and one.entry.kind == "departure" for one in sources):
+                message += f"; random states and registered objects are those of checkpoint {checkpoint}"
             self._job.journal.event(kind, message, iteration, logging.WARNING if problems else logging.INFO)
-        group.barrier()
+        return not group.broadcast(bool(problems))
 
     def _can_be_dealt(self) -> bool:
         """Whether states in memory tell all that a checkpoint must: of blocks and of frozen parameters they do not."""
         shard = self._job.shard
         return not shard.frozen and all(one.parameter.block is None for one in shard.operators.values())
 
-    def _sources(self) -> tuple[Source, ...]:
-        """A source for each part of the checkpoint, the same on all ranks; empty where nothing newer is whole."""
-        group, ranks = self._job.group, self._job.run.previous_ranks
+    def _newest_checkpoint(self) -> int:
+        """Iteration of the newest whole checkpoint on the disk, the same on all ranks; -1 where there is none."""
         whole = [info.iteration for info in scan(self._job.run.path / "checkpoints").checkpoints if info.full]
-        newest = group.broadcast(max(whole, default=-1))
+        newest: int = self._job.group.broadcast(max(whole, default=-1))
+        return newest
+
+    def _candidates(self, newest: int) -> list[tuple[Source, ...]]:
+        """States newer than the checkpoint, the newest first, the same on all ranks: a source for each of their parts.
+
+        An emergency dump has no complete small state; the rest of it comes from the checkpoint.
+        """
+        group, ranks = self._job.group, self._job.run.previous_ranks
         reported = group.gather([vars(entry) for entry in self._entries(newest)])
         entries = [Entry(**entry) for part in reported for entry in part]
+        based = group.broadcast(newest >= 0 and self._manifest(newest).world_size == ranks)
+        usable = [entry for entry in entries if based or entry.kind != "departure"]
         if self._job.run.replicated and self._job.adapter.expert_naming() is None:  # ranks may have shared experts
-            own = [entry for entry in entries if entry.kind == "snapshot"]
-            found = max(own, key=lambda entry: (entry.iteration, -entry.rank, entry.node), default=None)
-            return () if found is None else (Source(0, "memory", found.iteration, found),)
-        there = {entry.rank: entry.node for entry in entries}
+            order = sorted(
+                (entry for entry in usable if entry.kind != "small"),
+                key=lambda entry: (-entry.iteration, entry.kind != "snapshot", entry.rank, entry.node),
+            )
+            return [(Source(0, "memory", entry.iteration, entry),) for entry in order[:ATTEMPTS]]
+        there = {entry.rank: entry.node for entry in usable}
         nodes = [there.get(rank, "") for rank in range(ranks)]
-        decision = decide(nodes, entries, newest, None, alike=range(ranks), remote=True)
+        published = group.broadcast(self._published())
+        decision = decide(nodes, usable, None if newest < 0 else newest, published, alike=range(ranks), remote=True)
         exact = decision.exact if decision.exact and decision.exact[0].tier == "memory" else ()
-        return exact if all(len({entry.node for entry in one.entries}) == 1 for one in exact) else ()
+        found = [decision.departed if decision.complete else (), exact]
+        return [one for one in found if one and all(len({e.node for e in part.entries}) == 1 for part in one)]
+
+    def _manifest(self, iteration: int) -> Manifest:
+        return read_manifest(self._job.run.path / "checkpoints" / step_name(iteration))
+
+    def _published(self) -> int | None:
+        """The newest step that the ranks before had all published."""
+        progress = read_progress(self._job.run.path, self._job.run.previous_ranks)
+        return None if progress is None else progress.iteration
 
     def _entries(self, newest: int) -> list[Entry]:
         """This rank's share of the states in its machine's memory, verified."""
@@ -89,7 +127,7 @@ class Rescue:
         for state in memory_states(self._job.run.run_id):
             mine = local[state.rank % len(local)] == self._job.group.rank
             old = (state.life, state.branch) < self._first or state.oldest_iteration < state.iteration
-            if not mine or old or state.iteration <= newest or state.kind == "departure":
+            if not mine or old or state.iteration <= newest:
                 continue
             problem = verify_memory_state(state)
             if problem is None:
@@ -99,7 +137,7 @@ class Rescue:
                 logger.warning("a state in shared memory is not used: %s", problem)
         return found
 
-    def _written(self, sources: Sequence[Source]) -> str | None:
+    def _written(self, sources: Sequence[Source], checkpoint: int) -> str | None:
         """Write this rank's share of the parts; returns what went wrong."""
         job = self._job
         try:
@@ -107,7 +145,7 @@ class Rescue:
                 node = source.entries[0].node
                 there = [rank for rank, one in enumerate(self._nodes) if one == node]
                 if there[source.rank % len(there)] == job.group.rank:
-                    self._store(source.rank, len(sources)).write(_read(source))
+                    self._store(source.rank, len(sources)).write(self._read(source, checkpoint))
         except (CheckpointError, OSError) as error:
             return f"rank {job.group.rank}: {error}"
         return None
@@ -125,9 +163,23 @@ class Rescue:
         fsync = job.config.checkpoint.fsync
         return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, fsync=fsync)
 
+    def _read(self, source: Source, checkpoint: int) -> Snapshot:
+        """A part, in memory of its own."""
+        states = [state_of(entry) for entry in source.entries]
+        room = room_for_memory_state(states[0])
+        scalars = load_states(states, room)
+        if states[0].kind == "departure":
+            _require_finite(states[0], room)
+            rank, run = states[0].rank, self._job.run
+            manifest = self._manifest(checkpoint)
+            saved = read_small_state(run.path / "checkpoints" / step_name(checkpoint), manifest, rank)
+            progress = read_progress(run.path, run.previous_ranks)
+            batches = None if progress is None or rank not in progress.ranks else progress.ranks[rank].slots
+            scalars = small_state_at_dump(saved, scalars, source.iteration, batches or {})
+        return Snapshot(source.iteration, room, scalars)
 
-def _read(source: Source) -> Snapshot:
-    """A part, in memory of its own."""
-    states = [state_of(entry) for entry in source.entries]
-    room = room_for_memory_state(states[0])
-    return Snapshot(source.iteration, room, load_states(states, room))
+
+def _require_finite(state: MemoryState, room: Shard) -> None:
+    for key, tensor in room.tensors():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{state.path.name} is not finite in {key}")

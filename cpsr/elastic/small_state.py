@@ -6,12 +6,12 @@ from typing import Any
 
 from cpsr.elastic.random_states import random_states_of
 from cpsr.engines.resharded_optimizer import shared_scalars
-from cpsr.errors import RunMismatchError
+from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.predictor.assignment import without_slices
 from cpsr.state.codec import same
 from cpsr.state.scalars import Scalars
 
-__all__ = ["differing", "require_alike", "small_state_of"]
+__all__ = ["differing", "require_alike", "small_state_at_dump", "small_state_of"]
 
 
 def small_state_of(
@@ -37,6 +37,41 @@ def small_state_of(
         probes=[],
         learned=without_slices(scalars.learned),
         planning=_replanned(scalars.planning),
+    ).to_tree()
+
+
+def small_state_at_dump(
+    saved: Mapping[str, Any], left: Mapping[str, Any], iteration: int, batches: Mapping[int, int]
+) -> dict[str, Any]:
+    """The small state of a rank at its emergency dump; random states and registered objects are the checkpoint's.
+
+    Args:
+        saved: the tree of that rank at the checkpoint.
+        left: what the dump has of it.
+        iteration: of the dump.
+        batches: iteration -> batches used until then, where the rank had published that.
+
+    Raises:
+        CheckpointError: it is not known how many batches the rank had used.
+    """
+    scalars = Scalars.from_tree(dict(saved))
+    used = batches.get(iteration)
+    if used is None:
+        whole, rest = divmod(scalars.data.batches * iteration, max(scalars.iteration, 1))
+        if rest or not scalars.iteration:
+            raise CheckpointError(f"it is not known how many batches a rank had used at iteration {iteration}")
+        used = whole
+    rates = [float(group["lr"]) for group in left["engine"]["param_groups"] if "lr" in group]
+    return replace(
+        scalars,
+        iteration=iteration,
+        cumulative_learning_rate=left["cumulative_learning_rate"],
+        learning_rate=sum(rates) / len(rates) if rates else scalars.learning_rate,
+        peak_learning_rate=left["peak_learning_rate"],
+        origin="predicted" if left["lineage"] else "trained",
+        lineage=left["lineage"],
+        engine=left["engine"],
+        data=scalars.data.advanced(max(used - scalars.data.batches, 0)),
     ).to_tree()
 
 

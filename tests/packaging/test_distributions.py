@@ -18,7 +18,7 @@ SOME = [
     "tests/predictor/test_prior.py",
     "tests/fitter/test_phases.py",
     "tests/planner/test_objective.py",
-    "tests/recovery/test_faults.py",
+    "tests/recovery/test_faults.py::test_a_killed_process_is_found_by_its_counter",  # whole lives of a job
 ]
 ROOMS = [
     "tests/state/test_loader.py",
