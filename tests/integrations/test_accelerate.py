@@ -161,7 +161,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
-    killed_and_back("accelerate_loop.py", tmp_path, "64 steps, loss ")
+    killed_and_back("accelerate_loop.py", tmp_path)
     ends = [torch.load(tmp_path / life / "final.pt") for life in ("whole", "killed")]
     assert ends[0]["losses"] == ends[1]["losses"]
     assert all(torch.equal(value, ends[1]["model"][name]) for name, value in ends[0]["model"].items())

@@ -216,6 +216,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
-    killed_and_back("lightning_trainer.py", tmp_path, "64 steps, val_loss ")
+    killed_and_back("lightning_trainer.py", tmp_path)
     ends = [torch.load(tmp_path / life / "final.pt") for life in ("whole", "killed")]
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
