@@ -1,5 +1,6 @@
 """Ranks of another number read their parts out of a checkpoint, and nothing else."""
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -148,3 +149,13 @@ def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
     assert torch.equal(into.operators["c"].parameter.values, block(6, 7).operators["c"].parameter.values)
     with pytest.raises(RunMismatchError, match="of c on any of its 2 ranks"):
         load_resharded(directory, manifest, block(0, 5))
+
+
+def test_a_source_that_vanishes_meanwhile_is_named(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
+    (directory / file_name(1, "moments")).unlink()
+    with pytest.raises(CheckpointCorruptError, match=file_name(1, "moments")):
+        load_resharded(directory, manifest, shard(0, 1, filled=False))
+    shutil.rmtree(directory)
+    with pytest.raises(CheckpointCorruptError, match="rank-00000"):
+        load_resharded(directory, manifest, shard(0, 1, filled=False))
