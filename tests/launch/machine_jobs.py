@@ -40,11 +40,19 @@ class MachineJob:
         directory: that all of them share.
         kind: `ddp`, or a stage of ZeRO.
         settings: more of CPSR's configuration; sections are merged.
+        launcher: `cpsr run`, or `torchrun`.
     """
 
     def __init__(
-        self, machines: Machines, directory: Path, kind: str = "ddp", settings: Mapping[str, Any] | None = None
+        self,
+        machines: Machines,
+        directory: Path,
+        kind: str = "ddp",
+        settings: Mapping[str, Any] | None = None,
+        launcher: str = "cpsr run",
     ) -> None:
+        program, *command = launcher.split()
+        self._command = [str(BIN / program), *command]
         self._machines, self.directory, self._kind = machines, directory, kind
         self.run_dir = directory / "run"
         config: dict[str, Any] = {"run_dir": str(self.run_dir), **CONFIGURATION}
@@ -60,13 +68,14 @@ class MachineJob:
             machine: its number.
             store: the machine at which the launchers meet.
         """
-        options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", "--verbose"]
+        options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"]
         options += [f"--rdzv-endpoint={self._machines.names[store]}:{PORT}", "--rdzv-id=job"]
         options += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in RENDEZVOUS.items())}"]
-        command = [str(BIN / "cpsr"), "run", *options, str(JOB), *self._arguments]
+        options += [] if self._command[0].endswith("torchrun") else ["--verbose"]
+        command = [*self._command, *options, str(JOB), *self._arguments]
         left_out = ("PET_", "TORCHELASTIC", "CPSR_")
         variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-        variables |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        variables |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self._log(machine).open("a") as output:
             self.launchers[machine] = self._machines.start(machine, command, output, variables)
 

@@ -19,9 +19,18 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield found
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_job_goes_on_without_a_machine_and_with_it_again(machines: Machines, tmp_path: Path, number: int) -> None:
-    job = MachineJob(machines, tmp_path)
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [
+        (2, "cpsr run"),
+        pytest.param(3, "cpsr run", marks=pytest.mark.slow),
+        pytest.param(2, "torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_goes_on_without_a_machine_and_with_it_again(
+    machines: Machines, tmp_path: Path, number: int, launcher: str
+) -> None:
+    job = MachineJob(machines, tmp_path, launcher=launcher)
     before = job.begin(number)
     machines.kill(number - 1)
     without = job.reached(number - 1, after=before)

@@ -79,7 +79,7 @@ def test_the_measured_memory_follows_the_size_of_the_pieces_and_stays_below_the_
     assert updates > 0  # the network is part of what was measured
     assert large <= bound_of_large <= LIMIT
     assert small <= bound_of_small <= small_pieces
-    assert small < large - (2 << 20)  # of 18 MiB of pieces: samples of the memory may miss the very peak
+    assert small < large - (2 << 20)  # of 18 MiB of pieces
 
 
 @pytest.mark.slow
