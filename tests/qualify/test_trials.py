@@ -69,6 +69,8 @@ def test_without_kernel_adam_its_checks_have_the_reason() -> None:
 
 
 def test_what_needs_a_package_that_is_not_here_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchdata", "lion_pytorch"):  # another test of this process may have imported it
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
     _, empty = trials_of("cpu", "restart", 2, True, True)
