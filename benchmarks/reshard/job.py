@@ -31,7 +31,7 @@ ITERATION = 10
 COMMIT_SECONDS = 600.0
 
 
-def main(run_dir: Path, place: str, work: str, width: int, layers: int, saved_by: int = 0) -> dict[str, Any] | None:
+def main(run_dir: Path, place: str, work: str, width: int, layers: int) -> dict[str, Any] | None:
     """Do one piece of work.
 
     Args:
@@ -40,7 +40,6 @@ def main(run_dir: Path, place: str, work: str, width: int, layers: int, saved_by
         work: `save`; or `cpsr` or `dcp`: load what `save` has left there.
         width: of the model.
         layers: of it.
-        saved_by: ranks that saved.
 
     Returns:
         Of a load what `measured` finds, whose values it compares.

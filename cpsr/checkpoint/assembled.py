@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from cpsr.checkpoint.loading import operator_record
-from cpsr.checkpoint.manifest import FileRecord, Manifest, OperatorRecord, file_name
-from cpsr.checkpoint.mapped import MappedTensors
+from cpsr.checkpoint.manifest import FileRecord, Manifest, OperatorRecord, RankManifest, file_name
 from cpsr.checkpoint.missing_ranges import MissingRanges
-from cpsr.checkpoint.verify import read_rank_manifest
+from cpsr.checkpoint.verify import map_tensors, read_rank_manifest
 from cpsr.state.shard import Shard
 
 __all__ = ["AssembledTensors", "FoundSlices", "Piece", "RankSlices", "find_slices", "same_cut"]
@@ -61,11 +60,13 @@ class FoundSlices:
         pieces: operator -> its pieces in order; operators that the checkpoint does not have whole are absent.
         files: the files with these.
         sparse: whether any rank's operators are of different iterations.
+        record: of the rank whose small state this one would take.
     """
 
     pieces: Mapping[str, tuple[Piece, ...]]
     files: Mapping[str, FileRecord]
     sparse: bool
+    record: RankManifest
 
 
 def same_cut(one: OperatorRecord, other: OperatorRecord) -> bool:
@@ -89,9 +90,10 @@ def find_slices(directory: Path, manifest: Manifest, slices: RankSlices) -> Gene
     missing = {name: MissingRanges(one.offset, one.numel) for name, one in slices.operators.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in missing}
     files: dict[str, FileRecord] = {}
-    sparse = False
-    for rank in range(manifest.world_size):
+    sparse, first, taken = False, slices.rank % manifest.world_size, None
+    for rank in [first, *(other for other in range(manifest.world_size) if other != first)]:
         record = read_rank_manifest(directory, manifest, rank)
+        taken = taken or record
         sparse |= record.sparse
         file = file_name(rank, "params")
         for name, one in record.operators.items():
@@ -103,7 +105,8 @@ def find_slices(directory: Path, manifest: Manifest, slices: RankSlices) -> Gene
                 files[file] = record.files[file]
         yield
     whole = {name: tuple(sorted(found)) for name, found in pieces.items() if not missing[name].left}
-    return FoundSlices(whole, files, sparse)
+    assert taken is not None
+    return FoundSlices(whole, files, sparse, taken)
 
 
 class AssembledTensors:
@@ -114,12 +117,12 @@ class AssembledTensors:
         pieces: see `FoundSlices`.
 
     Raises:
-        ValueError, OSError, RuntimeError: as `MappedTensors`.
+        CheckpointError: as `map_tensors`.
     """
 
     def __init__(self, directory: Path, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
         names = {piece.file for found in pieces.values() for piece in found}
-        self._files = {name: MappedTensors(directory / name) for name in sorted(names)}
+        self._files = {name: map_tensors(directory / name) for name in sorted(names)}
         self._pieces = pieces
 
     def read(self, operator: str, start: int, stop: int) -> torch.Tensor:

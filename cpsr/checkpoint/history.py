@@ -232,7 +232,7 @@ class DiskHistory:
                 read = found
             file = map_tensors(info.directory / file_name(self._rank, "params"))
             own = {name: map_tensors(info.directory / name) for name in set(read.places.values())}
-        except (CheckpointError, SafetensorError, OSError, ValueError) as error:
+        except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
             return
         experts = {operator: own[name] for operator, name in read.places.items()}
@@ -257,13 +257,12 @@ class DiskHistory:
         self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices
     ) -> Generator[None, None, ReadManifest | str]:
         """Find this rank's slices in the other ranks' files, and verify these."""
-        record = read_rank_manifest(info.directory, manifest, slices.rank % manifest.world_size)
         found = yield from find_slices(info.directory, manifest, slices)
         if found.sparse or info.partial:
             return f"{manifest.world_size} ranks saved it, with operators of different iterations"
         for name, file in found.files.items():
             yield from self._check(info.directory / name, file)
-        entry = _entry(record)
+        entry = _entry(found.record)
         if isinstance(entry, str):
             return entry
         own = {name: slices.operators[name] for name in found.pieces}

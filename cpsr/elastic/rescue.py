@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.manifest import Manifest, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import (
     owned_word_in_memory,
     room_for_memory_state,
@@ -57,8 +57,8 @@ class Rescue:
         """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went."""
         if not self._job.group.all(self._can_be_dealt()):
             return
-        checkpoint = self._newest_checkpoint()
-        for sources in self._candidates(checkpoint):
+        checkpoint, saved_by = self._newest_checkpoint()
+        for sources in self._candidates(checkpoint, based=saved_by == self._job.run.previous_ranks):
             if self._save(sources, checkpoint):
                 return
 
@@ -82,21 +82,26 @@ class Rescue:
         shard = self._job.shard
         return not shard.frozen and all(one.parameter.block is None for one in shard.operators.values())
 
-    def _newest_checkpoint(self) -> int:
-        """Iteration of the newest whole checkpoint on the disk, the same on all ranks; -1 where there is none."""
-        whole = [info.iteration for info in scan(self._job.run.path / "checkpoints").checkpoints if info.full]
-        newest: int = self._job.group.broadcast(max(whole, default=-1))
-        return newest
+    def _newest_checkpoint(self) -> tuple[int, int]:
+        """Iteration of the newest whole checkpoint on the disk, -1 without one, and how many ranks saved it."""
+        found = (-1, 0)
+        if self._job.group.rank == 0:
+            known = scan(self._job.run.path / "checkpoints").checkpoints
+            found = max(((info.iteration, info.world_size) for info in known if info.full), default=found)
+        iteration, world_size = self._job.group.broadcast(found)
+        return iteration, world_size
 
-    def _candidates(self, newest: int) -> list[tuple[Source, ...]]:
+    def _candidates(self, newest: int, *, based: bool) -> list[tuple[Source, ...]]:
         """States newer than the checkpoint, the newest first, the same on all ranks: a source for each of their parts.
 
-        An emergency dump has no complete small state; the rest of it comes from the checkpoint.
+        Args:
+            newest: iteration of the checkpoint.
+            based: whether the ranks before saved it: an emergency dump has no complete small state, and takes the rest
+                from there.
         """
         group, ranks = self._job.group, self._job.run.previous_ranks
         reported = group.gather([vars(entry) for entry in self._entries(newest)])
         entries = [Entry(**entry) for part in reported for entry in part]
-        based = group.broadcast(newest >= 0 and self._manifest(newest).world_size == ranks)
         usable = [entry for entry in entries if based or entry.kind != "departure"]
         if self._job.run.replicated and self._job.adapter.expert_naming() is None:  # ranks may have shared experts
             order = sorted(
@@ -106,18 +111,19 @@ class Rescue:
             return [(Source(0, "memory", entry.iteration, entry),) for entry in order[:ATTEMPTS]]
         there = {entry.rank: entry.node for entry in usable}
         nodes = [there.get(rank, "") for rank in range(ranks)]
-        published = group.broadcast(self._published())
+        published = group.broadcast(self._published() if group.rank == 0 else None)
         decision = decide(nodes, usable, None if newest < 0 else newest, published, alike=range(ranks), remote=True)
         exact = decision.exact if decision.exact and decision.exact[0].tier == "memory" else ()
         found = [decision.departed if decision.complete else (), exact]
         return [one for one in found if one and all(len({e.node for e in part.entries}) == 1 for part in one)]
 
-    def _manifest(self, iteration: int) -> Manifest:
-        return read_manifest(self._job.run.path / "checkpoints" / step_name(iteration))
-
     def _published(self) -> int | None:
-        """The newest step that the ranks before had all published."""
-        progress = read_progress(self._job.run.path, self._job.run.previous_ranks)
+        """The newest step that the ranks before had all published; None where that cannot be read."""
+        try:
+            progress = read_progress(self._job.run.path, self._job.run.previous_ranks)
+        except OSError as error:  # on this rank alone: the others wait for it
+            logger.warning("emergency dumps are not used, since the ranks' counters cannot be read: %s", error)
+            return None
         return None if progress is None else progress.iteration
 
     def _entries(self, newest: int) -> list[Entry]:
@@ -171,8 +177,8 @@ class Rescue:
         if states[0].kind == "departure":
             _require_finite(states[0], room)
             rank, run = states[0].rank, self._job.run
-            manifest = self._manifest(checkpoint)
-            saved = read_small_state(run.path / "checkpoints" / step_name(checkpoint), manifest, rank)
+            directory = run.path / "checkpoints" / step_name(checkpoint)
+            saved = read_small_state(directory, read_manifest(directory), rank)
             progress = read_progress(run.path, run.previous_ranks)
             batches = None if progress is None or rank not in progress.ranks else progress.ranks[rank].slots
             scalars = small_state_at_dump(saved, scalars, source.iteration, batches or {})

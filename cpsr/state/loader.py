@@ -145,12 +145,12 @@ class ResumableLoader(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        if self._closed:
+            raise RecoveryError(
+                "the recovery that gave these batches is closed: iterate over the loader itself, or open another "
+                "CPSRRecovery and call its resume()"
+            )
         while True:
-            if self._closed:
-                raise RecoveryError(
-                    "the recovery that gave these batches is closed: iterate over the loader itself, or open another "
-                    "CPSRRecovery and call its resume()"
-                )
             if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
                 raise StopIteration
             if not self._pass_is_over():
