@@ -34,6 +34,7 @@ class Occupancy:
         self._earlier = set(sealed)  # of an earlier process
         self._whole: set[int] = set()  # of those that this process has sealed: every part is of the iteration itself
         self._sent: Counter[int] = Counter()  # being sent to other machines, so many
+        self._replicated_at: int | None = None
         self._recovery: tuple[int, Snapshot] | None = None
         self._pins = 0
 
@@ -75,7 +76,8 @@ class Occupancy:
             kept = -1 if self._recovery is None else self._recovery[0]
 
             def worth(i: int) -> tuple[bool, bool, int, bool]:
-                return self._names(i) in spare, i in self._sent, self._sealed.get(i, -1), i == kept
+                sealed = self._sealed.get(i, -1)
+                return self._names(i) in spare, i in self._sent or sealed == self._replicated_at, sealed, i == kept
 
             index = min(free, key=worth)
             if index == kept:
@@ -193,6 +195,11 @@ class Occupancy:
                 return False
             self._sent[index] += 1
         return True
+
+    def replicated(self, iteration: int | None) -> None:
+        """Other machines have this state of every rank: with this rank's own it is overwritten last, until the next."""
+        with self._lock:
+            self._replicated_at = iteration
 
     def end_sending(self, name: str) -> None:
         """Undo `begin_sending`."""

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_removal import remove_unused
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_unused
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.orphans import free_orphans
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.checkpoint.progress import mark_life
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.job import Job
@@ -62,7 +63,7 @@ class HostMemory:
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
         self._memory = memory
-        buffers = config.memory.buffers
+        buffers = _buffers(job) if memory is not None else config.memory.buffers
         self.pool = SnapshotPool(shard, buffers, memory, units)
         self._replicator: Replicator | None = None
         problem = self.pool.shared_memory_problem
@@ -164,3 +165,20 @@ class HostMemory:
         self.pool.close(remove=in_order and safe)
         if in_order and safe:
             remove_unused(self._run.run_id)  # also what a life that had to do without shared memory did not take over
+
+
+def _buffers(job: Job) -> int:
+    """How many buffers each rank has: with peers one more, for the state that they have, where all have the memory.
+
+    Without it the next snapshots overwrite that state before the next replica is complete. A machine that is lost then
+    leaves no iteration that every rank has.
+    """
+    run, buffers = job.run, job.config.memory.buffers
+    if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size:
+        return buffers
+    try:
+        left = min(available_host_bytes(), shared_memory_left()) + bytes_in_memory(run.run_id, run.local_ranks)
+    except OSError:
+        left = 0
+    needed = SnapshotPool.required_bytes(job.shard, buffers + 1) * len(run.local_ranks)
+    return buffers + int(job.group.all(needed <= left))

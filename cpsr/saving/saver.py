@@ -86,7 +86,7 @@ class Saver(Part):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
         iteration = restored.restored_iteration
-        turns = Turns(self.pool, lambda: memory.sending)
+        turns = Turns(self.pool, lambda: memory.sending, restored.restored_iteration)
         self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun

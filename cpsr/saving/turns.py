@@ -12,20 +12,23 @@ class Turns:
 
     A restart needs one iteration of which every rank has a state, in its own memory or on another machine. Ranks that
     skip snapshots by themselves, or send whichever is newest when a link is free, may have none in common. All ranks
-    read the same vote before the same step, and so decide alike.
+    read the same vote before the same step, and so decide alike. The pool keeps the newest state that the peers have in
+    full until they have the next: if a machine is lost, the others restart from it.
 
     Args:
         pool: the host buffers.
         sending: whether a replica of this rank's is under way.
+        iteration: of the state that this life begins with.
     """
 
-    def __init__(self, pool: SnapshotPool, sending: Callable[[], bool]) -> None:
+    def __init__(self, pool: SnapshotPool, sending: Callable[[], bool], iteration: int = 0) -> None:
         self._pool = pool
         self._sending = sending
         self._cast_at = self._read_at = -1  # iterations of the votes
         self._blocked = self._busy = False
         self._sent_at = -2
         self._sent: Snapshot | None = None
+        pool.occupancy.replicated(iteration)  # what the peers have of the life before
 
     def ballot(self) -> tuple[bool, bool]:
         """Whether this rank cannot take a snapshot now, and whether one of its links is busy, or soon will be."""
@@ -46,11 +49,14 @@ class Turns:
         """
         self._read_at, self._cast_at = self._cast_at, iteration
         self._blocked, self._busy = blocked, busy
+        if not busy and self._sent is not None and self._sent.iteration == self._sent_at < self._read_at:
+            self._pool.occupancy.replicated(self._sent_at)
 
     def restart(self) -> None:
         """The run has gone back: votes of later iterations say nothing about those that come again."""
         self._cast_at = self._read_at = -1
         self._sent_at = -2
+        self._pool.occupancy.replicated(None)
 
     @property
     def may_take(self) -> bool:

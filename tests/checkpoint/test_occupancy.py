@@ -56,6 +56,23 @@ def test_a_state_that_is_sent_is_overwritten_last() -> None:
     assert 1 not in occupancy.sealed_iterations
 
 
+def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() -> None:
+    occupancy = Occupancy(4, {}, name)
+    for iteration in (1, 2, 3, 4):
+        occupancy.release(sealed(occupancy, iteration))
+    occupancy.replicated(1)
+    assert occupancy.begin_sending(name(2))
+    for iteration in (5, 6, 7):
+        occupancy.release(sealed(occupancy, iteration))
+        assert {1, 3, iteration} <= set(occupancy.sealed_iterations)
+    occupancy.end_sending(name(2))
+    occupancy.replicated(3)
+    for iteration in (8, 9, 10):
+        occupancy.release(sealed(occupancy, iteration))
+    assert 3 in occupancy.sealed_iterations
+    assert 1 not in occupancy.sealed_iterations
+
+
 def test_a_buffer_is_not_overwritten_while_its_state_is_sealed() -> None:
     occupancy = Occupancy(2, {}, name)
     first = occupancy.take(1)

@@ -1,6 +1,7 @@
 """All ranks take the same snapshots and send the same ones, whatever their buffers and links do."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given, settings
@@ -24,10 +25,11 @@ class Rank:
     until: int = 0
     sealed_at: int = 0
     sent: list[int] = field(default_factory=list)
-    waiting: list[bool] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    complete: int | None = None
 
     def __post_init__(self) -> None:
-        self.turns = Turns(cast(Any, self), lambda: self.sealed_at <= self.iteration < self.until)
+        self.turns = Turns(cast(Any, self), lambda: self.sealed_at <= self.iteration < self.until, iteration=-1)
 
     @property
     def occupancy(self) -> "Rank":
@@ -37,9 +39,8 @@ class Rank:
     def is_free(self) -> bool:
         return self.frees[self.iteration]
 
-    @property
-    def sealed(self) -> "Rank":
-        return self
+    def replicated(self, iteration: int | None) -> None:
+        self.complete = iteration
 
     def done(self) -> bool:
         return self.iteration >= self.sealed_at
@@ -49,15 +50,14 @@ class Rank:
         if self.turns.may_take and self.turns.may_send(self.iteration):
             assert self.iteration >= self.until, "the link has not sent the one before"
             self.sent.append(self.iteration)
-            self.waiting.append(True)
+            self.waiting.append(self.iteration)
             if not self.deferred:
                 self.begin()
 
     def begin(self) -> None:
         """At once, or when the loop requests its next batch."""
         if self.waiting:
-            self.waiting.clear()
-            self.turns.sent(cast(Any, self))
+            self.turns.sent(cast(Any, SimpleNamespace(iteration=self.waiting.pop(), sealed=self)))
             self.sealed_at = self.iteration + self.seal_iterations
             self.until = self.sealed_at + self.transfer_iterations
 
@@ -90,6 +90,12 @@ def test_every_rank_sends_the_same_snapshots_to_their_end(
             rank.begin()
         assert len({tuple(rank.sent) for rank in ranks}) == 1
         assert len({rank.turns.may_take for rank in ranks}) == 1
+        assert len({rank.complete for rank in ranks}) == 1
+        sent = ranks[0].sent
+        if len(sent) > 1:  # the next one is sent once the one before is complete, and that one is kept from then on
+            assert ranks[0].complete in sent[-2:]
+        if sent and ranks[0].complete == sent[-1]:
+            assert all(rank.until <= iteration for rank in ranks)
 
 
 def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
@@ -111,6 +117,7 @@ def test_after_a_roll_back_iterations_that_come_again_are_sent_again() -> None:
     rank.decide()
     rank.begin()
     rank.turns.restart()
+    assert rank.complete is None
     rank.iteration, rank.until, rank.sealed_at = 10, 0, 0
     rank.decide()
     assert rank.sent == [30, 10]
