@@ -43,7 +43,7 @@ test-benchmarks: $(STAMP)
 
 # The tests against the built wheel, in an environment of its own and from another folder.
 test-wheel: $(STAMP)
-	$(BIN)/python -m tests.packaging.wheel_suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.packaging.wheel_suite -m "not slow" --numprocesses 2 --dist loadfile
 
 bench-stall: $(STAMP)
 	$(BIN)/cpsr bench stall
