@@ -69,18 +69,23 @@ class Training:
         self.given, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
         self._engine = self._model = self.given
 
-    def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = loss_of(self._model, inputs, targets)
         if self._engine is not None:
             self._engine.backward(loss)
+        else:
+            torch.autograd.backward(loss / self._micro_batches)
+        return loss.item()
+
+    def step(self) -> None:
+        """After each micro-batch."""
+        if self._engine is not None:
             self._engine.step()
-            return loss.item()
-        torch.autograd.backward(loss / self._micro_batches)
+            return
         self._taken += 1
         if self._taken % self._micro_batches == 0:
             self._optimizer.step()
             self._optimizer.zero_grad()
-        return loss.item()
 
 
 def main(directory: Path, config: dict[str, Any], kind: str) -> None:
@@ -98,12 +103,14 @@ def main(directory: Path, config: dict[str, Any], kind: str) -> None:
             samples: list[int] = []
             losses: list[float] = []
             for inputs, targets, indices in recovery.resume(batches, repeat=True):
-                losses.append(training.train_on(inputs, targets))
+                losses.append(training.backward(inputs, targets))
                 samples += indices.tolist()
+                if len(samples) == steps:  # before the update: a rank may be killed right after it
+                    row = {"life": life, "ranks": ranks, "iteration": recovery.iteration + 1, "samples": samples}
+                    rows.write(json.dumps(row | {"losses": losses, "machine": socket.gethostname()}) + "\n")
+                training.step()
                 if len(samples) < steps:
                     continue
-                row = {"life": life, "ranks": ranks, "iteration": recovery.iteration, "samples": samples}
-                rows.write(json.dumps(row | {"losses": losses, "machine": socket.gethostname()}) + "\n")
                 samples, losses = [], []
                 if is_enough(directory):
                     break
