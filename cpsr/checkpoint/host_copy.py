@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpsr.checkpoint.buffers import Span
 from cpsr.checkpoint.parts import Segment
 
-__all__ = ["HostCopyPlan"]
+__all__ = ["HostCopyPlan", "copy_beside_training"]
 
 # A piece is hashed right after it was copied, while a core's cache still has it: copy and hash together then take 1.2
 # times the processor time of the copy alone, and 1.7 times one after the other.
@@ -135,3 +135,19 @@ class HostCopyPlan:
 def _bytes_of(tensor: torch.Tensor) -> _Bytes:
     array: _Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array
+
+
+def copy_beside_training(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, whatever its type, with the calling thread alone.
+
+    Args:
+        pairs: contiguous targets, and sources.
+    """
+    with torch.no_grad():
+        for target, source in pairs:
+            if target.dtype == source.dtype and source.is_contiguous():
+                numpy.copyto(_bytes_of(target), _bytes_of(source))
+                continue
+            into, values = target.reshape(-1), source.detach().reshape(-1)
+            for start in range(0, values.numel(), SMALL_ELEMENTS - 1):
+                into[start : start + SMALL_ELEMENTS - 1].copy_(values[start : start + SMALL_ELEMENTS - 1])

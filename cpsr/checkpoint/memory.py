@@ -21,6 +21,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,26 @@ class MemoryFile:
         stamp["hashes"] = [held.digests[place].hex() for place in sorted(held.digests)]
         texts = json.dumps(stamp)[1:-1], self._described(shard, held.parts), f'"scalars": {json.dumps(tree)}'
         description = f"{{{', '.join(texts)}}}".encode()
-        saved = save(tensors)
+        self._put(description, save(tensors))
+
+    def restamp(self, life: int, branch: int) -> None:
+        """Make the sealed state one of another life. A kill meanwhile leaves it unsealed.
+
+        Raises:
+            OSError: there is none.
+        """
+        found = describe(self.path)
+        if found is None:
+            raise OSError(f"{self.path} holds no complete state")
+        _, stamp, _, (_, length, _) = found
+        text = json.dumps({**stamp, "life": life, "branch": branch}).encode()
+        end = PAGE_BYTES + self._tensor_bytes
+        saved = os.pread(self._descriptor, os.fstat(self._descriptor).st_size - end - length, end + length)
+        self._put(text, saved[: found[3][2]])
+
+    def _put(self, description: bytes, saved: bytes) -> None:
+        """Write description and scalars, and declare the state complete."""
+        self.unseal()
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
         write_at(self._descriptor, description, end)
@@ -231,7 +251,7 @@ class SharedMemory:
             OSError: shared memory is not there or too small; none was made.
         """
         made: list[MemoryFile] = []
-        self._require_room(count, PAGE_BYTES + tensor_bytes)
+        self._require_room(map(str, range(count)), PAGE_BYTES + tensor_bytes)
         until = time.monotonic() + self._wait_seconds
         try:
             for slot in range(count):
@@ -249,10 +269,18 @@ class SharedMemory:
             raise
         return made
 
-    def _require_room(self, count: int, file_bytes: int) -> None:
+    def file(self, slot: str, tensor_bytes: int) -> MemoryFile:
+        """One more buffer, under a name of its own; its file is reused where the size fits.
+
+        Raises:
+            OSError: as `files`.
+        """
+        self._require_room([slot], PAGE_BYTES + tensor_bytes)
+        return MemoryFile(self.path(slot), tensor_bytes, self._wait_seconds)
+
+    def _require_room(self, slots: Iterable[str], file_bytes: int) -> None:
         """Others need shared memory too: loaders' workers, NCCL."""
-        sizes = [size_of(self.path(str(slot))) for slot in range(count)]
-        missing = sum(max(file_bytes - size, 0) for size in sizes)
+        missing = sum(max(file_bytes - size_of(self.path(slot)), 0) for slot in slots)
         left = shared_memory_left(self._directory)
         if missing > left:
             raise _no_room(missing, left, self._directory)

@@ -18,8 +18,15 @@ from cpsr.errors import CheckpointError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["ages_in_memory", "load_memory_state", "owned_word", "owned_word_in_memory", "room_for_memory_state"]
-__all__ += ["verify_memory_state"]
+__all__ = [
+    "OpenState",
+    "ages_in_memory",
+    "load_memory_state",
+    "owned_word",
+    "owned_word_in_memory",
+    "room_for_memory_state",
+    "verify_memory_state",
+]
 
 
 def load_memory_state(state: MemoryState, into: Shard) -> Any:
@@ -31,7 +38,7 @@ def load_memory_state(state: MemoryState, into: Shard) -> Any:
     Raises:
         CheckpointError: the state is no longer whole, or is of another model or split; `into` is unchanged.
     """
-    with _Reading(state) as reading:
+    with OpenState(state) as reading:
         pairs = [(target, reading.tensor(key, target)) for key, target in into.tensors()]
         taken_at = reading.taken_at(into)
         scalars = reading.scalars()
@@ -78,7 +85,7 @@ def _moment_of(key: str, operators: Collection[str]) -> tuple[str, str]:
 def verify_memory_state(state: MemoryState) -> str | None:
     """What is wrong with a state; None where its hash matches."""
     try:
-        with _Reading(state):
+        with OpenState(state):
             return None
     except CheckpointError as error:
         return str(error)
@@ -109,12 +116,19 @@ def owned_word_in_memory(state: MemoryState) -> str:
     Raises:
         CheckpointError: it is not whole any more.
     """
-    with _Reading(state) as reading:
+    with OpenState(state) as reading:
         return reading.owned_word()
 
 
-class _Reading:
-    """A state's file, mapped and verified; tensors are views of it while it is open."""
+class OpenState:
+    """A state's file, mapped and verified; tensors are views of it while it is open.
+
+    Args:
+        state: as its file describes it.
+
+    Raises:
+        CheckpointError: it is not there any more, or damaged.
+    """
 
     def __init__(self, state: MemoryState) -> None:
         self._state = state
@@ -133,7 +147,7 @@ class _Reading:
         if digest_of(description, self._saved) != digest or not self._is_whole(tensor_bytes):
             raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
 
-    def __enter__(self) -> "_Reading":
+    def __enter__(self) -> "OpenState":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +163,11 @@ class _Reading:
         return bool(end == tensor_bytes)
 
     def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
-        """The tensor of that key, of the shape and type of `like`."""
+        """The tensor of that key, of the shape and type of `like`.
+
+        Raises:
+            CheckpointError: there is none.
+        """
         offset, dtype, shape = self._description["layout"].get(key, (0, "nothing", []))
         if (dtype, tuple(shape)) != (dtype_name(like.dtype), tuple(like.shape)):
             raise CheckpointError(
@@ -158,6 +176,18 @@ class _Reading:
             )
         start = PAGE_BYTES + int(offset)
         return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+    def as_it_is(self, key: str) -> torch.Tensor:
+        """The tensor of that key, of its own shape and type.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if key not in self._description["layout"]:
+            raise CheckpointError(f"{self._state.path} holds no {key}")
+        offset, dtype, shape = self._description["layout"][key]
+        start, kind = PAGE_BYTES + int(offset), getattr(torch, dtype)
+        return self._bytes[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
     def owned_word(self) -> str:
         """See `owned_word`."""
@@ -170,7 +200,11 @@ class _Reading:
         return _owned_word({name: (tuple(shape), offset) for name, (shape, offset, _) in operators}, tensors)
 
     def taken_at(self, into: Shard) -> dict[str, int]:
-        """Iteration of each of these operators, whose slices must match."""
+        """Iteration of each of these operators.
+
+        Raises:
+            CheckpointError: a slice does not match.
+        """
         found, taken_at = {}, self._description["taken_at"]
         for name, operator in into.operators.items():
             shape, offset, part = self._description["operators"].get(name, ([], 0, ""))
@@ -180,7 +214,11 @@ class _Reading:
         return found
 
     def scalars(self) -> Any:
-        """A decoded copy, outside shared memory."""
+        """A decoded copy, outside shared memory.
+
+        Raises:
+            CheckpointError: they cannot be decoded.
+        """
         try:
             tensors = load(bytes(self._saved))
             return decode(self._description["scalars"], tensors)

@@ -41,7 +41,7 @@ MAGIC = b"CPSRMEM2"
 HEADER = struct.Struct("<8s4Q16s")
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
-Kind = Literal["snapshot", "departure", "small"]
+Kind = Literal["snapshot", "departure", "small", "window"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class MemoryState:
         life: life of the run that took it.
         branch: how often that life had gone back before.
         kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
-            `small`, all but weights and moments.
+            `small`, all but weights and moments; `window`, sparse snapshots of several iterations, of which `iteration`
+            is the first (`cpsr.replay`).
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
         oldest_iteration: of its parts; older than `iteration` where experts are.
     """

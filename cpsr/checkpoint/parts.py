@@ -132,8 +132,12 @@ class Held:
 
     def hash_rest(self) -> None:
         """Hash the segments whose hash is not known."""
+        self.hash_between(0, len(self._content))
+
+    def hash_between(self, begin: int, end: int) -> None:
+        """Of these bytes, hash the segments that lie there whole and whose hash is not known."""
         for place, segment in enumerate(self.parts.segments):
-            if place not in self.digests:
+            if place not in self.digests and begin <= segment.begin and segment.end <= end:
                 self.digests[place] = xxhash.xxh3_128_digest(self._content[segment.begin : segment.end].data)
 
 

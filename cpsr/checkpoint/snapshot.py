@@ -62,6 +62,7 @@ class SnapshotPool:
         sealing: makes complete snapshots survive the process.
         copier: makes the copies.
         occupancy: which snapshot has which buffer.
+        obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
 
     Raises:
         UnsupportedEngineError: the template has tensors on several CUDA devices.
@@ -82,6 +83,7 @@ class SnapshotPool:
         self.sealing = Sealing(self._buffers, memory)
         self.occupancy = self.sealing.occupancy
         self.shared_memory_problem = self._host.problem
+        self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -136,6 +138,8 @@ class SnapshotPool:
             UnsupportedEngineError: the scalars hold an object that is not plain data.
         """
         started = time.perf_counter()
+        if self.obstacle is not None:
+            raise SaveError(self.obstacle)
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         if disk and contents.moments and contents.uncopied:
@@ -244,6 +248,8 @@ class SnapshotPool:
         """
         if self._memory is None or self.shared_memory_problem is not None:
             raise SaveError(f"there is no shared memory ({self.shared_memory_problem or 'it is turned off'})")
+        if self.obstacle is not None:
+            raise SaveError(f"{self.obstacle}, which stays in host memory")
         deadline = Deadline(BOUNDARY_SECONDS)
         self._seal_running(iteration, deadline)
         self.settle()

@@ -19,7 +19,8 @@ class Entry:
     Attributes:
         rank: the rank whose state it is.
         iteration: iteration at which it was taken.
-        kind: `snapshot`, with all scalars; `departure`, the tensors alone; `small`, all but weights and moments.
+        kind: `snapshot`, with all scalars; `departure`, the tensors alone; `small`, all but weights and moments;
+            `window`, to be replayed from that iteration on.
         node: the machine whose memory holds it.
         name: of its file there.
         owned: hash of the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where nobody
@@ -184,6 +185,10 @@ class _Reach:
             found = [source for source in sources if source is not None]
             if len(found) == len(sources):
                 return tuple(found)
+            windows = [self._window(rank, iteration) for rank in range(len(self._nodes))]
+            parts = [source for source in windows if source is not None]
+            if len(parts) == len(windows):
+                return tuple(parts)
         return ()
 
     def _whole(self, rank: int, iteration: int) -> Source | None:
@@ -198,6 +203,11 @@ class _Reach:
         owned = small.owned
         tensors = self._nearest(rank, iteration, "snapshot", lambda entry: entry.owned == owned)
         return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
+
+    def _window(self, rank: int, iteration: int) -> Source | None:
+        """A rank's own window: all replay theirs together."""
+        own = self._nearest(rank, iteration, "window", lambda entry: entry.rank == rank)
+        return None if own is None else Source(rank, "memory", iteration, own)
 
     def _nearest(self, rank: int, iteration: int, kind: Kind, fits: Callable[[Entry], bool]) -> Entry | None:
         """A matching state that the rank can read, on its own machine if possible."""

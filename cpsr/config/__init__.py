@@ -17,6 +17,7 @@ from cpsr.config.sections import (
     PredictorConfig,
     RanksConfig,
     RehearsalConfig,
+    ReplayConfig,
     RestartConfig,
     ServiceConfig,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "PredictorConfig",
     "RanksConfig",
     "RehearsalConfig",
+    "ReplayConfig",
     "RestartConfig",
     "ServiceConfig",
     "read_mapping",

@@ -27,6 +27,7 @@ from cpsr.config.sections import (
     PredictorConfig,
     RanksConfig,
     RehearsalConfig,
+    ReplayConfig,
     RestartConfig,
     Section,
     ServiceConfig,
@@ -49,6 +50,7 @@ class CPSRConfig(Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     memory: MemoryConfig = MemoryConfig()
+    replay: ReplayConfig = ReplayConfig()
     planner: PlannerConfig = PlannerConfig()
     fitter: FitterConfig = FitterConfig()
     predictor: PredictorConfig = PredictorConfig()

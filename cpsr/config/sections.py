@@ -21,6 +21,7 @@ __all__ = [
     "PredictorConfig",
     "RanksConfig",
     "RehearsalConfig",
+    "ReplayConfig",
     "RestartConfig",
     "Section",
     "ServiceConfig",
@@ -116,6 +117,21 @@ class MemoryConfig(Section):
         ge=3,
         description="Host buffers of each rank, of the size of its state. With 4 an interval of 1 keeps its promise "
         "also while the disk writes from one of them.",
+    )
+
+
+class ReplayConfig(Section):
+    """Sparse snapshots of every iteration, which a restart replays; see docs/replay.md."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Each iteration copies a part of the state to host memory, and the compute weights of the rest. A "
+        "restart repeats the iterations of one window, and then has all of it. Takes the place of memory.",
+    )
+    window_iterations: int | None = Field(
+        default=None,
+        ge=1,
+        description="Iterations over which the state is spread; null: the fewest whose copies training hides.",
     )
 
 

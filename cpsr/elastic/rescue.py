@@ -133,7 +133,7 @@ class Rescue:
         for state in memory_states(self._job.run.run_id):
             mine = local[state.rank % len(local)] == self._job.group.rank
             old = (state.life, state.branch) < self._first or state.oldest_iteration < state.iteration
-            if not mine or old or state.iteration <= newest:
+            if not mine or old or state.iteration <= newest or state.kind == "window":
                 continue
             problem = verify_memory_state(state)
             if problem is None:

@@ -150,6 +150,9 @@ class EngineAdapter(Protocol):
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
 
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """By operator, the dtype of the weights of forward and backward, where it is not that of the master."""
+
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
 

@@ -239,6 +239,13 @@ class DeepSpeedAdapter:
             )
         return name
 
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """Those of the module's parameters."""
+        pieces = master_slices(self._engine.optimizer)
+        return {
+            self._name(piece): piece.parameter.dtype for piece in pieces if piece.parameter.dtype != piece.master.dtype
+        }
+
     def push_down(self) -> None:
         """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""
         push_down(self._engine.optimizer)

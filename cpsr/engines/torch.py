@@ -232,6 +232,10 @@ class TorchAdapter:
             if id(parameter) not in trained:
                 yield parameter, self._names[id(parameter)]
 
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """None: the masters are the parameters. A mixed-precision policy of FSDP2 casts them for each forward."""
+        return {}
+
     def push_down(self) -> None:
         """The masters are the parameters: only what FSDP2 gathered of them before is dropped."""
         self._fully_sharded.reshard()

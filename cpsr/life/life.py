@@ -109,7 +109,8 @@ class Life:
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
         before = run.previous_life, run.previous_held
-        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before)
+        windows = run.memory.windows is not None
+        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before, windows)
         return Restorer(
             job,
             run.store,
@@ -127,7 +128,7 @@ class Life:
         iteration = self.restored.restored_iteration
         # Set aside partial checkpoints of iterations that will be repeated; those that a prediction used stay.
         run.store.abandon_after(iteration, f"the run continues from iteration {iteration}")
-        run.memory.pool.settle()  # what was restored from memory is there for this life before the last one's is void
+        run.memory.settle(self.restored.sources)
         job.group.barrier()  # no rank resets its counter before all have read where the run failed
         self.boundary.reset(iteration)
         if job.group.rank == 0:
@@ -228,6 +229,8 @@ class Life:
         """One step is complete: publish, save if due, and agree on what comes next."""
         step = self._clock.end(iteration, applied)
         self._count(iteration, applied)
+        if self.run.memory.windows is not None:
+            self.run.memory.windows.after_step(iteration)
         self.boundary.publish(iteration)
         self.planner.step(step.seconds)
         self.run.steps.end(step)
@@ -241,6 +244,7 @@ class Life:
             self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
         else:
             self._follow_up(iteration)
+        self._tail.defer_here(partial(self.saver.end_iteration, iteration, self._capture_for_memory))
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
         if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
@@ -318,9 +322,10 @@ class Life:
         self.boundary.end_change(iteration)
 
     def _may_rehearse(self) -> bool:
-        """False while a predicted state is watched, or while experts catch up with longer steps."""
+        """False while a predicted state is watched, a window replayed, or experts catch up with longer steps."""
         experts = self.run.experts
-        return not self._probation.active and not (experts is not None and experts.catching_up)
+        whole = not self._probation.active and self.run.memory.pool.obstacle is None
+        return whole and not (experts is not None and experts.catching_up)
 
     def _capture(self) -> Scalars:
         self.run.steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself

@@ -1,7 +1,7 @@
 """This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_unused
@@ -12,9 +12,12 @@ from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.tiers import Source
 from cpsr.job import Job
 from cpsr.peers.replicator import OwnBuffers, Replicator
 from cpsr.ranks.group import Group, this_node
+from cpsr.replay.windows import Windows
+from cpsr.state.losses import LossRecorder
 
 __all__ = ["HostMemory", "claim_memory"]
 
@@ -50,14 +53,16 @@ class HostMemory:
 
     Args:
         job: this rank's; its shard is the template of the buffers.
+        losses: of the training.
         units: operator -> the expert that it is of; see `SnapshotPool`.
 
     Attributes:
         pool: the buffers.
         survives: whether the snapshots of every rank survive its process.
+        windows: sparse snapshots of every iteration; None where they are not wanted, or would not survive.
     """
 
-    def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
+    def __init__(self, job: Job, losses: LossRecorder, units: Mapping[str, str] | None = None) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
         self._first_on_machine = group.rank == run.local_ranks[0]
@@ -80,6 +85,10 @@ class HostMemory:
         self._life, self._sealed = job.journal.life, 0
         if group.rank == 0 and self.survives:
             self.pool.sealing.on_counting = self._count_sealed
+        self.windows: Windows | None = None
+        if config.replay.enabled and self.survives:
+            assert memory is not None
+            self.windows = Windows(job, memory, self.pool, losses)
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
@@ -115,6 +124,16 @@ class HostMemory:
         """How often this life has gone back to an earlier state."""
         return 0 if self._memory is None else self._memory.branch
 
+    def settle(self, sources: Sequence[Source]) -> None:
+        """What this life begins with is there for it, before the states of the life before are void.
+
+        Args:
+            sources: where each rank's state came from.
+        """
+        self.pool.settle()
+        if self.windows is not None:
+            self.windows.settle(sources)
+
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.
 
@@ -127,6 +146,8 @@ class HostMemory:
             remove_unused(self._run.run_id, replicas=self._replicator is None)
         if self._replicator is not None:
             self._replicator.remove_stale()
+        if self.windows is not None:
+            self.windows.start()
 
     def forget_after(self, iteration: int) -> None:
         """Snapshots of later iterations count no more, here and elsewhere: the run has gone back behind them.
@@ -135,6 +156,8 @@ class HostMemory:
         restart must be able to distinguish it from newer ones.
         """
         self.pool.forget_after(iteration)
+        if self.windows is not None:
+            self.windows.forget()
         self._sealed = 0
         if self._memory is not None:
             self._memory.branch += 1
@@ -162,6 +185,8 @@ class HostMemory:
         """
         if self._replicator is not None:
             self._replicator.close(remove=in_order, together=in_order)
+        if self.windows is not None:
+            self.windows.close(remove=in_order and safe)
         self.pool.close(remove=in_order and safe)
         if in_order and safe:
             remove_unused(self._run.run_id)  # also what a life that had to do without shared memory did not take over

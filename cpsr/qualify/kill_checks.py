@@ -25,9 +25,16 @@ from cpsr.qualify.training import Reference, Training, digest_of
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restored import Restored
 
-__all__ = ["check_dump", "check_prediction", "check_return_from_disk", "check_return_from_memory"]
+__all__ = [
+    "check_dump",
+    "check_prediction",
+    "check_replay",
+    "check_return_from_disk",
+    "check_return_from_memory",
+]
 
 INTERVAL, CHECKPOINT, FAILURE, END = 4, 20, 23, 30
+WINDOW, WINDOW_ITERATIONS = 19, 3  # the last complete window begins there
 SAVE_SECONDS = 10.0  # far more than a save of this model takes
 
 
@@ -39,6 +46,21 @@ def check_return_from_memory(cell: Cell, scene: Scene) -> Mapping[str, Any]:
 def check_return_from_disk(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """From the newest committed checkpoint, bit for bit."""
     return _returned(cell, scene, "disk")
+
+
+def check_replay(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+    """From the newest complete window in shared memory, bit for bit at its end and at the end of the training."""
+    life = _Life(cell, scene, "exact", shared_memory=True, replays=True)
+    if not scene.killed:
+        life.train_and_die()
+    restored, losses = life.train_on()
+    row, reference = life.recovery_row(), life.reference()
+    assert restored.restored_iteration == WINDOW, restored
+    assert "window" in row.reason, row.reason
+    assert losses == reference.losses[WINDOW:], f"{losses} differ from {reference.losses[WINDOW:]}"
+    assert life.digest_at_end == reference.digests[str(END)], "weights, optimizer state or buffers differ at the end"
+    life.assert_label("trained")
+    return {"load_seconds": row.load_seconds, "inject_seconds": row.inject_seconds}
 
 
 def check_prediction(cell: Cell, scene: Scene) -> Mapping[str, Any]:
@@ -108,9 +130,13 @@ class _Life:
         scene: where.
         mode: of the recovery.
         shared_memory: whether snapshots outlive the process.
+        replays: whether windows are taken.
     """
 
-    def __init__(self, cell: Cell, scene: Scene, mode: str, *, shared_memory: bool) -> None:
+    def __init__(self, cell: Cell, scene: Scene, mode: str, *, shared_memory: bool, replays: bool = False) -> None:
+        # With windows every other checkpoint: the last one must be older than the window.
+        self._checkpoint, interval = (CHECKPOINT - INTERVAL, 2 * INTERVAL) if replays else (CHECKPOINT, INTERVAL)
+        self._needed = WINDOW if replays else CHECKPOINT
         self._cell, self._scene, self._shared_memory = cell, scene, shared_memory
         self._run_dir = scene.folder / "run"
         self.digest_at_start = self.digest_at_end = ""
@@ -118,11 +144,12 @@ class _Life:
             "run_dir": str(self._run_dir),
             "mode": mode,
             "checkpoint": {
-                "interval_iterations": INTERVAL,
+                "interval_iterations": interval,
                 "exit_grace_seconds": 2.0,
                 "shared_memory": shared_memory,
             },
             "predictor": {"window_iterations": 100},
+            "replay": {"enabled": replays, "window_iterations": WINDOW_ITERATIONS},
         }
 
     def train_and_die(self) -> None:
@@ -139,7 +166,7 @@ class _Life:
             for batch in recovery.resume(training.loader, repeat=True):
                 if recovery.iteration == FAILURE and victim:
                     assert losses == reference.losses[:FAILURE], "CPSR changes the training"
-                    self._scene.wait_until(self._can_die, f"checkpoint {CHECKPOINT} was not there on all ranks")
+                    self._scene.wait_until(self._can_die, f"checkpoint {self._checkpoint} was not there on all ranks")
                     self._scene.kill_myself(FAILURE)
                 losses.append(training.step(batch))
                 _keep_pace(recovery)
@@ -194,16 +221,16 @@ class _Life:
 
     def _can_die(self) -> bool:
         """What the next life needs is there, and every rank has published the failure's step."""
-        record = self._run_dir / "checkpoints" / step_name(CHECKPOINT) / COMMIT
+        record = self._run_dir / "checkpoints" / step_name(self._checkpoint) / COMMIT
         progress = read_progress(self._run_dir, self._scene.ranks)
         if not record.exists() or progress is None or progress.iteration < FAILURE:
             return False
         return not self._shared_memory or self._in_memory()
 
     def _in_memory(self) -> bool:
-        """Whether this machine's memory holds the checkpoint of every rank of this machine."""
+        """Whether this machine's memory holds what every rank of it returns to."""
         run_id = json.loads((self._run_dir / IDENTITY).read_text(encoding="utf-8"))["run_id"]
-        ranks = {state.rank for state in memory_states(run_id) if state.iteration == CHECKPOINT}
+        ranks = {state.rank for state in memory_states(run_id) if state.iteration == self._needed}
         return self._scene.rank in ranks and len(ranks) >= self._scene.local_ranks
 
 

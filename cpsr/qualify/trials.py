@@ -6,7 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from cpsr.qualify.cells import Cell, cells_of
-from cpsr.qualify.kill_checks import check_dump, check_prediction, check_return_from_disk, check_return_from_memory
+from cpsr.qualify.kill_checks import (
+    check_dump,
+    check_prediction,
+    check_replay,
+    check_return_from_disk,
+    check_return_from_memory,
+)
 from cpsr.qualify.restart_check import check_restart
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group
@@ -22,6 +28,7 @@ RETURNING_OF_DEEPSPEED = ("deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 ad
 SPLIT = ("fsdp2 bf16 adamw", "tp fp32 adamw")
 OFFLOADED = "deepspeed zero2 bf16 json offload_optimizer"
 RETURNING = ("ddp fp32 adamw", *SPLIT, *RETURNING_OF_DEEPSPEED, OFFLOADED)
+REPLAYED = (*RETURNING[:-1], "deepspeed zero2 fp16 adamw")
 RETURNING_ON_CUDA = ("ddp fp32 adamw-fused", "deepspeed zero1 bf16 fused")
 PREDICTED = (*SPLIT, *RETURNING_OF_DEEPSPEED, OFFLOADED, *RETURNING_ON_CUDA)
 DUMPED = ("ddp fp32 adamw", "fsdp2 bf16 adamw", "deepspeed zero1 bf16 adamw", *RETURNING_ON_CUDA)
@@ -75,6 +82,7 @@ CHECKS = (
     Check("side group", check_side_group, ("ddp fp32 adamw",), ranks=2),
     Check("speed", check_speed, ("ddp fp32 adamw", "deepspeed zero1 fp32 adamw", ALONE, *RETURNING_ON_CUDA)),
     Check("memory", check_return_from_memory, (*RETURNING, *RETURNING_ON_CUDA, ALONE), kills=True),
+    Check("replay", check_replay, (*REPLAYED, ALONE), kills=True),
     Check("disk", check_return_from_disk, (*RETURNING, ALONE), kills=True),
     Check("dump", check_dump, DUMPED, kills=True, ranks=2),
     Check("predict", check_prediction, (*PREDICTED, ALONE), kills=True),

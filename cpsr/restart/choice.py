@@ -54,6 +54,11 @@ class Candidate:
         """Whether it is a snapshot in host memory."""
         return any(part.tier == "memory" for part in self.parts)
 
+    @property
+    def is_window(self) -> bool:
+        """Whether it is a window in host memory, which is replayed."""
+        return any(entry.kind == "window" for part in self.parts for entry in part.entries)
+
     def cost_iterations(self, failure_iteration: int) -> int:
         """Iterations to recompute; the cost of a prediction is known only once it is made."""
         return max(failure_iteration - self.iteration, 0)
@@ -175,6 +180,8 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
 def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:
     """Whether the newest one is an exact snapshot between two checkpoints, which loses their interval at most."""
     newest, others = whole[0], [one.iteration for one in whole if not one.in_memory]
+    if newest.is_window:  # two windows at most
+        return newest.iteration > max(others, default=-1)
     return (
         interval_iterations is not None
         and newest.in_memory

@@ -17,6 +17,7 @@ from cpsr.journal import FailureScope
 from cpsr.peers.fetch import fetch
 from cpsr.peers.small import load_states
 from cpsr.ranks.group import Group, this_node
+from cpsr.replay.conversion import load_window
 from cpsr.state.shard import Shard
 
 __all__ = ["Ladder", "summary", "what_is_left"]
@@ -34,6 +35,7 @@ class Ladder:
         config: how states of other machines are fetched.
         first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
         held: whether every rank had a state of that life in memory.
+        windows: whether windows are looked at.
 
     Attributes:
         left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not; None
@@ -51,7 +53,9 @@ class Ladder:
         config: PeersConfig,
         first: tuple[int, int],
         held: bool = False,
+        windows: bool = False,
     ) -> None:
+        self._windows = windows
         self._run_id = run_id
         self._group = group
         self._first, self._held = first, held
@@ -152,7 +156,8 @@ class Ladder:
         try:
             states = [self._state_at(entry) for entry in source.entries]
             if states:
-                scalars = load_states(states, into)
+                windows = states[0].kind == "window"
+                scalars = load_window(states[0], into) if windows else load_states(states, into)
             for fetched in self._fetched.values():
                 fetched.path.unlink(missing_ok=True)
             self._fetched = {}
@@ -175,6 +180,8 @@ class Ladder:
         for state in memory_states(self._run_id):
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
             if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
+                continue
+            if state.kind == "window" and not self._windows:
                 continue
             problem = verify_memory_state(state)
             if problem is None:

@@ -207,6 +207,8 @@ class FromMemory:
         snapshot = self._load()
         older = older_experts(snapshot, self.group)
         restored = _whole(self, snapshot, self.restart.load_seconds + time.perf_counter() - started, refusal)
+        if self.candidate.is_window:  # the buffer holds no whole state
+            self.pool.release(snapshot)
         return restored if older is None else _with_older(restored, snapshot, older, catch_up=self.catch_up)
 
     def _load(self) -> Snapshot:
@@ -224,8 +226,9 @@ class FromMemory:
         except CheckpointError:
             self.pool.release(snapshot)
             raise
-        self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
-        self.pool.keep(snapshot)
+        if not self.candidate.is_window:
+            self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
+            self.pool.keep(snapshot)
         return snapshot
 
     def _bring_frozen(self, snapshot: Snapshot) -> None:
@@ -298,6 +301,8 @@ def _with_older(restored: Restored, snapshot: Snapshot, older: OlderExperts, *, 
 
 
 def _place(candidate: Candidate) -> str:
+    if candidate.is_window:
+        return f"the window in memory that begins with iteration {candidate.iteration}"
     if candidate.in_memory:
         return f"the state of iteration {candidate.iteration} in memory"
     return f"checkpoint {candidate.iteration}"

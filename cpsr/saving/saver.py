@@ -67,6 +67,7 @@ class Saver(Part):
         self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
         self.store = store
         self.pool = memory.pool
+        self._windows = memory.windows
         self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
         self._planner = planner
         self._cadence = Cadence(job.group.rank, restored.restored_iteration)
@@ -99,15 +100,15 @@ class Saver(Part):
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint is due after this iteration."""
-        return self._cadence.is_due(self.plan, iteration)
+        return self.pool.obstacle is None and self._cadence.is_due(self.plan, iteration)
 
     def take(self, iteration: int) -> Savers:
         """Count the checkpoint that is due after this iteration; returns whose it is, for `begin`."""
         return self._cadence.take(self.plan, iteration)
 
     def is_memory_due(self, iteration: int) -> bool:
-        """Whether a snapshot to host memory is due after this iteration."""
-        return self.memory.is_due(iteration, self.plan.memory_interval_iterations)
+        """Whether a snapshot to host memory is due after this iteration; windows take its place."""
+        return self._windows is None and self.memory.is_due(iteration, self.plan.memory_interval_iterations)
 
     def turn_in_memory(self, iteration: int) -> Turn | None:
         """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
@@ -243,8 +244,20 @@ class Saver(Part):
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:
-        """Wait for a running copy: the optimizer is about to change its source."""
+        """Wait for running copies: the optimizer is about to change their source."""
         self.finish()
+        if self._windows is not None:
+            self._windows.before_update()
+
+    def end_iteration(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
+        """Take this iteration's part of a window.
+
+        Args:
+            iteration: the finished one.
+            scalars: captures the small state.
+        """
+        if self._windows is not None:
+            self._windows.take(iteration, lambda: scalars().to_tree())
 
     def finish(self) -> Snapshot | None:
         """Wait for a running copy, and return its snapshot, if the writer has it now."""

@@ -36,9 +36,8 @@ def install(wheel: Path, environment: Path) -> Path:
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
         ).strip()
     )
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True
-    )
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
     # A path file does not run the path files of the folder it names: the editable install there stays out of sight.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python

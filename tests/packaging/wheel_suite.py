@@ -8,7 +8,12 @@ from pathlib import Path
 from tests.packaging.distributions import ROOT, build, copy_tests, install, tracked
 
 DOCUMENTS = ["ARCHITECTURE.md", "README.md", *tracked("docs"), *tracked("examples")]  # read, or run, by tests
-OF_THE_SOURCE_TREE = ("tests/packaging/", "tests/test_architecture.py", "tests/test_documents.py")
+OF_THE_SOURCE_TREE = (
+    "tests/packaging/",
+    "tests/test_architecture.py",
+    "tests/test_documents.py",
+    "tests/test_security.py",
+)
 
 
 def main() -> int:

@@ -1,0 +1,128 @@
+"""Where the snapshots of one window lie in their file."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from cpsr.checkpoint.parts import REST, Held, Parts
+from cpsr.replay.schedule import Schedule
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+
+__all__ = ["WindowLayout", "compute_key"]
+
+_ALIGNED = 64  # of each tensor, for views of any type
+_PAGE = 4096  # of each snapshot
+
+
+def compute_key(step: int, operator: str) -> str:
+    """Name of an operator's compute weights in a window's file, among what is no operator's."""
+    return f"compute/{step}/{operator}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One tensor in the file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, content: torch.Tensor) -> torch.Tensor:
+        return content[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
+
+
+class WindowLayout:
+    """The tensors of a window, snapshot after snapshot.
+
+    Each snapshot holds the operators whose turn it is whole, and of those whose turn comes later the compute weights.
+    The first one also holds the buffers.
+
+    Args:
+        template: the rank's shard.
+        turns: which operators each snapshot holds whole; every operator once.
+        compute: dtypes of compute weights, of operators whose masters have another one.
+
+    Attributes:
+        turns: as given.
+        bytes: of the file.
+    """
+
+    def __init__(self, template: Shard, turns: Schedule, compute: Mapping[str, torch.dtype]) -> None:
+        self.turns = turns
+        self._template = template
+        self._places: list[dict[str, _Place]] = []
+        self._ends: list[int] = []
+        self._end = 0
+        for step, active in enumerate(turns):
+            self._places.append({})
+            for name in active:
+                self._add(f"param/{name}", template.operators[name].parameter.values)
+                for moment, values in template.operators[name].moments.items():
+                    self._add(f"moment/{moment}/{name}", values)
+            for name, values in template.others.items() if step == 0 else ():
+                self._add(f"other/{name}", values)
+            for name in (name for later in turns[step + 1 :] for name in later):
+                weights = template.operators[name].parameter.values
+                self._add(f"other/{compute_key(step, name)}", weights, compute.get(name, weights.dtype))
+            self._end = -(-self._end // _PAGE) * _PAGE
+            self._ends.append(self._end)
+        self.bytes = self._end
+
+    def _add(self, key: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        place = _Place(-(-self._end // _ALIGNED) * _ALIGNED, dtype or like.dtype, tuple(like.shape))
+        self._places[-1][key] = place
+        self._end = place.offset + place.bytes
+
+    def copies(self, step: int, shard: Shard, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Target and source of each tensor of one snapshot, but for the buffers.
+
+        Args:
+            step: from 0.
+            shard: the engine's views.
+            content: all bytes of the file.
+        """
+        tensors = dict(shard.tensors())
+        for key, place in self._places[step].items():
+            if key.startswith("other/compute/"):
+                yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"]
+            elif not key.startswith("other/"):
+                yield place.view(content), tensors[key]
+
+    def copy_others(self, shard: Shard, content: torch.Tensor) -> None:
+        """Copy the buffers, which the next forward changes; on a GPU in the order of the current stream."""
+        with torch.no_grad():
+            for name, values in shard.others.items():
+                self._places[0][f"other/{name}"].view(content).copy_(values, non_blocking=True)
+
+    def copied_bytes(self, step: int) -> int:
+        """Bytes of one snapshot."""
+        return sum(place.bytes for place in self._places[step].values())
+
+    def held(self, content: torch.Tensor) -> Held:
+        """What the file holds, by snapshot; nothing yet."""
+        tensors = [(key, place.offset, place.bytes) for places in self._places for key, place in places.items()]
+        units = {name: f"snapshot {step}" for step, active in enumerate(self.turns) for name in active}
+        return Held(Parts(tensors, self.bytes, units), content)
+
+    def taken(self, held: Held, step: int, iteration: int) -> None:
+        """A snapshot is complete: hash it."""
+        held.fill([REST, f"snapshot {step}"] if step == 0 else [f"snapshot {step}"], iteration)
+        begin = self._ends[step - 1] if step else 0
+        held.hash_between(begin, self._ends[step])
+
+    def shard(self, content: torch.Tensor) -> Shard:
+        """Views of all of it: every operator, and the rest with the compute weights."""
+        views = {key: place.view(content) for places in self._places for key, place in places.items()}
+        operators = {}
+        for name, operator in self._template.operators.items():
+            one = operator.parameter
+            parameter = ParamSlice(views[f"param/{name}"], one.global_shape, one.offset, one.block)
+            moments = {moment: views[f"moment/{moment}/{name}"] for moment in operator.moments}
+            operators[name] = OperatorState(name, parameter, moments, 0)
+        return Shard(operators, {key[6:]: view for key, view in views.items() if key.startswith("other/")})
