@@ -177,13 +177,17 @@ class OpenState:
         start = PAGE_BYTES + int(offset)
         return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor of that key."""
+        return key in self._description["layout"]
+
     def as_it_is(self, key: str) -> torch.Tensor:
         """The tensor of that key, of its own shape and type.
 
         Raises:
             CheckpointError: there is none.
         """
-        if key not in self._description["layout"]:
+        if not self.has(key):
             raise CheckpointError(f"{self._state.path} holds no {key}")
         offset, dtype, shape = self._description["layout"][key]
         start, kind = PAGE_BYTES + int(offset), getattr(torch, dtype)

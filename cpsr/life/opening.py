@@ -143,7 +143,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
     turns = experts is not None and config.memory.interval_iterations is not None
-    memory = HostMemory(job, loop.losses, experts.units if experts is not None and turns else None)
+    memory = HostMemory(job, experts.units if experts is not None and turns else None)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
         job = replace(job, config=_without_shared_memory(job.config))

@@ -17,7 +17,6 @@ from cpsr.job import Job
 from cpsr.peers.replicator import OwnBuffers, Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
-from cpsr.state.losses import LossRecorder
 
 __all__ = ["HostMemory", "claim_memory"]
 
@@ -53,7 +52,6 @@ class HostMemory:
 
     Args:
         job: this rank's; its shard is the template of the buffers.
-        losses: of the training.
         units: operator -> the expert that it is of; see `SnapshotPool`.
 
     Attributes:
@@ -62,7 +60,7 @@ class HostMemory:
         windows: sparse snapshots of every iteration; None where they are not wanted, or would not survive.
     """
 
-    def __init__(self, job: Job, losses: LossRecorder, units: Mapping[str, str] | None = None) -> None:
+    def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
         self._first_on_machine = group.rank == run.local_ranks[0]
@@ -88,7 +86,7 @@ class HostMemory:
         self.windows: Windows | None = None
         if config.replay.enabled and self.survives:
             assert memory is not None
-            self.windows = Windows(job, memory, self.pool, losses)
+            self.windows = Windows(job, memory, self.pool)
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None

@@ -17,10 +17,16 @@ from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError, RecoveryError
-from cpsr.replay.layout import compute_key
+from cpsr.replay.layout import compute_key, witness_key
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["Conversion", "load_window"]
+
+_DIFFERS = "Something in the step is not deterministic, or its data, code or libraries are others than before."
+_WRITES = (
+    "It was given its values right after the step, and the loop has written to it since: what the loop does after a "
+    "step cannot be repeated so."
+)
 
 
 def load_window(state: MemoryState, into: Shard) -> Any:
@@ -60,8 +66,7 @@ class Conversion:
         self._window, self._adapter = OpenState(state), adapter
         self._name = state.path.name
         self._anchors: Mapping[str, int] = ages_in_memory(state)
-        self._losses: list[float | None] = self._window.scalars()["losses"]
-        self.first, self.last = state.iteration, state.iteration + len(self._losses) - 1
+        self.first, self.last = state.iteration, int(self._window.scalars()["last"])
 
     def after_step(self, iteration: int) -> None:
         """Give the engine what the window has of this iteration; a collective where `push_down` is one."""
@@ -70,21 +75,31 @@ class Conversion:
                 _fill(self._window, self._anchors[name], self.first, iteration, operator, evolving=True)
         self._adapter.push_down()
 
-    def require_same(self, iteration: int, loss: float | None) -> None:
-        """Compare the loss of a repeated iteration with that of the first time.
+    def require_same(self, iteration: int) -> None:
+        """Compare the weights with those of the first time, when the loop has finished a repeated iteration.
 
         Raises:
             RecoveryError: they differ: what was repeated is not what was trained.
         """
-        before = self._losses[iteration - self.first]
-        if before is None or loss is None or before == loss or (before != before and loss != loss):
-            return
-        raise RecoveryError(
-            f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, with a "
-            f"loss of {loss!r}; the first time it was {before!r}. Something in the step is not deterministic, or its "
-            f"data, code or libraries are others than before. The window ({self._name}) is not used again: the next "
-            "start goes on from the newest whole state. Set replay.enabled to false if this repeats"
-        )
+        step = iteration - self.first
+        for name, operator in self._adapter.shard().operators.items():
+            values, witness = operator.parameter.values.detach(), f"other/{witness_key(step, name)}"
+            if self._anchors[name] >= iteration:
+                before, cause = self._weights(name, step), _WRITES
+            elif self._window.has(witness):
+                before, cause = self._window.as_it_is(witness), _DIFFERS
+            else:
+                continue
+            if not torch.equal(values[: before.numel()].to(before.device), before.to(values.dtype)):
+                raise RecoveryError(
+                    f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
+                    f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
+                    "again: the next start goes on from another state. Set replay.enabled to false if this repeats"
+                )
+
+    def _weights(self, name: str, step: int) -> torch.Tensor:
+        whole = self._anchors[name] == self.first + step
+        return self._window.as_it_is(f"param/{name}" if whole else f"other/{compute_key(step, name)}")
 
     def close(self) -> None:
         """Let the file go."""

@@ -10,15 +10,22 @@ from cpsr.checkpoint.parts import REST, Held, Parts
 from cpsr.replay.schedule import Schedule
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["WindowLayout", "compute_key"]
+__all__ = ["WindowLayout", "compute_key", "witness_key"]
 
 _ALIGNED = 64  # of each tensor, for views of any type
 _PAGE = 4096  # of each snapshot
+# Another training than the first time differs in all weights: so few elements of so few operators show it.
+WITNESSES, WITNESS_ELEMENTS = 8, 1024
 
 
 def compute_key(step: int, operator: str) -> str:
     """Name of an operator's compute weights in a window's file, among what is no operator's."""
     return f"compute/{step}/{operator}"
+
+
+def witness_key(step: int, operator: str) -> str:
+    """Name of the first weights of an operator that is replayed, as they were the first time."""
+    return f"witness/{step}/{operator}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class WindowLayout:
     """The tensors of a window, snapshot after snapshot.
 
     Each snapshot holds the operators whose turn it is whole, and of those whose turn comes later the compute weights.
-    The first one also holds the buffers.
+    Of some whose turn is over it holds the first weights: a replay must give the same. The first one also holds the
+    buffers.
 
     Args:
         template: the rank's shard.
@@ -70,6 +78,9 @@ class WindowLayout:
             for name in (name for later in turns[step + 1 :] for name in later):
                 weights = template.operators[name].parameter.values
                 self._add(f"other/{compute_key(step, name)}", weights, compute.get(name, weights.dtype))
+            for name in _spread([name for earlier in turns[:step] for name in earlier]):
+                values = template.operators[name].parameter.values
+                self._add(f"other/{witness_key(step, name)}", values[:WITNESS_ELEMENTS])
             self._end = -(-self._end // _PAGE) * _PAGE
             self._ends.append(self._end)
         self.bytes = self._end
@@ -91,6 +102,8 @@ class WindowLayout:
         for key, place in self._places[step].items():
             if key.startswith("other/compute/"):
                 yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"]
+            elif key.startswith("other/witness/"):
+                yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"][:WITNESS_ELEMENTS]
             elif not key.startswith("other/"):
                 yield place.view(content), tensors[key]
 
@@ -126,3 +139,9 @@ class WindowLayout:
             moments = {moment: views[f"moment/{moment}/{name}"] for moment in operator.moments}
             operators[name] = OperatorState(name, parameter, moments, 0)
         return Shard(operators, {key[6:]: view for key, view in views.items() if key.startswith("other/")})
+
+
+def _spread(names: list[str]) -> list[str]:
+    """A few of them, from all over."""
+    count = min(len(names), WITNESSES)
+    return [names[place * len(names) // count] for place in range(count)]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,6 @@ class _Window:
     held: Held
     first: int
     small: SmallState
-    losses: list[torch.Tensor | None] = field(default_factory=list)
     dropped: bool = False
 
 
@@ -73,7 +72,6 @@ class Recorder:
     Args:
         memory: names and stamps of the files.
         shard: gives the engine's views.
-        latest_loss: gives the last iteration's loss, on its device.
         report: takes what has failed.
     """
 
@@ -81,10 +79,9 @@ class Recorder:
         self,
         memory: SharedMemory,
         shard: Callable[[], Shard],
-        latest_loss: Callable[[], torch.Tensor | None],
         report: Callable[[str], None],
     ) -> None:
-        self._memory, self._shard, self._latest_loss, self._report = memory, shard, latest_loss, report
+        self._memory, self._shard, self._report = memory, shard, report
         self._files: list[MemoryFile | None] = [None] * FILES
         self._firsts = [-1] * FILES  # first iteration of the window that each file holds, or is filled with
         self._pinnings: dict[int, Pinning] = {}
@@ -160,7 +157,6 @@ class Recorder:
         window = self._window
         if window is None or window.dropped:
             return
-        window.losses.append(self._latest_loss())
         try:
             shard = self._shard()
             pairs = list(window.layout.copies(step, shard, window.file.bytes))
@@ -252,8 +248,7 @@ class Recorder:
             if step + 1 < len(layout.turns):
                 return
             window.small.wait()
-            losses = [None if loss is None else float(loss) for loss in window.losses]
-            scalars = {"start": window.small.tree(), "losses": losses}
+            scalars = {"start": window.small.tree(), "last": iteration}
             stamp = self._memory.rank, self._memory.life, "window"
             views = layout.shard(file.bytes)
             file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)  # type: ignore[arg-type]

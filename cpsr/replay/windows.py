@@ -19,7 +19,6 @@ from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import Copied, Recorder
 from cpsr.replay.schedule import schedule, units_of, window_iterations
-from cpsr.state.losses import LossRecorder
 
 __all__ = ["Windows"]
 
@@ -36,17 +35,15 @@ class Windows:
         job: this rank's.
         memory: names and stamps of the files.
         pool: takes no snapshot while the state is not whole.
-        losses: of the training.
     """
 
-    def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool, losses: LossRecorder) -> None:
-        self._job, self._pool, self._losses = job, pool, losses
+    def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
+        self._job, self._pool = job, pool
         shard = job.shard
         self._units = units_of(shard, experts_of(job.adapter.expert_naming(), shard.operators))
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
-        latest = lambda: losses.latest_on_device  # noqa: E731
-        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, latest, self._report)
+        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report)
         self._conversion: Conversion | None = None
         self._iterations = job.config.replay.window_iterations or 1
         self._layout = self._laid_out()
@@ -99,7 +96,7 @@ class Windows:
             capture: gives the whole small state.
 
         Raises:
-            RecoveryError: an iteration was repeated with another loss; see `Conversion.require_same`.
+            RecoveryError: an iteration was not repeated as it was; see `Conversion.require_same`.
         """
         if self._conversion is not None:
             self._check(self._conversion, iteration)
@@ -136,7 +133,7 @@ class Windows:
     def _check(self, conversion: Conversion, iteration: int) -> None:
         if iteration <= conversion.last:
             try:
-                conversion.require_same(iteration, self._losses.latest())
+                conversion.require_same(iteration)
             except BaseException:
                 if self._recorder is not None:
                     self._recorder.forget()

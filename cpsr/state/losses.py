@@ -105,11 +105,6 @@ class LossRecorder:
         self._steps.append((step, loss))
         return self.flush() if len(self._steps) >= self._flush_iterations else []
 
-    @property
-    def latest_on_device(self) -> torch.Tensor | None:
-        """The loss of the last closed iteration, where it is."""
-        return self._latest
-
     def latest(self) -> float | None:
         """The loss of the last closed iteration; waits for the device, so only for short watches."""
         return None if self._latest is None else float(self._latest)

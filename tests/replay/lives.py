@@ -1,0 +1,147 @@
+"""Lives of a small training with windows; each is a process of its own, forked from one that has imported everything.
+
+`python -m tests.replay.lives <folder> <runs>`: JSON of lives by the name of a run, each with the fields of `LifeOf`.
+Each one leaves a line of JSON: its run, where it began and why, its losses by iteration, and at its end a digest of the
+whole state. The next life begins when the one before was killed or has ended.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.errors import CPSRError
+from cpsr.replay.conversion import Conversion
+
+ITERATIONS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class LifeOf:
+    """What happens in a life.
+
+    Attributes:
+        killed_at: iteration after whose step the process kills itself; None: it ends well.
+        window_iterations: of the configuration.
+        interval_iterations: between checkpoints.
+        enabled: whether windows are taken and used.
+        factor: on the loss; another one than in the life before makes another training.
+        damage: a byte of the newest window is flipped before.
+        converts: False leaves out what the window has of later iterations, as a control.
+        shrinks: the loop multiplies weights after each step whose turn comes last.
+    """
+
+    killed_at: int | None = None
+    window_iterations: int | None = 3
+    interval_iterations: int = 1000
+    enabled: bool = True
+    factor: float = 1.0
+    damage: bool = False
+    converts: bool = True
+    shrinks: bool = False
+
+
+class Network(nn.Module):
+    """Dropout draws random numbers, the running statistics change with each forward, and one layer is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 24)
+        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
+        self.norm, self.head, self.unused = nn.BatchNorm1d(24), nn.Linear(24, 1), nn.Linear(2, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, *self.layers):
+            values = nn.functional.dropout(torch.tanh(layer(values)), 0.1)
+        found: torch.Tensor = self.head(self.norm(values))
+        return found
+
+
+def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
+    if not life.converts:
+        setattr(Conversion, "after_step", lambda self, iteration: None)  # noqa: B010 - mypy refuses it otherwise
+    torch.manual_seed(3)
+    inputs = torch.randn(120, 8)
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4, shuffle=True)
+    config = {
+        "run_dir": str(run_dir),
+        "mode": "exact",
+        "checkpoint": {"interval_iterations": life.interval_iterations, "fsync": False},
+        "replay": {"enabled": life.enabled, "window_iterations": life.window_iterations},
+    }
+    left: dict[str, Any] = {"run": run_dir.name, "losses": {}}
+    with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+        left |= {"iteration": recovery.iteration, "reason": recovery.restored.reason}
+        for batch, targets in recovery.resume(loader, repeat=True):
+            loss = life.factor * nn.functional.mse_loss(model(batch), targets)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            if life.shrinks:
+                with torch.no_grad():
+                    model.first.weight.mul_(0.99)
+            left["losses"][recovery.iteration] = loss.item()
+            if recovery.iteration == life.killed_at:
+                leave(left)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if recovery.iteration >= ITERATIONS:
+                break
+    return left | {"digest": digest_of(model, optimizer)}
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    digest = hashlib.sha256()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    for tensor in (*model.state_dict().values(), *moments):
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def leave(life: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(life) + "\n")
+    sys.stdout.flush()
+
+
+def damage_newest_window(run_dir: Path) -> None:
+    windows = [state for state in memory_states(run_id(run_dir)) if state.kind == "window"]
+    with max(windows, key=lambda state: state.iteration).path.open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def run(run_dir: Path, lives: list[LifeOf]) -> None:
+    for life in lives:
+        if life.damage:
+            damage_newest_window(run_dir)
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            continue
+        try:
+            leave(live(run_dir, life))
+        except CPSRError as error:
+            leave({"run": run_dir.name, "error": f"{type(error).__name__}: {error}"})
+        os._exit(0)
+    remove_memory_states(run_id(run_dir))
+
+
+if __name__ == "__main__":
+    for name, wanted in json.loads(sys.argv[2]).items():
+        run(Path(sys.argv[1]) / name, [LifeOf(**one) for one in wanted])

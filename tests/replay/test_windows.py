@@ -1,0 +1,111 @@
+"""A job with windows is killed, and comes back bit for bit: the whole way, with real processes."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.replay.lives import LifeOf
+
+RUNS = {
+    "uninterrupted": [LifeOf(enabled=False)],  # without windows: that they change nothing shows as well
+    # Windows begin at 1, 4, 7, 10 and 13; the last that is whole ends at 12, or before.
+    "killed at 12": [LifeOf(12), LifeOf()],
+    "killed at 13": [LifeOf(13), LifeOf()],
+    "killed at 14": [LifeOf(14), LifeOf()],
+    "killed again": [LifeOf(15), LifeOf(11), LifeOf(13), LifeOf()],
+    "damaged": [LifeOf(15), LifeOf(damage=True)],
+    "checkpoints": [LifeOf(12, 3, 11), LifeOf(24, 3, 11), LifeOf(None, 3, 11)],
+    "another training": [LifeOf(15), LifeOf(factor=2.0), LifeOf()],
+    "control": [LifeOf(15), LifeOf(converts=False)],
+    "turned off": [LifeOf(15), LifeOf(enabled=False)],
+    "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
+    "writes to weights": [LifeOf(15, shrinks=True), LifeOf(shrinks=True)],
+}
+
+Lives = Mapping[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    wanted = json.dumps({name: [asdict(life) for life in lives] for name, lives in RUNS.items()})
+    command = [sys.executable, "-m", "tests.replay.lives", str(tmp_path_factory.mktemp("runs")), wanted]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    found = defaultdict(list)
+    for life in map(json.loads, ended.stdout.splitlines()):
+        found[life["run"]].append(life)
+    assert {name: len(found[name]) for name in RUNS} == {name: len(ones) for name, ones in RUNS.items()}, ended.stderr[
+        -3000:
+    ]
+    return found
+
+
+def require_rest(life: Mapping[str, Any], lives: Lives) -> None:
+    """From its beginning on it is the uninterrupted run, bit for bit."""
+    (uninterrupted,) = lives["uninterrupted"]
+    assert life["losses"] == {at: loss for at, loss in uninterrupted["losses"].items() if int(at) > life["iteration"]}
+    assert life["digest"] == uninterrupted["digest"]
+
+
+@pytest.mark.parametrize("killed_at", [12, 13, 14])
+def test_the_state_is_that_of_a_run_that_nothing_happened_to(lives: Lives, killed_at: int) -> None:
+    killed, back = lives[f"killed at {killed_at}"]
+    (uninterrupted,) = lives["uninterrupted"]
+    assert killed["losses"] == {at: uninterrupted["losses"][at] for at in killed["losses"]}
+    assert back["iteration"] in (7, 10)  # whether the one that ended last was sealed before the kill
+    assert "window" in back["reason"]
+    require_rest(back, lives)
+
+
+def test_a_kill_during_the_replay_and_right_after_it_goes_back_to_the_same_window(lives: Lives) -> None:
+    _, second, third, last = lives["killed again"]
+    assert second["iteration"] == third["iteration"] == last["iteration"] == 10
+    require_rest(last, lives)
+
+
+def test_a_damaged_window_is_not_used_and_the_one_before_is(lives: Lives) -> None:
+    _, back = lives["damaged"]
+    assert back["iteration"] == 7
+    require_rest(back, lives)
+
+
+def test_a_newer_checkpoint_goes_first_and_a_due_one_waits_for_the_whole_state(lives: Lives) -> None:
+    """Of the checkpoints every 11 iterations, that of 22 falls into the replay of the window from 22 to 24."""
+    _, at_checkpoint, back = lives["checkpoints"]
+    assert at_checkpoint["iteration"] == 11
+    assert "window" not in at_checkpoint["reason"]
+    require_rest(back, lives)
+
+
+def test_another_training_than_the_first_time_ends_the_life_and_the_window(lives: Lives) -> None:
+    _, refused, back = lives["another training"]
+    assert "iteration 11 was repeated from the window of iterations 10 to 12" in refused["error"]
+    assert back["iteration"] == 0
+    require_rest(back, lives)
+
+
+def test_without_what_the_window_has_of_later_iterations_the_training_is_another_one(lives: Lives) -> None:
+    _, refused = lives["control"]
+    assert "iteration 11 was repeated" in refused["error"]
+
+
+def test_a_loop_that_writes_to_the_weights_after_a_step_is_found_out(lives: Lives) -> None:
+    _, refused = lives["writes to weights"]
+    assert "the loop has written to it since" in refused["error"]
+
+
+def test_windows_are_not_looked_at_where_they_are_turned_off(lives: Lives) -> None:
+    _, back = lives["turned off"]
+    assert back["iteration"] == 0
+    require_rest(back, lives)
+
+
+def test_the_number_of_iterations_is_measured(lives: Lives) -> None:
+    _, back = lives["measured"]
+    assert back["iteration"] > 9
+    require_rest(back, lives)
