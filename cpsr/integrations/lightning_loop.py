@@ -31,19 +31,36 @@ class LoopProgress:
     def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer, self._own = trainer, own
         self._steps: int | None = None
+        self._length: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors."""
         kept = {one.state_key: one.state_dict() for one in self._trainer.callbacks if one is not self._own}
-        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": kept}
+        length = self._trainer.num_training_batches
+        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": kept, "batches_of_a_pass": length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back before the loop runs, which then goes on in the middle of its pass."""
         self._trainer.fit_loop.load_state_dict(state["loops"])
         self._steps = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._length = state.get("batches_of_a_pass")  # an earlier version did not save it
         for one in self._trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])
+
+    def place(self, batch: int, length: int) -> None:
+        """Another number of ranks takes other batches: count those of the current pass as these ranks would have.
+
+        Args:
+            batch: of this rank in the pass that is to come next; 0 also after the last one of the pass before.
+            length: batches of a pass on this rank.
+        """
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if self._length is None or self._length == length:
+            return
+        further = (length if current.ready >= self._length else batch) - current.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, getattr(current, name) + further)
 
     def settle(self) -> None:
         """The first batch begins: where a validation follows the restored step, Lightning has counted it twice."""
