@@ -43,24 +43,28 @@ class LoopProgress:
         """Put it back before the loop runs, which then goes on in the middle of its pass."""
         self._trainer.fit_loop.load_state_dict(state["loops"])
         self._steps = self._trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._length = state.get("batches_of_a_pass")  # an earlier version did not save it
+        self._length = state.get("batches_of_a_pass")
         for one in self._trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])
 
     def place(self, batch: int, length: int) -> None:
-        """Another number of ranks takes other batches: count those of the current pass as these ranks would have.
+        """Let the loop go on at this batch: another number of ranks counts other batches of the pass.
 
         Args:
-            batch: of this rank in the pass that is to come next; 0 also after the last one of the pass before.
+            batch: of the pass, that comes next on this rank.
             length: batches of a pass on this rank.
         """
-        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        if self._length is None or self._length == length:
+        if self._steps is None:  # a new run
             return
-        further = (length if current.ready >= self._length else batch) - current.ready
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(current, name, getattr(current, name) + further)
+        loop = self._trainer.fit_loop
+        passes, current = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        if batch == 0 and passes.completed == passes.ready:
+            loop.epoch_loop.restarting = False  # the run had ended with a pass, and goes on with the next one
+        elif self._length not in (None, length):  # an earlier version did not save it
+            further = batch - current.ready
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(current, name, getattr(current, name) + further)
 
     def settle(self) -> None:
         """The first batch begins: where a validation follows the restored step, Lightning has counted it twice."""

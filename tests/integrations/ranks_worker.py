@@ -33,7 +33,8 @@ class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, or `Lightning`.
+        loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, `accelerate unseeded`, or
+            `Lightning`.
         fault: the step after which rank 1 kills itself.
         committed: a commit record that must exist before.
         save_steps: after how many the Trainer saves a checkpoint of its own; 0 for none.
@@ -168,7 +169,8 @@ def accelerator_of(options: Options) -> Any:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
     loop, accumulated = options.loop, options.accumulated
-    plugins: dict[str, Any] = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=options.resized)}
+    seedable = options.resized and "unseeded" not in loop
+    plugins: dict[str, Any] = {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=seedable)}
     if "DeepSpeed" in loop:
         os.environ["ACCELERATE_USE_CPU"] = "false"  # or accelerate leaves DeepSpeed out
         config = DEEPSPEED | {"gradient_accumulation_steps": accumulated}

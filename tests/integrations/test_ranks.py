@@ -53,19 +53,28 @@ def trained(life: Ended, since: int) -> dict[int, tuple[list[float], float]]:
     return steps
 
 
+WITHIN, BETWEEN, GROWING = ((2, 2), (1, 4), (2, 8)), ((2, 6), (1, 8)), ((2, 2), (4, 4), (2, 8))  # ranks, last step
+
+
 @pytest.mark.parametrize(
-    ("loop", "package"),
+    ("loop", "package", "lives"),
     [
-        ("Trainer", "transformers"),
-        pytest.param("Trainer with DeepSpeed", "transformers", marks=pytest.mark.slow),
-        pytest.param("Trainer with FSDP", "transformers", marks=pytest.mark.slow),
-        ("accelerate", "accelerate"),
-        pytest.param("accelerate with DeepSpeed", "accelerate", marks=pytest.mark.slow),
-        pytest.param("accelerate with FSDP", "accelerate", marks=pytest.mark.slow),
-        ("Lightning", "lightning"),
+        ("Trainer", "transformers", WITHIN),
+        pytest.param("Trainer", "transformers", BETWEEN, marks=pytest.mark.slow),
+        pytest.param("Trainer with DeepSpeed", "transformers", WITHIN, marks=pytest.mark.slow),
+        pytest.param("Trainer with FSDP", "transformers", WITHIN, marks=pytest.mark.slow),
+        ("accelerate", "accelerate", WITHIN),
+        pytest.param("accelerate", "accelerate", BETWEEN, marks=pytest.mark.slow),
+        pytest.param("accelerate unseeded", "accelerate", GROWING, marks=pytest.mark.slow),
+        pytest.param("accelerate with DeepSpeed", "accelerate", WITHIN, marks=pytest.mark.slow),
+        pytest.param("accelerate with FSDP", "accelerate", WITHIN, marks=pytest.mark.slow),
+        ("Lightning", "lightning", WITHIN),
+        pytest.param("Lightning", "lightning", BETWEEN, marks=pytest.mark.slow),
     ],
 )
-def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(tmp_path: Path, loop: str, package: str) -> None:
+def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(
+    tmp_path: Path, loop: str, package: str, lives: tuple[tuple[int, int], ...]
+) -> None:
     """Each item of a pass is trained once, in the order and with the losses of a run of one size."""
     pytest.importorskip(package)
     job, steps = Job(tmp_path / "resized"), dict[int, tuple[list[float], float]]()
@@ -75,7 +84,7 @@ def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(tmp_path: Path,
         "resized": True,
         "settings": {"elastic": {"min_ranks": 1}},
     }
-    for ranks, until in ((2, 2), (1, 4), (2, 8)):
+    for ranks, until in lives:
         life = job.launch(ranks=ranks, iterations=until, **options)
         assert life.statuses == [0] * ranks, life.output[0][-3000:]
         assert [life.result(rank)["steps"] for rank in range(ranks)] == [until] * ranks
