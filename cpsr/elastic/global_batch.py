@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import RecoveryError
+from cpsr.state.loader_dealing import GlobalBatches
 
 __all__ = ["GlobalBatch"]
 
@@ -45,10 +46,13 @@ class GlobalBatch:
             RecoveryError: the global batch is another one than asked for, or than the run had on other ranks; the
                 message names batches and accumulation that fit. Nothing was trained.
         """
-        batch_size = loader.batch_size if isinstance(loader, DataLoader) else None
+        ranks, steps = len(self._adapter.data_parallel_ranks), self._adapter.micro_batches_per_iteration
+        if isinstance(loader, GlobalBatches):
+            batch_size = None if loader.samples is None else loader.samples // ranks
+        else:
+            batch_size = loader.batch_size if isinstance(loader, DataLoader) else None
         if batch_size is None:
             return
-        ranks, steps = len(self._adapter.data_parallel_ranks), self._adapter.micro_batches_per_iteration
         found = batch_size * ranks * steps
         wanted = self._asked or (self.size if self._resized else None)
         if wanted is not None and found != wanted:

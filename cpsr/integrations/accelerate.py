@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.scheduler import AcceleratedScheduler
 
 from cpsr.engines import EngineAdapter, TorchAdapter, adapt
+from cpsr.engines.imported_state import IMPORTED
 from cpsr.errors import UnsupportedEngineError
 from cpsr.integrations.passes import Passes, order_of_the_pass
 from cpsr.recovery import CPSRRecovery
@@ -35,14 +37,38 @@ def engine_of(
     Raises:
         UnsupportedEngineError: see `TorchAdapter`; or a part that was not prepared.
     """
+    schedulers = [scheduler, *accelerator._schedulers]
     if accelerator.distributed_type == "DEEPSPEED":
-        return adapt(model)
+        return _for_its_schedulers(adapt(model), schedulers)
     if not hasattr(optimizer, "step_was_skipped"):
         raise UnsupportedEngineError(
             f"this {type(optimizer).__name__} was not prepared: pass the optimizer that accelerator.prepare returned"
         )
     adapter = {"micro_batches_per_iteration": accelerator.gradient_accumulation_steps, **adapter}
-    return TorchAdapter(model, optimizer.optimizer, scheduler, accelerator.scaler, **adapter)
+    return _for_its_schedulers(
+        TorchAdapter(model, optimizer.optimizer, scheduler, accelerator.scaler, **adapter), schedulers
+    )
+
+
+def _for_its_schedulers(engine: EngineAdapter, schedulers: list[Any]) -> EngineAdapter:
+    """Accelerate steps a scheduler once for each rank: where it does, another number of ranks is refused."""
+    per_rank = [one for one in schedulers if type(one) is AcceleratedScheduler]
+    if not any(one.step_with_optimizer and not one.split_batches for one in per_rank):
+        return engine
+    resharded = engine.resharded
+
+    def of_as_many_ranks(scalars: dict[str, Any]) -> dict[str, Any]:
+        if IMPORTED in scalars:  # begins a run
+            return resharded(scalars)
+        raise UnsupportedEngineError(
+            "accelerate takes a step of a prepared scheduler for each rank at every optimizer step, so that the "
+            "learning rate would follow another course on another number of ranks. Nothing was changed. Begin the run "
+            "with a scheduler that is not prepared, and step it once for each optimizer step (if "
+            "accelerator.sync_gradients: scheduler.step()); this one goes on with as many ranks as it had"
+        )
+
+    engine.resharded = of_as_many_ranks  # type: ignore[method-assign]
+    return engine
 
 
 def resume(recovery: CPSRRecovery, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:

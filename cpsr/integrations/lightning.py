@@ -78,7 +78,9 @@ class CPSRCallback(Callback):  # type: ignore[misc]  # untyped here
                 f"the training data is a {type(loader).__name__} of which {trainer.num_training_batches} batches are "
                 "taken: CPSR follows one DataLoader with a length, and all of it (no limit_train_batches)"
             )
-        loop._combined_loader.flattened = [RestOfPass(self.recovery.resume(loader, repeat=True), len(loader))]
+        stream: Any = self.recovery.resume(loader, repeat=True)
+        self._progress.place(stream.position.advanced(0).batch, len(loader))
+        loop._combined_loader.flattened = [RestOfPass(stream, len(loader))]
         iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -31,19 +31,40 @@ class LoopProgress:
     def __init__(self, trainer: Any, own: Any) -> None:
         self._trainer, self._own = trainer, own
         self._steps: int | None = None
+        self._length: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and tensors."""
         kept = {one.state_key: one.state_dict() for one in self._trainer.callbacks if one is not self._own}
-        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": kept}
+        length = self._trainer.num_training_batches
+        return {"loops": self._trainer.fit_loop.state_dict(), "callbacks": kept, "batches_of_a_pass": length}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back before the loop runs, which then goes on in the middle of its pass."""
         self._trainer.fit_loop.load_state_dict(state["loops"])
         self._steps = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._length = state.get("batches_of_a_pass")
         for one in self._trainer.callbacks:
             if state["callbacks"].get(one.state_key):
                 one.load_state_dict(state["callbacks"][one.state_key])
+
+    def place(self, batch: int, length: int) -> None:
+        """Let the loop go on at this batch: another number of ranks counts other batches of the pass.
+
+        Args:
+            batch: of the pass, that comes next on this rank.
+            length: batches of a pass on this rank.
+        """
+        if self._steps is None:  # a new run
+            return
+        loop = self._trainer.fit_loop
+        passes, current = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+        if batch == 0 and passes.completed == passes.ready:
+            loop.epoch_loop.restarting = False  # the run had ended with a pass, and goes on with the next one
+        elif self._length not in (None, length):  # an earlier version did not save it
+            further = batch - current.ready
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(current, name, getattr(current, name) + further)
 
     def settle(self) -> None:
         """The first batch begins: where a validation follows the restored step, Lightning has counted it twice."""

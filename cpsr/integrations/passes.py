@@ -11,31 +11,49 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from cpsr.state.loader import ResumableLoader
+from cpsr.state.loader_dealing import GlobalBatches
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["Passes", "order_of_the_pass"]
 
 
-class Passes:
+class Passes(GlobalBatches):
     """Numbers in place of the batches of a loader, for `recovery.resume`.
 
     Args:
         length: numbers in a pass.
         loader: prepared by accelerate; the generator of its sampler, or its own, may decide the order of a pass. A
             sampler that seeds its generator anew at each pass keeps nothing in it.
+        batches: of the loader, for each number.
     """
 
-    def __init__(self, length: int, loader: Any) -> None:
+    def __init__(self, length: int, loader: Any, batches: int = 1) -> None:
+        sampler = _batch_sampler(loader)
+        samples = None if sampler is None else loader.total_batch_size * batches
+        one_order = sampler is not None and type(loader) is DataLoaderShard and _draws_one_order(sampler.sampler)
+        super().__init__(length, samples, one_order=one_order)
         self.generator = _generator(loader)
-        self._length = length
 
-    def __len__(self) -> int:
-        return self._length
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._length))
+def _batch_sampler(loader: Any) -> BatchSampler | None:
+    """What makes the batches that accelerate deals to the ranks in turn; None where it is not torch's own."""
+    shard: Any = getattr(loader, "batch_sampler", None)
+    sampler = shard.batch_sampler if type(shard) is BatchSamplerShard else shard
+    return sampler if type(sampler) is BatchSampler and not isinstance(sampler.sampler, BatchSampler) else None
+
+
+def _draws_one_order(sampler: Any) -> bool:
+    """Whether it draws the same order on any number of ranks.
+
+    On several ranks accelerate gives a `RandomSampler` a generator. On one it draws from the global random state.
+    """
+    if type(sampler) is RandomSampler:
+        return sampler.generator is not None
+    return type(sampler) in (SeedableRandomSampler, SequentialSampler)
 
 
 def _generator(loader: Any) -> torch.Generator | None:

@@ -106,7 +106,8 @@ class TrainerPasses:
                 f"the training loader is a {type(loader).__name__} that Accelerate has not prepared, whose order "
                 "cannot be drawn again: return trainer.accelerator.prepare(loader) from get_train_dataloader"
             )
-        passes = Passes(updates * self._batches, loader)
+        accumulated = self._trainer.args.gradient_accumulation_steps
+        passes = Passes(updates * self._batches, loader, accumulated // self._batches)
         return self._recovery.resume(passes)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

@@ -1,9 +1,11 @@
 """The own state of a `Trainer` of transformers, as an object that `recovery.register` takes."""
 
+import math
 from typing import Any
 
 import torch
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from cpsr.errors import ConfigError
 
@@ -21,8 +23,10 @@ PROGRESS = (
 )
 # Of the Trainer: sums between two log lines, and of the whole run.
 SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
-# Of `TrainingArguments`: what decides the order of the data.
-ORDER = ("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_drop_last")
+# Of `TrainingArguments`: what decides the order of the data; on another number of ranks the global batch does.
+ORDER = ("seed", "data_seed", "dataloader_drop_last")
+OF_A_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
+OF_ALL_RANKS = ("global_batch_size", "steps_of_a_pass")
 
 
 class TrainerProgress:
@@ -44,23 +48,19 @@ class TrainerProgress:
             "sums": {name: getattr(trainer, name) for name in (*SUMS, "current_flos")},
             "loss": trainer._tr_loss.detach().clone(),
             "callbacks": [[type(one).__name__, one.state()] for one in self._exportable()],
-            "order": {name: getattr(trainer.args, name) for name in ORDER},
+            "order": self._order(),
+            "max_steps": trainer.state.max_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back; callbacks of the same class are matched in their order.
 
         Raises:
-            ConfigError: arguments have changed that decide the order of the data.
+            ConfigError: arguments have changed that decide the order of the data. On another number of ranks those of
+                a rank may change, if the global batch and the steps of a pass stay.
         """
         trainer = self._trainer
-        changed = [name for name in ORDER if state["order"][name] != getattr(trainer.args, name)]
-        if changed:
-            named = ", ".join(f"{name}: {state['order'][name]}, now {getattr(trainer.args, name)}" for name in changed)
-            raise ConfigError(
-                f"the run was trained with other arguments ({named}), which decide the order of its data: some would "
-                "be repeated and other left out. Nothing was trained; start with those, or in a new run_dir"
-            )
+        self._require_order(state["order"])
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         trainer.state.log_history = list(state["log_history"])
@@ -76,6 +76,35 @@ class TrainerProgress:
             attributes = saved["args"] if one is trainer.control else saved["attributes"]
             for attribute, value in attributes.items():
                 setattr(one, attribute, value)
+        if state.get("max_steps", math.inf) <= trainer.state.global_step < trainer.state.max_steps:
+            trainer.control.should_training_stop = False  # the run had ended, and is to go on
+
+    def _order(self) -> dict[str, Any]:
+        trainer, args, loader = self._trainer, self._trainer.args, self._trainer.callback_handler.train_dataloader
+        steps = math.ceil(len(loader) / args.gradient_accumulation_steps) if has_length(loader) else None
+        found = {name: getattr(args, name) for name in (*ORDER, *OF_A_RANK)}
+        whole = {"global_batch_size": trainer.get_total_train_batch_size(args), "steps_of_a_pass": steps}
+        return {**found, **whole, "ranks": args.world_size}
+
+    def _require_order(self, then: dict[str, Any]) -> None:
+        now = self._order()
+        resized = then.get("ranks", now["ranks"]) != now["ranks"]  # an earlier version did not save it
+        names = (*ORDER, *(OF_ALL_RANKS if resized else OF_A_RANK))
+        changed = [name for name in names if then[name] != now[name]]
+        if not changed:
+            return
+        named = ", ".join(f"{name}: {then[name]}, now {now[name]}" for name in changed)
+        way_out = "start with those, or in a new run_dir"
+        if resized:
+            way_out = (
+                f"the run had {then['ranks']} ranks, now {now['ranks']}: per_device_train_batch_size x "
+                f"gradient_accumulation_steps x ranks has to be {then['global_batch_size']}, and a pass has to have as "
+                "many steps (without dataloader_drop_last it has); or go on with as many ranks as the run had"
+            )
+        raise ConfigError(
+            f"the run was trained with other arguments ({named}), which decide the order of its data: some would "
+            f"be repeated and other left out. Nothing was trained; {way_out}"
+        )
 
     def _exportable(self) -> list[Any]:
         found = [*self._trainer.callback_handler.callbacks, self._trainer.control]

@@ -438,7 +438,8 @@ class ResumableLoader(Iterator[Any]):
         if len(states) != len(self._generators):
             raise RecoveryError(
                 f"the data loader has {len(self._generators)} random generators, the saved position "
-                f"{len(states)}: shuffle with the same sampler and generator as the run did"
+                f"{len(states)}: shuffle with the same sampler and generator as the run did "
+                "(accelerate makes one on several ranks alone, and none with use_seedable_sampler=True)"
             )
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

@@ -18,7 +18,27 @@ from cpsr.errors import RecoveryError
 from cpsr.state.loader_parts import is_plain
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["Dealing", "RestOfPass", "dealt"]
+__all__ = ["Dealing", "GlobalBatches", "RestOfPass", "dealt"]
+
+
+class GlobalBatches(Iterable[int]):
+    """Numbers of a pass in place of a loader's batches, each of which all ranks train on together.
+
+    Args:
+        length: numbers in a pass.
+        samples: of all ranks together, for each number; None where that is not known.
+        one_order: whether they cut one order of the pass into pieces, the same for any number of ranks.
+    """
+
+    def __init__(self, length: int, samples: int | None, *, one_order: bool) -> None:
+        self._length = length
+        self.samples, self.one_order = samples, one_order
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._length))
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,12 @@ class Dealing:
 
     @staticmethod
     def of(loader: Iterable[Any], epoch: int) -> "Dealing | None":
-        """How a loader deals a whole pass; None where its samples are not dealt in turn by a `DistributedSampler`."""
+        """How a loader deals a whole pass; None where it is not known to deal one order, whichever the ranks.
+
+        That is a `DistributedSampler`, or `GlobalBatches` of one order: they deal as to a single rank.
+        """
+        if isinstance(loader, GlobalBatches):
+            return Dealing(1, loader.samples, epoch) if loader.samples and loader.one_order else None
         if not is_plain(loader) or not isinstance(loader.sampler, DistributedSampler):
             return None
         batches = type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None
@@ -93,11 +118,21 @@ def dealt(position: DataPosition, loader: Iterable[Any], length: int | None) -> 
     if before is None or now is None or length is None:
         raise RecoveryError(
             f"the run continues on another number of ranks after batch {position.batch} of pass {position.epoch}, and "
-            "the data loader does not say which samples the ranks were dealt: only a DataLoader with torch's "
-            "DistributedSampler does, then and now. Some samples would be repeated and others left out, so nothing was "
-            "trained. Give resume() such a loader from the run's start; or go on with as many ranks as the run had"
+            "the data loader does not say which samples the ranks were dealt, then or now: a DataLoader with torch's "
+            "DistributedSampler does, and one of accelerate whose RandomSampler has a generator of its own or is "
+            "seedable (use_seedable_sampler=True). Some samples would be repeated and others left out, so nothing was "
+            "trained. Take such a loader from the run's start; or go on with as many ranks as the run had"
         )
     samples = before.samples_before(position.batch)
+    if isinstance(loader, GlobalBatches):
+        batch, rest = divmod(samples, now.batch_size)
+        if rest:
+            raise RecoveryError(
+                f"the ranks were dealt {samples} samples of pass {position.epoch}, and a batch of all ranks has "
+                f"{now.batch_size} now: the rest of the pass begins within a batch. Nothing was trained; choose "
+                f"batches of all ranks that divide {samples}, or go on with as many ranks as the run had"
+            )
+        return replace(settled, batch=batch, dealing=now.to_tree())
     first_batch = length - RestOfPass.batches_left(loader, samples)
     dealing = replace(now, samples=samples, first_batch=first_batch)
     return replace(settled, batch=first_batch, dealing=dealing.to_tree())

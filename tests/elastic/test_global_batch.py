@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import RecoveryError
+from cpsr.state.loader_dealing import GlobalBatches
 
 
 def adapter(steps: int) -> TorchAdapter:
@@ -41,6 +42,16 @@ def test_on_another_number_of_ranks_it_may_not(asked: int | None, saved: int | N
         batch.require(loader(4))
     with pytest.raises(RecoveryError, match="take batches of 2 and 5 accumulation steps"):
         batch.require(loader(4))
+
+
+def test_batches_of_all_ranks_are_compared_where_their_samples_are_known() -> None:
+    batch = GlobalBatch(adapter(3), 12)
+    batch.require(GlobalBatches(6, None, one_order=False))
+    assert batch.size is None
+    batch.require(GlobalBatches(6, 4, one_order=False))
+    assert batch.size == 12
+    with pytest.raises(RecoveryError, match="would train on 15 samples"):
+        batch.require(GlobalBatches(6, 5, one_order=True))
 
 
 def test_what_gives_no_batches_of_one_size_is_not_compared() -> None:

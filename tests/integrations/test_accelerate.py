@@ -160,6 +160,25 @@ def test_what_is_refused(tmp_path: Path) -> None:
             recovery.resume(endless)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_scheduler_that_steps_for_each_rank_keeps_their_number(split: bool) -> None:
+    dataloader_config = DataLoaderConfiguration(split_batches=split)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=dataloader_config)
+    module = Net()
+    adam = torch.optim.AdamW(module.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 8)
+    model, optimizer = accelerator.prepare(module, adam)
+    alone = integration.engine_of(accelerator, model, optimizer, schedule)
+    scalars = alone.scalars()
+    assert alone.resharded(scalars)["iteration"] == 0
+    prepared = integration.engine_of(accelerator, model, optimizer, accelerator.prepare(schedule))
+    if split:
+        assert prepared.resharded(scalars)["iteration"] == 0
+        return
+    with pytest.raises(UnsupportedEngineError, match=r"step of a prepared scheduler for each rank.*sync_gradients"):
+        prepared.resharded(scalars)
+
+
 def test_the_example_is_killed_and_comes_back(tmp_path: Path) -> None:
     killed_and_back("accelerate_loop.py", tmp_path)
     ends = [torch.load(tmp_path / life / "final.pt") for life in ("whole", "killed")]

@@ -172,6 +172,16 @@ def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
     assert again.end == first.end
 
 
+@pytest.mark.parametrize("ended", [10, 12])  # in the middle of a pass, and with it
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, ended: int) -> None:
+    whole = Life(tmp_path / "whole", max_epochs=-1, max_steps=20).run()
+    Life(tmp_path, max_epochs=-1, max_steps=ended).run()
+    more = Life(tmp_path, max_epochs=-1, max_steps=20).run()
+    assert more.end[:2] == whole.end[:2]
+    trained = [(step, *rest) for step, _, *rest in whole.module.seen if step >= ended]
+    assert [(step, *rest) for step, _, *rest in more.module.seen] == trained
+
+
 def test_callbacks_with_a_state_come_back(tmp_path: Path) -> None:
     """Training ends after as many checks as without the failure, and Lightning's own checkpoints are the same."""
 

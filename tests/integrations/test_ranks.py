@@ -1,11 +1,14 @@
-"""Two ranks in the loops of other packages: one is killed, and the job continues bit for bit."""
+"""Ranks in the loops of other packages: a killed job continues bit for bit, also on another number of ranks."""
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recovery.job import Job
+from tests.integrations.ranks_worker import BATCH, GLOBAL_BATCH, RESIZED_ITEMS
+from tests.recovery.job import Ended, Job
 
 STEPS, FAILURE, CHECKPOINT = 18, 10, 8
 WORKER = "tests.integrations.ranks_worker"
@@ -37,6 +40,66 @@ def test_a_killed_job_continues_bit_for_bit(tmp_path: Path, loop: str, package: 
     for rank in range(2):
         assert back.result(rank) == whole.result(rank)
         assert back.result(rank)["steps"] == STEPS
+
+
+def trained(life: Ended, since: int) -> dict[int, tuple[list[float], float]]:
+    """What all ranks together trained on in each step, and the mean of their losses."""
+    steps: dict[int, tuple[list[float], float]] = {}
+    accumulated = GLOBAL_BATCH // BATCH // len(life.results)
+    for rank in range(len(life.results)):
+        for number, (inputs, loss) in enumerate(life.result(rank)["trained"]):
+            seen, total = steps.get(at := since + number // accumulated + 1, ([], 0.0))
+            steps[at] = [*seen, *inputs], total + loss * BATCH / GLOBAL_BATCH
+    return steps
+
+
+WITHIN, BETWEEN, GROWING = ((2, 2), (1, 4), (2, 8)), ((2, 6), (1, 8)), ((2, 2), (4, 4), (2, 8))  # ranks, last step
+
+
+@pytest.mark.parametrize(
+    ("loop", "package", "lives"),
+    [
+        ("Trainer", "transformers", WITHIN),
+        pytest.param("Trainer", "transformers", BETWEEN, marks=pytest.mark.slow),
+        pytest.param("Trainer with DeepSpeed", "transformers", WITHIN, marks=pytest.mark.slow),
+        pytest.param("Trainer with FSDP", "transformers", WITHIN, marks=pytest.mark.slow),
+        ("accelerate", "accelerate", WITHIN),
+        pytest.param("accelerate", "accelerate", BETWEEN, marks=pytest.mark.slow),
+        pytest.param("accelerate unseeded", "accelerate", GROWING, marks=pytest.mark.slow),
+        pytest.param("accelerate with DeepSpeed", "accelerate", WITHIN, marks=pytest.mark.slow),
+        pytest.param("accelerate with FSDP", "accelerate", WITHIN, marks=pytest.mark.slow),
+        ("Lightning", "lightning", WITHIN),
+        pytest.param("Lightning", "lightning", BETWEEN, marks=pytest.mark.slow),
+    ],
+)
+def test_another_number_of_ranks_goes_on_in_the_middle_of_a_pass(
+    tmp_path: Path, loop: str, package: str, lives: tuple[tuple[int, int], ...]
+) -> None:
+    """Each item of a pass is trained once, in the order and with the losses of a run of one size."""
+    pytest.importorskip(package)
+    job, steps = Job(tmp_path / "resized"), dict[int, tuple[list[float], float]]()
+    options: dict[str, Any] = {
+        "worker": WORKER,
+        "loop": loop,
+        "resized": True,
+        "settings": {"elastic": {"min_ranks": 1}},
+    }
+    for ranks, until in lives:
+        life = job.launch(ranks=ranks, iterations=until, **options)
+        assert life.statuses == [0] * ranks, life.output[0][-3000:]
+        assert [life.result(rank)["steps"] for rank in range(ranks)] == [until] * ranks
+        new = trained(life, len(steps))
+        assert list(new) == list(range(len(steps) + 1, until + 1))
+        steps |= new
+    whole = Job(tmp_path / "whole").launch(iterations=8, **options)
+    expected = trained(whole, 0)
+    in_a_pass = RESIZED_ITEMS // GLOBAL_BATCH
+    items = Counter(one for at in range(1, in_a_pass + 1) for one in steps[at][0])
+    assert set(items.values()) == {1}
+    assert len(items) == RESIZED_ITEMS
+    for at, (seen, loss) in expected.items():
+        assert sorted(steps[at][0]) == sorted(seen)
+        assert math.isclose(steps[at][1], loss, rel_tol=1e-5)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 CPSRCallback: Any = importlib.import_module("cpsr.integrations.transformers").CPSRCallback
+TrainerProgress: Any = importlib.import_module("cpsr.integrations.trainer_state").TrainerProgress
 
 VARYING = ("_runtime", "_per_second")
 STEPS = 24
@@ -310,6 +311,37 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     follow(trainer, tmp_path)
     with pytest.raises(ConfigError, match="data_seed: None, now 9"):
         trainer.train()
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"lr_scheduler_type": "constant", "eval_strategy": "no"}
+    first = trainer_of(tmp_path, **arguments | {"max_steps": 8})
+    follow(first, tmp_path)
+    first.train()
+    more = trainer_of(tmp_path, **arguments)
+    follow(more, tmp_path)
+    more.train()
+    assert more.state.global_step == STEPS
+    assert digest(more) == uninterrupted(tmp_path, **arguments)[0]
+
+
+def test_on_another_number_of_ranks_the_global_batch_and_the_steps_of_a_pass_stay(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, max_steps=1)
+    follow(trainer, tmp_path)
+    trainer.train()
+    progress = TrainerProgress(trainer)
+    saved: dict[str, Any] = progress.state_dict()
+
+    def of_two_ranks(**order: Any) -> dict[str, Any]:
+        return saved | {"order": saved["order"] | {"ranks": 2, "gradient_accumulation_steps": 1} | order}
+
+    progress.load_state_dict(of_two_ranks())
+    with pytest.raises(ConfigError, match=r"global_batch_size: 8, now 4.* x ranks has to be 8"):
+        progress.load_state_dict(of_two_ranks(global_batch_size=8))
+    with pytest.raises(ConfigError, match=r"steps_of_a_pass: 5, now 6.*without dataloader_drop_last"):
+        progress.load_state_dict(of_two_ranks(steps_of_a_pass=5))
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps: 1, now 2"):
+        progress.load_state_dict(of_two_ranks(ranks=1))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
