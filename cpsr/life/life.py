@@ -109,8 +109,7 @@ class Life:
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
         before = run.previous_life, run.previous_held
-        windows = run.memory.windows is not None
-        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before, windows)
+        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before, run.memory.windows is not None)
         return Restorer(
             job,
             run.store,
@@ -229,8 +228,7 @@ class Life:
         """One step is complete: publish, save if due, and agree on what comes next."""
         step = self._clock.end(iteration, applied)
         self._count(iteration, applied)
-        if self.run.memory.windows is not None:
-            self.run.memory.windows.after_step(iteration)
+        self.run.memory.after_step(iteration)
         self.boundary.publish(iteration)
         self.planner.step(step.seconds)
         self.run.steps.end(step)
@@ -323,9 +321,8 @@ class Life:
 
     def _may_rehearse(self) -> bool:
         """False while a predicted state is watched, a window replayed, or experts catch up with longer steps."""
-        experts = self.run.experts
-        whole = not self._probation.active and self.run.memory.pool.obstacle is None
-        return whole and not (experts is not None and experts.catching_up)
+        catching_up = self.run.experts is not None and self.run.experts.catching_up
+        return not self._probation.active and self.run.memory.pool.obstacle is None and not catching_up
 
     def _capture(self) -> Scalars:
         self.run.steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself

@@ -102,6 +102,11 @@ class HostMemory:
             )
             self.pool.sealing.on_sealed = self._replicator.offer
 
+    def after_step(self, iteration: int) -> None:
+        """Right after a step, before anything looks at its state: replay what a window has of it."""
+        if self.windows is not None:
+            self.windows.after_step(iteration)
+
     def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""
         if self._replicator is not None:

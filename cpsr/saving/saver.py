@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
@@ -122,12 +123,11 @@ class Saver(Part):
             turn: as returned by `turn_in_memory`.
             scalars: captures the small state.
         """
+        self.memory.begin(iteration, turn, partial(self._small, scalars))
 
-        def small() -> dict[str, Any]:
-            experts = {} if self._experts is None else self._experts.state_dict()
-            return replace(scalars(), experts=experts).without_learned()
-
-        self.memory.begin(iteration, turn, small)
+    def _small(self, scalars: Callable[[], Scalars]) -> dict[str, Any]:
+        experts = {} if self._experts is None else self._experts.state_dict()
+        return replace(scalars(), experts=experts).without_learned()
 
     def _contents_in_memory(self) -> Contents:
         """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
@@ -167,6 +167,8 @@ class Saver(Part):
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group, shared=self._config.checkpoint.replicated != "each")
         self._begin(iteration, lambda: self._with_plan(scalars()), self._contents(chosen))
+        if self._windows is not None:
+            self._windows.agree()
 
     def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
         """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
@@ -250,14 +252,9 @@ class Saver(Part):
             self._windows.before_update()
 
     def end_iteration(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
-        """Take this iteration's part of a window.
-
-        Args:
-            iteration: the finished one.
-            scalars: captures the small state.
-        """
+        """Take the finished iteration's part of a window, with its small state where one begins."""
         if self._windows is not None:
-            self._windows.take(iteration, lambda: scalars().to_tree())
+            self._windows.take(iteration, partial(self._small, scalars))
 
     def finish(self) -> Snapshot | None:
         """Wait for a running copy, and return its snapshot, if the writer has it now."""

@@ -44,6 +44,7 @@ def test_a_single_rank_has_what_needs_no_other() -> None:
         "restart",
         "speed",
         "memory",
+        "replay",
         "disk",
         "predict",
     }
