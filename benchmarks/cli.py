@@ -122,6 +122,19 @@ def loader(
 
 
 @bench.command()
+def replay(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
+    steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
+    workdir: Workdir = None,
+) -> None:
+    """What sparse windows of snapshots cost each step, and what a restart repeats."""
+    from cpsr.benchmarks.replay.run import main as run_replay
+
+    run_replay(json_path, rounds, steps, workdir=workdir)
+
+
+@bench.command()
 def frozen(
     json_path: JsonPath = None,
     checkpoints: Annotated[int, typer.Option(min=3, help="Of each way.")] = 16,

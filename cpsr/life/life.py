@@ -139,9 +139,8 @@ class Life:
         self.boundary.may_dump = not self._probation.active
         cause = cause_of_failure(job)
         self._outcome = RecoveryOutcome(job, self.loop.learning.learner, self.restored, cause, self._probation.active)
-        measured = None
-        if self.restored.predicted and not self.restored.partly_predicted:
-            measured = RecoveredLag(losses_before(job.journal, iteration), iteration)
+        follows = self.restored.predicted and not self.restored.partly_predicted
+        measured = RecoveredLag(losses_before(job.journal, iteration), iteration) if follows else None
         self._lag = LagReport(job, self._outcome, measured)
         announce(job, self.restored, cause, self.restorer.damaged)
 
@@ -242,7 +241,8 @@ class Life:
             self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
         else:
             self._follow_up(iteration)
-        self._tail.defer_here(partial(self.saver.end_iteration, iteration, self._capture_for_memory))
+        if not self._probation.active:
+            self._tail.defer_here(partial(self.saver.end_iteration, iteration, self._capture_for_memory))
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
         if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(

@@ -51,6 +51,7 @@ class _Window:
     held: Held
     first: int
     small: SmallState
+    taken: int = 0
     dropped: bool = False
 
 
@@ -157,6 +158,10 @@ class Recorder:
         window = self._window
         if window is None or window.dropped:
             return
+        if window.taken != step:
+            window.dropped = True  # one was left out: it would lack what was to be in it
+            return
+        window.taken += 1
         try:
             shard = self._shard()
             pairs = list(window.layout.copies(step, shard, window.file.bytes))

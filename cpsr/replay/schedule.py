@@ -1,6 +1,5 @@
 """Which operators each snapshot of a window holds whole."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from cpsr.experts.window import sparse_window
@@ -9,8 +8,6 @@ from cpsr.state.shard import Shard
 __all__ = ["Schedule", "schedule", "units_of", "window_iterations"]
 
 Schedule = tuple[tuple[str, ...], ...]  # for each iteration of a window, the operators that its snapshot holds whole
-
-_NUMBER = re.compile(r"(^|\.)\d+(\.|$)")
 
 
 def units_of(shard: Shard, experts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -67,6 +64,7 @@ def schedule(units: Mapping[str, tuple[str, ...]], active: Sequence[int], iterat
 
 
 def _layer_of(operator: str) -> str:
-    """The module of an operator up to its first number, as `transformer.h.0`; else its own module."""
-    found = _NUMBER.search(operator)
-    return operator.rpartition(".")[0] if found is None else operator[: found.end()].rstrip(".")
+    """The module of an operator up to its last number, as `transformer.h.0`; else its own module."""
+    parts = operator.split(".")[:-1]
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)

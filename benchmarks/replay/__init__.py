@@ -1,0 +1,1 @@
+"""What sparse windows of snapshots cost while a job trains, and what a restart repeats."""

@@ -1,0 +1,130 @@
+"""`cpsr bench replay`: what windows cost each step, and what a restart repeats at each place of a window."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
+from cpsr.benchmarks.harness.machine import machine_text
+from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
+from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.errors import CPSRError
+from cpsr.tables import print_table
+
+__all__ = ["main"]
+
+AIM = 1.03  # of a step without CPSR
+SETTLED = 0.5  # of a run's steps are left out at its begin
+WINDOW = 4  # of the failures
+DEFAULT = Shape()
+
+_RARELY = {"interval_iterations": 100_000, "final": False, "fsync": False}
+_NO_MEMORY = {"checkpoint": {**_RARELY, "shared_memory": False}}
+_WHOLE = {"checkpoint": _RARELY, "memory": {"interval_iterations": 1}}
+
+
+def _windows(iterations: int) -> dict[str, Any]:
+    return {"checkpoint": _RARELY, "replay": {"enabled": True, "window_iterations": iterations}}
+
+
+def variants(windows: tuple[int, ...]) -> dict[str, Mapping[str, Any]]:
+    """Name of each variant -> its configuration."""
+    found: dict[str, Mapping[str, Any]] = {"no snapshot": _NO_MEMORY, "whole, every iteration": _WHOLE}
+    return found | {f"windows of {one}": _windows(one) for one in windows}
+
+
+def main(
+    json_path: Path | None = None,
+    rounds: int = 5,
+    steps: int = 40,
+    windows: tuple[int, ...] = (2, 4, 8, 16),
+    shape: Shape = DEFAULT,
+    workdir: Path | None = None,
+) -> None:
+    """Measure, print the tables, and write the JSON file.
+
+    Args:
+        json_path: where the figures go.
+        rounds: in each, every variant runs once.
+        steps: of a run.
+        windows: iterations of the windows whose cost is measured.
+        shape: of the model.
+        workdir: holds the runs' directories.
+
+    Raises:
+        CPSRError: a life came back with another state than the run that nothing happened to.
+    """
+    with measuring("replay", json_path, workdir) as call:
+        step_seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
+        ratios = _ratios(call, step_seconds)
+        failures = _failures(call, shape)
+        call.console.print(machine_text(call.machine))
+        figures = {"shape": asdict(shape), "state_bytes": state_bytes, "rounds": rounds, "steps": steps, "aim": AIM}
+        call.leave({**figures, "step_seconds": step_seconds, "ratios": ratios, "failures": failures})
+
+
+def _costs(
+    call: Measurement, wanted: Mapping[str, Mapping[str, Any]], rounds: int, steps: int, shape: Shape
+) -> tuple[dict[str, list[float]], int]:
+    """Median step of each run, by variant; `alone` is without CPSR."""
+    found: dict[str, list[float]] = {name: [] for name in ("alone", *wanted)}
+    state_bytes, settled = 0, int(SETTLED * steps)
+    advance = call.bar("runs", rounds * len(found))
+    for number in range(rounds):
+        found["alone"].append(median(in_own_process(train_alone, shape, steps)[settled:]))
+        advance()
+        for name, settings in wanted.items():
+            run_dir = call.directory / f"{number}-{name.replace(' ', '-')}"
+            trained: Trained = in_own_process(live, run_dir, settings, shape, steps, None)
+            remove_memory_states(run_id(run_dir))
+            found[name].append(median(trained.step_seconds[settled:]))
+            state_bytes = trained.state_bytes
+            advance()
+    return found, state_bytes
+
+
+def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    table = Table(title="a step, over one without CPSR", title_justify="left")
+    for heading in ("snapshots", "step, ms", "ratio"):
+        table.add_column(heading)
+    found: dict[str, Estimate] = {}
+    for name, seconds in step_seconds.items():
+        found[name] = median_ratio_interval(seconds, step_seconds["alone"])
+        table.add_row(name, f"{1e3 * median(seconds):.0f}", interval_text(found[name], digits=3))
+    print_table(call.console, table)
+    best = min((name for name in found if name.startswith("windows")), key=lambda name: found[name].value)
+    call.console.print(f"{verdict(found[best].value < AIM)}  {best} under {AIM:g}")
+    return {name: asdict(one) for name, one in found.items()}
+
+
+def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
+    """Kill at each place of a window, and come back; the state at the end must be that of the undisturbed run."""
+    until, settings = 4 * WINDOW, _windows(WINDOW)
+    exact = in_own_process(live, call.directory / "undisturbed", _NO_MEMORY, shape, until, None).digest
+    table = Table(title=f"killed with windows of {WINDOW}", title_justify="left")
+    for heading in ("killed at", "goes on from", "iterations repeated", "seconds"):
+        table.add_column(heading)
+    found = []
+    advance = call.bar("failures", WINDOW)
+    for killed_at in range(2 * WINDOW + 2, 3 * WINDOW + 2):
+        run_dir = call.directory / f"killed-{killed_at}"
+        with suppress(CPSRError):
+            in_own_process(live, run_dir, settings, shape, until, killed_at)
+        back: Trained = in_own_process(live, run_dir, settings, shape, until, None, killed_at)
+        remove_memory_states(run_id(run_dir))
+        if back.digest != exact:
+            raise CPSRError(f"{run_dir}: killed at {killed_at}, it ended with another state than the undisturbed run")
+        repeated = killed_at - back.began_at
+        found.append({"killed_at": killed_at, "began_at": back.began_at, "repeated_seconds": back.repeated_seconds})
+        table.add_row(str(killed_at), str(back.began_at), str(repeated), f"{back.repeated_seconds:.2f}")
+        advance()
+    print_table(call.console, table)
+    return found

@@ -1,0 +1,16 @@
+"""The benchmark of windows, small."""
+
+import json
+from pathlib import Path
+
+from cpsr.benchmarks.replay.job import Shape
+from cpsr.benchmarks.replay.run import WINDOW, main, variants
+
+
+def test_every_variant_is_measured_and_every_failure_comes_back(tmp_path: Path) -> None:
+    shape = Shape(width=16, layers=2, experts=2, tokens=64)
+    main(tmp_path / "replay.json", rounds=1, steps=6, windows=(2,), shape=shape, workdir=tmp_path)
+    found = json.loads((tmp_path / "replay.json").read_text())
+    assert set(found["ratios"]) == {"alone", *variants((2,))}
+    assert len(found["failures"]) == WINDOW
+    assert all(WINDOW <= one["killed_at"] - one["began_at"] <= 2 * WINDOW for one in found["failures"])

@@ -1,0 +1,46 @@
+"""Every operator has one turn, in the same order in every life; a window is as short as its budget allows."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.replay.schedule import schedule, units_of, window_iterations
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+
+
+def shard_of(*names: str) -> Shard:
+    return Shard({name: OperatorState(name, ParamSlice(torch.zeros(2), (2,)), {}, 0) for name in names})
+
+
+def test_experts_come_first_and_layers_from_the_back() -> None:
+    shard = shard_of("embed.weight", "h.0.attn.weight", "h.0.experts.1.w", "h.1.attn.weight", "h.1.attn.bias", "head.w")
+    units = units_of(shard, {"h.0.experts.1.w": "00000-00001"})
+    assert list(units.items()) == [
+        ("00000-00001", ("h.0.experts.1.w",)),
+        ("head", ("head.w",)),
+        ("h.1", ("h.1.attn.weight", "h.1.attn.bias")),
+        ("h.0", ("h.0.attn.weight",)),
+        ("embed", ("embed.weight",)),
+    ]
+
+
+@given(st.lists(st.integers(0, 1000), min_size=0, max_size=30), st.integers(1, 12))
+def test_each_operator_has_one_turn_in_the_order_of_the_units(sizes: list[int], iterations: int) -> None:
+    units = {f"h.{place}": (f"h.{place}.w", f"h.{place}.b") for place in range(len(sizes))}
+    turns = schedule(units, sizes, iterations)
+    assert len(turns) == iterations
+    assert [name for turn in turns for name in turn] == [name for names in units.values() for name in names]
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_turns_are_about_as_large(units: int, iterations: int) -> None:
+    turns = schedule({f"h.{place}": (f"h.{place}.w",) for place in range(units)}, [8] * units, iterations)
+    sizes = [len(turn) for turn in turns]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.integers(12, 400), min_size=1, max_size=20), st.floats(1, 10_000))
+def test_a_larger_budget_needs_no_longer_window(sizes: list[int], budget: float) -> None:
+    frozen = [size // 6 for size in sizes]
+    assert window_iterations(sizes, frozen, 2 * budget) <= window_iterations(sizes, frozen, budget) <= len(sizes)
+    assert window_iterations(sizes, frozen, float(sum(sizes))) == 1
