@@ -12,6 +12,7 @@ import torch
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
 
 __all__ = ["EngineAdapter", "Stage", "StepObserver"]
@@ -149,6 +150,9 @@ class EngineAdapter(Protocol):
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
+
+    def frozen_places(self) -> dict[str, FrozenPlace]:
+        """Where those of `frozen()` lie that are split over ranks."""
 
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
