@@ -46,7 +46,7 @@ class Options(WorkerOptions):
         dropout: of the model; with it the random states of each rank matter.
         sampled: whether a `DistributedSampler` deals the samples.
         base: seed of frozen weights that the script loads; 0: the model has none.
-        moving: whether the loop writes to some of them after each step.
+        moving: whether the loop writes to some of them in each step.
     """
 
     kind: str = "deepspeed"
@@ -160,12 +160,12 @@ def main(options: Options, rank: int, ranks: int) -> None:
         for inputs, targets, indices in recovery.resume(batches, repeat=True) if not options.stages else ():
             faults.at_batch(recovery.iteration, loop.taken % loop.steps)
             iteration = recovery.iteration + 1
+            if options.moving and loop.taken % loop.steps == 0:  # within the step: a dump is of its end
+                with torch.no_grad():
+                    recovery.life.job.adapter.frozen()["teacher"].add_(iteration)
             loss = float(loop.train_on(inputs, targets)) * len(indices) / GLOBAL_BATCH
             losses[iteration] = losses.get(iteration, 0.0) + loss
             dealt.append([iteration, *indices.tolist()])
-            if options.moving and recovery.iteration == iteration:
-                with torch.no_grad():
-                    recovery.life.job.adapter.frozen()["teacher"].add_(iteration)
             keep_pace(recovery)
             if recovery.iteration >= options.iterations:
                 break

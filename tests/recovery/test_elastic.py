@@ -289,13 +289,17 @@ def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("freed")
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero 0", marks=pytest.mark.slow)])
-def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "frozen"),
+    [("ddp", FROZEN), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("ddp", "zero 0"))],
+)
+def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str, frozen: dict[str, Any]) -> None:
     settings = {**ELASTIC, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
-    options: dict[str, Any] = {"worker": WORKER, **ENGINES[engine]}
+    options: dict[str, Any] = {"worker": WORKER, **ENGINES[engine], **frozen}
     killed = job.launch(ranks=3, iterations=9, fault="step:1:7", committed=4, settings=settings, **options)
     assert killed.statuses[1] == -9, killed.output
-    back = job.launch(ranks=2, iterations=8, settings=settings, survivor_seconds=60.0, **options)
+    other = OTHER if frozen else {}
+    back = job.launch(ranks=2, iterations=8, settings=settings, survivor_seconds=60.0, **options | other)
     assert set(back.statuses) == {0}, back.output[0][-3000:]
     started = back.result()["started"]
     assert started["iteration"] in (6, 7)
@@ -303,7 +307,7 @@ def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str) -> None:
         said = [one.message for one in journal.events() if one.kind == "state rescued"]
     assert len(said) == 1
     assert "random states and registered objects are those of checkpoint 4" in said[0]
-    expected = launch(Job(job.directory / "again"), 3, started["iteration"], **ENGINES[engine])
+    expected = launch(Job(job.directory / "again"), 3, started["iteration"], **ENGINES[engine], **frozen)
     assert started["whole"] == expected.result()["ended"]["whole"]
     assert started["scalars"] == expected.result()["ended"]["scalars"]
     dealt = samples(expected, range(5, 9)), samples(back, range(5, 9))
