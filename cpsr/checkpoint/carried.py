@@ -126,11 +126,11 @@ def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *,
     return True
 
 
-def put_verified(directory: Path, source: Path, record: FileRecord, *, fsync: bool, direct: bool) -> bool:
+def put_verified(target: Path, source: Path, record: FileRecord, *, fsync: bool, direct: bool) -> bool:
     """As `put_files` for one file, which is read first; False, with the reason in the log, where it is not whole.
 
     Args:
-        directory: where to; nothing of this name is there.
+        target: its further name; nothing is there.
         source: the file.
         record: what it should be.
         fsync: see `put_files`.
@@ -138,10 +138,11 @@ def put_verified(directory: Path, source: Path, record: FileRecord, *, fsync: bo
     """
     try:
         check_file(source, record, direct=direct)
-        return put_files(directory, source.parent, {source.name: record}, fsync=fsync)
+        _link(source, target, record, fsync=fsync)
     except (CheckpointError, OSError) as error:
         _log.warning("%s is not linked, and is looked for elsewhere: %s", source, error)
         return False
+    return True
 
 
 def _link(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:

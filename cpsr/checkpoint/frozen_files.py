@@ -10,7 +10,7 @@ the file of any rank that has a parameter. What the loop writes into is not in a
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,9 @@ from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_ma
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
-from cpsr.state.frozen import FrozenWeights, hash_of, word_of
+from cpsr.state.frozen import FrozenPlace, FrozenWeights, hash_of, word_of
 
-__all__ = ["FrozenFiles", "FrozenPart"]
+__all__ = ["FrozenFiles", "FrozenPart", "newest_first"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,13 +74,26 @@ class FrozenFiles:
         rank: this one.
         checkpoints: the run's directory of them.
         fsync: force what is written to the disk.
+        places: of those that are split over ranks.
+
+    Attributes:
+        weights, fsync, places: as given.
     """
 
-    def __init__(self, weights: FrozenWeights, rank: int, checkpoints: Path, *, fsync: bool) -> None:
+    def __init__(
+        self,
+        weights: FrozenWeights,
+        rank: int,
+        checkpoints: Path,
+        *,
+        fsync: bool,
+        places: Mapping[str, FrozenPlace] | None = None,
+    ) -> None:
         self.weights = weights
+        self.places = places or {}
         self._rank = rank
         self._checkpoints = checkpoints
-        self._fsync = fsync
+        self.fsync = fsync
         self._held: dict[str, tuple[str, str]] = {}  # parameter -> file, and the hash that it has there
         self._agreed: dict[str, dict[str, str]] = {}  # own files that other ranks may name -> parameters and hashes
         self._places: dict[str, tuple[FileRecord, list[Path]]] = {}  # own file -> where it is durable, newest last
@@ -161,15 +174,16 @@ class FrozenFiles:
         self.weights.settle_rested({name: one for name, one in rested.items() if name in hashes})
         left = {name: values for name, values in moved.items() if name not in hashes}
         records = {
-            name: FrozenRecord(
-                shape=tuple(tensor.shape),
-                dtype=dtype_name(tensor.dtype),
-                file=held.get(name),
-                xxh3_128=hashes.get(name),
-            )
-            for name, tensor in tensors.items()
+            name: self.described(name).model_copy(update={"file": held.get(name), "xxh3_128": hashes.get(name)})
+            for name in tensors
         }
         return FrozenPart({**scalars, "frozen": {"word": word_of(hashes), "moved": left}}, records, files, written)
+
+    def described(self, name: str) -> FrozenRecord:
+        """A parameter's record, without its values and where they are."""
+        tensor, place = self.weights.tensors[name], self.places.get(name)
+        where = {} if place is None else place._asdict()
+        return FrozenRecord(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype), **where)
 
     def _refuse_altered(self, names: list[str]) -> None:
         altered = self.weights.altered(names)
@@ -225,10 +239,10 @@ class FrozenFiles:
         if file in self._places:
             record, places = self._places[file]
             for source in reversed(places):
-                if source != directory and put_files(directory, source, {file: record}, fsync=self._fsync):
+                if source != directory and put_files(directory, source, {file: record}, fsync=self.fsync):
                     return record
         for source, record in self._earlier(file):
-            if put_verified(directory, source / file, record, fsync=self._fsync, direct=self._fsync):
+            if put_verified(directory / file, source / file, record, fsync=self.fsync, direct=self.fsync):
                 return record
         self._places.pop(file, None)
         return None
@@ -241,12 +255,9 @@ class FrozenFiles:
                 "checkpoint writes the others anew"
             )
 
-    def _newest_first(self) -> list[CheckpointInfo]:
-        return sorted(scan(self._checkpoints).checkpoints, key=lambda info: -info.sequence)
-
     def _earlier(self, file: str) -> Iterator[tuple[Path, FileRecord]]:
         """Committed checkpoints with this file, the newest first; read once in a life for each file."""
-        for info in self._newest_first():
+        for info in newest_first(self._checkpoints):
             try:
                 manifest = read_manifest(info.directory)
                 if info.full and file in manifest.ranks[self._rank].files:
@@ -265,17 +276,18 @@ class FrozenFiles:
                     "the disk; from the next checkpoint on its values are saved as they are then"
                 )
             tensors[f"frozen/{name}"] = values
-        digest = write_tensors(path, tensors, fsync=self._fsync)
+        digest = write_tensors(path, tensors, fsync=self.fsync)
         return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
 
     # Loading
 
-    def load(self, directory: Path, saved_by: int | None = None) -> None:
+    def load(self, directory: Path, saved_by: int | None = None, only: Collection[str] | None = None) -> None:
         """Bring the engine's settled parameters to those of a checkpoint; reads only what differs.
 
         Args:
             directory: the checkpoint.
             saved_by: the rank whose part is taken; None: this one's.
+            only: parameters that are taken; None: all.
 
         Raises:
             CheckpointCorruptError: a file is damaged; the engine's parameters that are in it hold anything.
@@ -283,7 +295,7 @@ class FrozenFiles:
         """
         manifest = read_manifest(directory)
         record = read_rank_manifest(directory, manifest, self._rank if saved_by is None else saved_by)
-        wanted = _settled_in(record)
+        wanted = {name: one for name, one in _settled_in(record).items() if only is None or name in only}
         present = self.weights.present(wanted)
         stale = {name: one for name, one in wanted.items() if present[name] != one}
         for file, names in record.frozen_files().items():
@@ -295,6 +307,14 @@ class FrozenFiles:
         if old:
             extra = file_name(record.rank, "extra")
             self._read(directory / extra, record.files[extra], "other", old)
+
+    def has(self, state: Mapping[str, Any]) -> bool:
+        """Whether the engine has the settled parameters of a snapshot, of any rank that held all of them whole."""
+        names = self.weights.tensors.keys()
+        if self.places or not state["moved"].keys() <= names:
+            return False
+        settled = [name for name in names if name not in state["moved"]]
+        return word_of(self.weights.present(settled)) == str(state["word"])
 
     def bring(self, state: Mapping[str, Any] | None) -> None:
         """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
@@ -344,7 +364,7 @@ class FrozenFiles:
         """See `bring`."""
         if word_of(self.weights.present(names)) == word:
             return
-        for info in self._newest_first():
+        for info in newest_first(self._checkpoints):
             try:
                 record = read_rank_manifest(info.directory, read_manifest(info.directory), self._rank)
                 hashes = _settled_in(record)
@@ -370,6 +390,11 @@ class FrozenFiles:
         found = read_tensors(path, record, partial(place, targets, targets.keys()))
         if lacking := settle(targets, found):
             raise DamagedFileError(path, f"holds no {lacking}, which its manifest describes")
+
+
+def newest_first(checkpoints: Path) -> list[CheckpointInfo]:
+    """Committed checkpoints, the one that was committed last first."""
+    return sorted(scan(checkpoints).checkpoints, key=lambda info: -info.sequence)
 
 
 def _settled_in(record: RankManifest) -> dict[str, str]:

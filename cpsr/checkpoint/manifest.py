@@ -25,6 +25,7 @@ __all__ += [
     "expert_files",
     "experts_taken_at",
     "frozen_file_name",
+    "frozen_word",
     "frozen_writer",
     "holds_frozen",
 ]
@@ -101,6 +102,22 @@ class FrozenRecord(_RecordOfSome):
         default=None, description="of any rank, in this checkpoint; absent: its values are in the small state"
     )
     xxh3_128: Xxh3 | None = Field(default=None, description="hash of its bytes, where a file has it")
+    global_shape: tuple[Count, ...] | None = Field(
+        default=None,
+        description="of the whole parameter, where ranks hold parts; absent: it is whole, or of an earlier version",
+    )
+    offset: Count | None = Field(default=None, description="of the part's first element in the flattened whole")
+    block: tuple[Count, ...] | None = Field(default=None, description="as of `OperatorRecord`")
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, if that is known."""
+        return self.shape if self.global_shape is None else self.global_shape
+
+    @property
+    def described(self) -> "FrozenRecord":
+        """The part, without its values and where they are."""
+        return self.model_copy(update={"file": None, "xxh3_128": None})
 
 
 class OperatorRecord(_RecordOfSome):
@@ -310,6 +327,11 @@ def frozen_file_name(rank: int, word: str) -> str:
         word: hash of names and content (`cpsr.state.frozen.word_of`): files of one name are the same.
     """
     return f"rank-{rank:05d}.frozen-{word}.safetensors"
+
+
+def frozen_word(name: str) -> str:
+    """The hash in the name of a file of parameters outside the optimizer."""
+    return name.split(".")[1].removeprefix("frozen-")
 
 
 def holds_frozen(name: str) -> bool:

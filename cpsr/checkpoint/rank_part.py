@@ -9,6 +9,7 @@ from cpsr.checkpoint.carried import CarriedFiles
 from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
+from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.replicated import records_of_others, state_hash
@@ -48,7 +49,7 @@ class RankPartWriter:
         snapshot: Snapshot,
         attempt: Attempt,
         refuse_abandoned: Callable[[], None],
-        frozen: FrozenFiles | None = None,
+        frozen: FrozenFiles | FrozenLinks | None = None,
     ) -> int:
         """Write the files of one part, its manifest last; returns the bytes that were new.
 

@@ -213,8 +213,10 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
 def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here: _Here) -> None:
     kept = "nothing in it was changed; start with what it holds, or use another run_dir"
     tensors, world_size = here.tensors, here.world_size
-    for name in sorted(known["tensors"].keys() | tensors.keys()):
-        old, new = known["tensors"].get(name), tensors.get(name)
+    # Earlier versions gave the size of a partition as the shape of a frozen parameter under ZeRO-3.
+    before = known["tensors"] | known.get("module", {}).get("frozen", {})
+    for name in sorted(before.keys() | tensors.keys()):
+        old, new = before.get(name), tensors.get(name)
         if old != new:
             theirs = f"shape {tuple(old)}" if old is not None else "absent"
             ours = f"shape {tuple(new)}" if new is not None else "absent"

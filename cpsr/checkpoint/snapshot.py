@@ -281,8 +281,11 @@ class SnapshotPool:
         self._boundary_buffers.watch(frozen)
 
     def _moved(self, frozen: FrozenWeights, step: EarlierStep | None) -> dict[str, Any]:
+        if not frozen.tensors:
+            return {}
         moved = {name: frozen.tensors[name] for name in frozen.moved()}
-        return {"moved": self._boundary_buffers.at_boundary(moved, step)} if moved else {}
+        word = frozen.word_without(tuple(moved))
+        return {"word": word, "moved": self._boundary_buffers.at_boundary(moved, step)}
 
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars."""

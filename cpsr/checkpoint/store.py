@@ -43,6 +43,7 @@ from cpsr.checkpoint.commit import (
 from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles
+from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.loading import load_shard, load_weights
 from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
@@ -161,8 +162,8 @@ class CheckpointStore:
         retention.remove_uncommitted(self.directory, fsync=self._fsync)
         return problems
 
-    def write(self, snapshot: Snapshot) -> WrittenShard:
-        """Write this rank's part; it counts once rank 0 committed the step.
+    def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> WrittenShard:
+        """Write this rank's part, with `frozen` in the place of its own; it counts once rank 0 committed the step.
 
         Raises:
             SupersededError: a newer life has begun, whose files may lie there now: they are left alone.
@@ -178,7 +179,7 @@ class CheckpointStore:
         try:
             self._part.remove(directory)
             refuse = partial(self._refuse_abandoned, directory, attempt)
-            written = self._part.write(directory, snapshot, attempt, refuse, self.frozen)
+            written = self._part.write(directory, snapshot, attempt, refuse, frozen or self.frozen)
             self._refuse_abandoned(directory, attempt)
         except (OSError, SaveError) as error:
             self._part.remove(directory)
@@ -332,8 +333,7 @@ class CheckpointStore:
         if self._rank != 0:
             return []
         refuse_superseded(self.directory.parent, self._life)
-        committed = self._readable(after=iteration).checkpoints
-        newer = [info.iteration for info in committed if info.iteration > iteration]
+        newer = [one.iteration for one in self._readable(after=iteration).checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
         retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
         return [path for path in moved if path is not None]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.frozen_files import FrozenFiles
+from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import (
     owned_word_in_memory,
@@ -45,10 +47,12 @@ class Rescue:
     Args:
         job: of this life, of another number of ranks.
         first: oldest life and branch whose states are valid.
+        frozen: files of this rank's parameters outside the optimizer; None: no rank has any.
     """
 
-    def __init__(self, job: Job, first: tuple[int, int]) -> None:
+    def __init__(self, job: Job, first: tuple[int, int], frozen: FrozenFiles | None) -> None:
         self._job = job
+        self._frozen = frozen
         self._first = first
         self._node = this_node()
         self._nodes: list[str] = job.group.gather(self._node)
@@ -78,9 +82,8 @@ class Rescue:
         return not group.broadcast(bool(problems))
 
     def _can_be_dealt(self) -> bool:
-        """Whether states in memory tell all that a checkpoint must: of blocks and of frozen parameters they do not."""
-        shard = self._job.shard
-        return not shard.frozen and all(one.parameter.block is None for one in shard.operators.values())
+        """Whether states in memory tell all that a checkpoint must: of blocks they do not."""
+        return all(one.parameter.block is None for one in self._job.shard.operators.values())
 
     def _newest_checkpoint(self) -> tuple[int, int]:
         """Iteration of the newest whole checkpoint on the disk, -1 without one, and how many ranks saved it."""
@@ -151,7 +154,8 @@ class Rescue:
                 node = source.entries[0].node
                 there = [rank for rank, one in enumerate(self._nodes) if one == node]
                 if there[source.rank % len(there)] == job.group.rank:
-                    self._store(source.rank, len(sources)).write(self._read(source, checkpoint))
+                    frozen = self._links(source, len(sources))
+                    self._store(source.rank, len(sources)).write(self._read(source, checkpoint), frozen)
         except (CheckpointError, OSError) as error:
             return f"rank {job.group.rank}: {error}"
         return None
@@ -168,6 +172,15 @@ class Rescue:
         job = self._job
         fsync = job.config.checkpoint.fsync
         return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, fsync=fsync)
+
+    def _links(self, source: Source, parts: int) -> FrozenLinks | None:
+        """Where a part takes its parameters outside the optimizer from; None: no rank has any."""
+        if self._frozen is None:
+            return None
+        checkpoints, fsync = self._job.run.path / "checkpoints", self._job.config.checkpoint.fsync
+        own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, fsync=fsync, places=self._frozen.places)
+        was = source.entries[-1].rank, self._job.run.previous_ranks
+        return FrozenLinks(own, checkpoints, was, (source.rank, parts))
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
         """A part, in memory of its own."""

@@ -8,12 +8,11 @@ from typing import Any
 
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
+from cpsr.checkpoint.resharded_frozen import load_resharded_frozen
 from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
-from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.elastic.imported import load_imported
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.errors import RunMismatchError
 from cpsr.state.shard import Shard
 
 __all__ = ["Resharding"]
@@ -50,11 +49,11 @@ class Resharding:
             if rank == 0:
                 self._compare(trees, manifest.world_size)
         load_buffers(directory, manifest, saved_by, into)
-        self._require_whole_frozen(directory, manifest, saved_by)
         found = small_state_of(rank, saved_by, saved, self._adapter.resharded)
         load_resharded(directory, manifest, into)
         if self._frozen is not None:
-            self._frozen.load(directory, saved_by)
+            frozen = load_resharded_frozen(directory, manifest, saved_by, self._frozen, found["frozen"])
+            found = {**found, "frozen": frozen}
         return found
 
     def _compare(self, trees: Sequence[Mapping[str, Any]], ranks: int) -> None:
@@ -69,15 +68,3 @@ class Resharding:
                 self._adapter.world_size,
                 ranks,
             )
-
-    def _require_whole_frozen(self, directory: Path, manifest: Manifest, saved_by: int) -> None:
-        """Frozen parameters that were split are not dealt again."""
-        now = {} if self._frozen is None else self._frozen.weights.tensors
-        then = read_rank_manifest(directory, manifest, saved_by).frozen
-        for name in sorted({*now, *then}):
-            if name not in now or name not in then or tuple(now[name].shape) != then[name].shape:
-                raise RunMismatchError(
-                    f"{directory}: the parameter {name} outside the optimizer is not whole on each rank, or was not. "
-                    "Such parts are not dealt to another number of ranks; nothing was changed; start with as many "
-                    "ranks as the run had"
-                )

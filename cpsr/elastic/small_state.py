@@ -72,6 +72,7 @@ def small_state_at_dump(
         lineage=left["lineage"],
         engine=left["engine"],
         data=scalars.data.advanced(max(used - scalars.data.batches, 0)),
+        frozen=left.get("frozen", {}),
     ).to_tree()
 
 

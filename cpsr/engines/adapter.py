@@ -12,6 +12,7 @@ import torch
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
 
 __all__ = ["EngineAdapter", "Stage", "StepObserver"]
@@ -152,6 +153,9 @@ class EngineAdapter(Protocol):
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """By operator, the dtype of the weights of forward and backward, where it is not that of the master."""
+
+    def frozen_places(self) -> dict[str, FrozenPlace]:
+        """Where those of `frozen()` lie that are split over ranks."""
 
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""

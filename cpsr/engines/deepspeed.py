@@ -17,7 +17,7 @@ from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
     discard_gradients,
-    frozen_shape,
+    frozen_place,
     master_slices,
     masters,
     owned_frozen,
@@ -49,6 +49,7 @@ from cpsr.engines.naming import (
 from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["DeepSpeedAdapter"]
@@ -158,11 +159,10 @@ class DeepSpeedAdapter:
             self._name(piece): tensor_identity(piece.master, piece.global_shape, piece.offset, piece.numel)
             for piece in master_slices(engine.optimizer)
         }
-        shapes = {name: frozen_shape(engine.optimizer, parameter) for parameter, name in self._outside()}
-        outside = self.frozen() | named_buffers(engine.module, self._rename)
-        tensors |= {
-            name: tensor_identity(value, shapes.get(name, tuple(value.shape))) for name, value in outside.items()
-        }
+        places = self.frozen_places()
+        for name, value in (self.frozen() | named_buffers(engine.module, self._rename)).items():
+            place = places.get(name, FrozenPlace(tuple(value.shape)))
+            tensors[name] = tensor_identity(value, place.global_shape, place.offset)
         return {
             "engine": type(engine).__name__,
             "zero_stage": int(engine.zero_optimization_stage()),
@@ -213,6 +213,11 @@ class DeepSpeedAdapter:
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
         return {name: owned_frozen(self._engine.optimizer, parameter) for parameter, name in self._outside()}
+
+    def frozen_places(self) -> dict[str, FrozenPlace]:
+        """See `EngineAdapter.frozen_places`; under ZeRO-3 partitions are flat, and so all have one."""
+        places = {name: frozen_place(self._engine.optimizer, parameter) for parameter, name in self._outside()}
+        return {name: place for name, place in places.items() if place is not None}
 
     def _frozen(self) -> set[str]:
         return {name for _, name in self._outside()}

@@ -16,12 +16,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 
 from cpsr.engines.deepspeed_offload import discard_offloaded_gradients
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 
 __all__ = [
     "MasterSlice",
     "advance_loss_scale",
     "discard_gradients",
-    "frozen_shape",
+    "frozen_place",
     "master_slices",
     "masters",
     "owned_frozen",
@@ -161,11 +162,12 @@ def owned_frozen(optimizer: Any, parameter: Any) -> torch.Tensor:
     return partition[: _owned_range(optimizer, parameter, partition.numel())[1]]
 
 
-def frozen_shape(optimizer: Any, parameter: Any) -> tuple[int, ...]:
-    """Shape by which ranks compare such a parameter: under ZeRO-3 that of a partition with its padding, as all have."""
+def frozen_place(optimizer: Any, parameter: Any) -> FrozenPlace | None:
+    """Where that part lies under ZeRO-3, without its padding; None where the parameter is whole."""
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
-        return tuple(parameter.shape)
-    return (int(parameter.ds_tensor.numel()),)
+        return None
+    offset, _ = _owned_range(optimizer, parameter, parameter.ds_tensor.numel())
+    return FrozenPlace(tuple(parameter.ds_shape), min(offset, parameter.ds_numel))
 
 
 @torch.no_grad()

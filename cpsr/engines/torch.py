@@ -34,6 +34,7 @@ from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["TorchAdapter"]
@@ -224,6 +225,15 @@ class TorchAdapter:
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of this rank's parts of the parameters outside the optimizer."""
         return {name: local(one) for one, name in self._outside() if id(one) not in self._absent}
+
+    def frozen_places(self) -> dict[str, FrozenPlace]:
+        """See `EngineAdapter.frozen_places`."""
+        found = {name: self._parts[id(one)] for one, name in self._outside() if id(one) not in self._absent}
+        return {
+            name: FrozenPlace(part.global_shape, part.offset, part.block)
+            for name, part in found.items()
+            if part.shape != part.global_shape
+        }
 
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Parameters that the optimizer does not move, with their names."""

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,13 +90,11 @@ class WholeState:
             CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
-        frozen = self.identity.module.frozen
-        absent = sorted(frozen.keys() - set(_outside(self._parts[0].manifest)))
-        if absent and self.identity.engine == "torch":
-            raise self._refused_split(absent[0])
+        frozen, own = self.identity.module.frozen, _outside(self._parts[0].manifest)
+        absent = sorted(frozen.keys() - set(own)) if self.identity.engine == "torch" else []
         return {
             name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
-            for name in _outside(self._parts[0].manifest)
+            for name in [*own, *absent]
         }
 
     def scalars(self) -> dict[str, Any]:
@@ -142,28 +140,35 @@ class WholeState:
         return found
 
     def _whole(self, name: str, kind: Kind, key: str, dtype: str) -> torch.Tensor:
-        total = self.elements(name)
+        records = ((rank, part.manifest.operators.get(name)) for rank, part in enumerate(self._parts))
+        pieces = (
+            (rank, (record.offset, record.block), self._read(rank, kind, key, (record.numel,), dtype))
+            for rank, record in records
+            if record is not None and record.saved_by is None and (record.numel or not self.elements(name))
+        )
+        return self._shaped(name, self._joined(name, self._records[name].global_shape, pieces))
+
+    def _joined(
+        self, name: str, shape: tuple[int, ...], pieces: Iterable[tuple[int, _Place, torch.Tensor]]
+    ) -> torch.Tensor:
+        """The flattened whole of the ranks' flat pieces: rank, place, and elements."""
+        total = math.prod(shape)
         whole: torch.Tensor | None = None
         covered: dict[_Place, int] = {}  # place -> elements
-        for rank, part in enumerate(self._parts):
-            record = part.manifest.operators.get(name)
-            if record is None or record.saved_by is not None or (record.numel == 0 and total):
-                continue
-            piece = self._read(rank, kind, key, (record.numel,), dtype)
+        for rank, place, piece in pieces:
             whole = piece.new_empty(total) if whole is None else whole
-            place = record.offset, record.block
-            target = _target(whole, record)
-            if covered.get(place) == record.numel:
+            target = _target(whole, shape, place, piece.numel())
+            if covered.get(place) == piece.numel():
                 self._require_replica(name, rank, target.contiguous().view(-1), piece)
-            elif target.numel() == record.numel:
+            elif target.numel() == piece.numel():
                 target.copy_(piece.view(target.shape))
-                covered[place] = record.numel
-        if whole is None or not _tiles(covered, total, self._records[name].global_shape):
+                covered[place] = piece.numel()
+        if whole is None or not _tiles(covered, total, shape):
             raise UnsupportedEngineError(
                 f"{self.info.directory}: the slices of {name} that the ranks saved, {_places(covered)}, do not make up "
                 f"its {total} elements. Nothing was exported"
             )
-        return self._shaped(name, whole)
+        return whole
 
     def _shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         shape, stride = self._records[name].global_shape, self.identity.module.strides.get(name)
@@ -203,13 +208,19 @@ class WholeState:
         return values
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Whole on every rank, or (under ZeRO-3) in consecutive parts, one a rank."""
-        first = self._other(0, name)
-        if first.shape == shape:
-            return first
-        if self.identity.engine == "torch":
-            raise self._refused_split(name)
+        """Whole on every rank, or in parts; of an earlier version in consecutive ones, one a rank (ZeRO-3)."""
         ranks = [rank for rank, part in enumerate(self._parts) if name in _outside(part.manifest)]
+        records = [(rank, self._parts[rank].manifest.frozen.get(name)) for rank in ranks]
+        known = [(rank, one) for rank, one in records if one is not None]
+        if any(one.global_shape is not None for _, one in known):
+            places = ((rank, (one.offset or 0, one.block)) for rank, one in known)
+            pieces = ((rank, place, self._other(rank, name).reshape(-1)) for rank, place in places)
+            return self._joined(name, shape, pieces).view(shape)
+        first = self._other(ranks[0], name) if ranks else None
+        if first is not None and first.shape == shape:
+            return first
+        if first is None or self.identity.engine == "torch":
+            raise self._refused_split(name)
         joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
         if joined.dim() != 1 or joined.numel() != math.prod(shape):
             raise UnsupportedEngineError(
@@ -221,8 +232,8 @@ class WholeState:
     def _refused_split(self, name: str) -> UnsupportedEngineError:
         return UnsupportedEngineError(
             f"{self.info.directory}: the frozen parameter {name} is split over ranks by fully_shard or "
-            "parallelize_module, and such parts are not put together yet; the checkpoint itself is whole, and its job "
-            "restarts from it. Nothing was exported"
+            "parallelize_module, and an earlier version has not recorded where the parts lie; the checkpoint itself is "
+            "whole, and its job restarts from it and saves the next one with them. Nothing was exported"
         )
 
     def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -352,15 +363,15 @@ def _tensor(file: Any, path: Path, key: str, shape: tuple[int, ...], dtype: str)
     return found
 
 
-def _target(whole: torch.Tensor, record: OperatorRecord) -> torch.Tensor:
+def _target(whole: torch.Tensor, shape: tuple[int, ...], place: _Place, numel: int) -> torch.Tensor:
     """Where in the flattened whole a rank's slice lies; a view, of another size where it lies beyond the whole."""
-    if record.block is None:
-        return whole[record.offset : record.offset + record.numel]
-    start = _start(record.offset, record.global_shape)
-    if len(start) != len(record.block):
+    offset, block = place
+    if block is None:
+        return whole[offset : offset + numel]
+    start = _start(offset, shape)
+    if len(start) != len(block):
         return whole[:0]
-    view = whole.view(record.global_shape)
-    return view[tuple(slice(begin, begin + size) for begin, size in zip(start, record.block, strict=True))]
+    return whole.view(shape)[tuple(slice(begin, begin + size) for begin, size in zip(start, block, strict=True))]
 
 
 def _start(offset: int, shape: tuple[int, ...]) -> list[int]:

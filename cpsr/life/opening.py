@@ -138,7 +138,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     store = _open_store(job, loop.state.frozen)
     job = replace(job, config=_predictable(job))
     if run.resized:  # before this life's own buffers take the place of what they have left
-        Rescue(job, (life, branch)).save()
+        Rescue(job, (life, branch), store.frozen).save()
         life, branch, held = journal.life, 0, False
     use = loop.learning.open(job, store)
     job = replace(job, config=_possible(job, loop.learning, use))
@@ -232,7 +232,8 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
         missing=_missing_experts(job),
     )
     if not job.group.all(not frozen.tensors):  # else no rank has any
-        store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=job.config.checkpoint.fsync)
+        places, fsync = job.adapter.frozen_places(), job.config.checkpoint.fsync
+        store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=fsync, places=places)
     if job.config.elastic.allows(job.group.size) or job.run.imported:
         store.reshard = Resharding(job.adapter, store.frozen).load
     if job.group.rank == 0:

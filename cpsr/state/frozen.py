@@ -17,10 +17,24 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-__all__ = ["FrozenWeights", "hash_of", "word_of"]
+__all__ = ["FrozenPlace", "FrozenWeights", "hash_of", "word_of"]
 
 _PIECE_BYTES = 64 << 20  # from a device to the host at a time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class FrozenPlace(NamedTuple):
+    """Where a rank's part of a parameter lies.
+
+    Attributes:
+        global_shape: of the whole parameter.
+        offset: index of the part's first element in the flattened whole.
+        block: its shape, where it is no range of the flattened whole; see `cpsr.state.shard.ParamSlice`.
+    """
+
+    global_shape: tuple[int, ...]
+    offset: int = 0
+    block: tuple[int, ...] | None = None
 
 
 class _Mark(NamedTuple):
@@ -143,7 +157,7 @@ class FrozenWeights:
             marks = {name: _Mark.of(self._tensors[name]) for name in moved}
             self._resting = {name: mark for name, mark in marks.items() if self._last.get(name) == mark}
             self._last = marks
-        return {"word": self._word_without(tuple(moved)), "moved": {name: self._tensors[name] for name in moved}}
+        return {"word": self.word_without(tuple(moved)), "moved": {name: self._tensors[name] for name in moved}}
 
     def resting(self, names: Collection[str]) -> list[str]:
         """Those of these moved parameters that have rested since the checkpoint before the last; from any thread."""
@@ -166,7 +180,8 @@ class FrozenWeights:
         self.forget(found)
         return found
 
-    def _word_without(self, moved: tuple[str, ...]) -> str:
+    def word_without(self, moved: tuple[str, ...]) -> str:
+        """One hash of the settled parameters but these; from any thread."""
         before, settled, word = self._word
         if settled is not self._settled or before != moved:
             settled, left_out = self._settled, set(moved)

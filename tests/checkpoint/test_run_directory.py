@@ -1,7 +1,14 @@
-"""Which of a job's ranks share a machine."""
+"""Which of a job's ranks share a machine, and whether a run is of the same model."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from cpsr.checkpoint.run_directory import IDENTITY, open_run
+from cpsr.errors import RunMismatchError
+from cpsr.ranks.group import Group
 from tests.peers.ranks import run
 
 OPENED = """
@@ -15,3 +22,23 @@ leave()
 def test_where_host_names_do_not_distinguish_machines_the_variable_does(tmp_path: Path) -> None:
     ranks = run(OPENED, tmp_path, ["one", "another", "one"])
     assert [found["local"] for found in ranks] == [[0, 2], [1], [0, 2]]
+
+
+def description(*shape: int) -> dict[str, Any]:
+    """Of a model with one frozen parameter, under ZeRO-3."""
+    known = {"engine": "DeepSpeedEngine", "zero_stage": 3, "precision": "fp32", "optimizer": "AdamW"}
+    base = {"shape": list(shape), "dtype": "float32", "offset": 0, "numel": 8}
+    return known | {"tensors": {"base": base}, "module": {"frozen": {"base": list(shape)}}}
+
+
+def test_a_frozen_parameter_is_compared_by_its_whole_shape(tmp_path: Path) -> None:
+    """An earlier version gave the size of a partition, which another number of ranks does not have."""
+    group = Group()
+    run = open_run(tmp_path, group, "exact", description(5, 3))
+    identity = json.loads((tmp_path / IDENTITY).read_text())
+    (tmp_path / IDENTITY).write_text(json.dumps(identity | {"tensors": {"base": [8]}}))
+    assert open_run(tmp_path, group, "exact", description(5, 3)).run_id == run.run_id
+    assert json.loads((tmp_path / IDENTITY).read_text())["tensors"] == {"base": [5, 3]}
+    with pytest.raises(RunMismatchError, match="differs is 'base', shape \\(5, 3\\) there"):
+        open_run(tmp_path, group, "exact", description(5, 4))
+    group.close()

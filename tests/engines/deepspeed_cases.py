@@ -54,7 +54,8 @@ def straddling(stage: int) -> None:
         assert shards[0][name]["shape"] == shards[1][name]["shape"], name
     names = {name for shard in shards for name in shard if shard[name]["dtype"] != "int64"}
     split = 0
-    for name in names - {"frozen.weight", "frozen.bias", "drift"}:
+    whole = {"drift", *(() if stage == 3 else ("frozen.weight", "frozen.bias"))}
+    for name in names - whole:
         pieces = sorted((s[name]["offset"], s[name]["numel"]) for s in shards if name in s)
         shape = next(s[name]["shape"] for s in shards if name in s)
         assert pieces[0][0] == 0

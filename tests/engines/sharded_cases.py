@@ -137,6 +137,7 @@ def frozen_parameters() -> None:
     result = check_resume(partial(outside_the_optimizer, FSDP))
     tensors = gathered(result["description"]["tensors"])
     assert [one["frozen.weight"]["numel"] for one in tensors] == [4 * 7, 3 * 7]
+    assert [one["frozen.weight"]["offset"] for one in tensors] == [0, 4 * 7]
 
 
 def clipping_and_accumulation_are_those_of_the_user() -> None:

@@ -17,6 +17,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.export.whole import open_whole
 from cpsr.state.shard import Shard
+from tests.checkpoint.frozen_ranks import CUTS, RUN, base, split_life
 from tests.export.made import RUN_ID, SCALARS, operator, shard, write_checkpoint, write_identity
 
 
@@ -178,8 +179,24 @@ def test_split_frozen_parameters_of_plain_torch_are_refused_by_name(tmp_path: Pa
 def test_a_frozen_parameter_of_which_rank_0_holds_nothing_is_not_left_out(tmp_path: Path) -> None:
     write_identity(tmp_path, engine="torch", zero_stage=None, frozen={"frozen": [1, 3], "kept": [2]})
     write_checkpoint(tmp_path, shard(kept=torch.ones(2)), shard(frozen=torch.ones(1, 3), kept=torch.ones(2)))
-    with pytest.raises(UnsupportedEngineError, match="the frozen parameter frozen is split over ranks by fully_shard"):
-        open_whole(tmp_path, None, moments=True).outside()
+    outside = open_whole(tmp_path, None, moments=True).outside()
+    assert torch.equal(outside["frozen"], torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("how", CUTS)
+def test_frozen_parameters_are_put_together_by_their_places(tmp_path: Path, how: str) -> None:
+    """Also one that has moved, which is in the ranks' small states."""
+    weights = base()
+    frozen = {name: list(one.shape) for name, one in weights.items()}
+    write_identity(tmp_path, engine="torch", zero_stage=None, frozen=frozen, run_id=RUN)
+    life = split_life(tmp_path, weights, 3, how)
+    for parts in life.weights:
+        parts["embed"].add_(1)
+    life.save(10, shared=False, trained=shard())
+    outside = open_whole(tmp_path, None, moments=False).outside()
+    assert {name for name in outside if name in frozen} == frozen.keys()
+    assert torch.equal(outside["embed"], weights["embed"] + 1)
+    assert all(torch.equal(outside[name], one) for name, one in weights.items() if name != "embed")
 
 
 def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> None:

@@ -14,9 +14,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.state.shard import Shard
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.state.frozen import FrozenPlace
 from tests.device import DEVICE
-from tests.recovery.engines import EXPERTS, ITEMS, Mixture, Regression, configuration, dataset, initialize, pipeline
+from tests.recovery.engines import (
+    EXPERTS,
+    FEATURES,
+    ITEMS,
+    WIDTH,
+    Mixture,
+    Regression,
+    configuration,
+    dataset,
+    initialize,
+    pipeline,
+)
 from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed, train_pipeline
 from tests.recovery.worker import Options as WorkerOptions
 
@@ -33,18 +45,45 @@ class Options(WorkerOptions):
         batch_size: of a rank; the accumulation follows from it.
         dropout: of the model; with it the random states of each rank matter.
         sampled: whether a `DistributedSampler` deals the samples.
+        base: seed of frozen weights that the script loads; 0: the model has none.
+        moving: whether the loop writes to some of them in each step.
     """
 
     kind: str = "deepspeed"
     batch_size: int = 1
     dropout: float = 0.0
     sampled: bool = True
+    base: int = 0
+    moving: bool = False
+
+
+class Adapted(torch.nn.Linear):
+    """A trained layer beside a frozen one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(FEATURES, WIDTH)
+        self.base = torch.nn.Parameter(torch.randn(WIDTH, FEATURES, generator=generator), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.nn.functional.linear(x, self.base)
+
+
+class AdaptedRegression(Regression):
+    """With frozen weights, and a frozen matrix of odd sizes that a loop may write to."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(base)
+        self.layers[0] = Adapted(generator)
+        self.teacher = torch.nn.Parameter(torch.randn(5, 3, generator=generator), requires_grad=False)
 
 
 def model(options: Options, ranks: int) -> Any:
     if options.stages:
         return pipeline(options.stages)
-    return Mixture(math.gcd(ranks, EXPERTS)) if options.kind == "mixture" else Regression().to(DEVICE)
+    if options.kind == "mixture":
+        return Mixture(math.gcd(ranks, EXPERTS))
+    return (AdaptedRegression(options.base) if options.base else Regression()).to(DEVICE)
 
 
 class Loop:
@@ -69,7 +108,8 @@ class Loop:
             mesh = init_device_mesh(DEVICE, (ranks,))
             for one in (self.module.layers[0], self.module):
                 fully_shard(one, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=2e-2)
+        trained = [one for one in self.module.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=2e-2)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
         self.adapter = TorchAdapter(self.module, self.optimizer, self.schedule, micro_batches_per_iteration=self.steps)
 
@@ -113,20 +153,23 @@ def main(options: Options, rank: int, ranks: int) -> None:
         started: dict[str, Any] = {"iteration": recovery.iteration, "method": restored.method}
         started["failure_iteration"] = restored.failure_iteration
         started["ranks"] = [events[0].previous_ranks, events[0].ranks]
-        started["whole"] = whole(recovery.life.job.adapter.shard(), rank)
+        started["whole"] = whole(recovery.life.job.adapter, rank)
         started["scalars"] = {key: str(value) for key, value in small(recovery).items()}
         if options.stages:
             dealt = train_pipeline(recovery, loop.engine, batches, options, faults)
         for inputs, targets, indices in recovery.resume(batches, repeat=True) if not options.stages else ():
             faults.at_batch(recovery.iteration, loop.taken % loop.steps)
             iteration = recovery.iteration + 1
+            if options.moving and loop.taken % loop.steps == 0:  # within the step: a dump is of its end
+                with torch.no_grad():
+                    recovery.life.job.adapter.frozen()["teacher"].add_(iteration)
             loss = float(loop.train_on(inputs, targets)) * len(indices) / GLOBAL_BATCH
             losses[iteration] = losses.get(iteration, 0.0) + loss
             dealt.append([iteration, *indices.tolist()])
             keep_pace(recovery)
             if recovery.iteration >= options.iterations:
                 break
-        ended: dict[str, Any] = {"whole": whole(recovery.life.job.adapter.shard(), rank), "draw": torch.rand(()).item()}
+        ended: dict[str, Any] = {"whole": whole(recovery.life.job.adapter, rank), "draw": torch.rand(()).item()}
         ended["scalars"] = {key: str(value) for key, value in small(recovery).items()}
     options.leave(rank, {"started": started, "ended": ended, "batches": dealt, "losses": losses})
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
@@ -143,10 +186,13 @@ def steps(numbers: list[dict[str, Any]]) -> list[float]:
     return sorted({float(value) for one in numbers for value in one.values()})
 
 
-def whole(shard: Shard, rank: int) -> dict[str, list[float]]:
-    """Weights and moments of all ranks' slices; rank 0 has them, a collective."""
+def whole(adapter: EngineAdapter, rank: int) -> dict[str, list[float]]:
+    """Weights, moments and frozen weights of all ranks' slices; rank 0 has them, a collective."""
     found: list[Any] = [None] * torch.distributed.get_world_size()
-    own = []
+    own, shard, places = [], adapter.shard(), adapter.frozen_places()
+    for name, tensor in adapter.frozen().items():
+        place = places.get(name, FrozenPlace(tuple(tensor.shape)))
+        own.append((f"frozen/{name}", place.global_shape, place.offset, tensor.flatten().tolist()))
     for key, tensor in shard.tensors():
         kind, _, name = key.rpartition("/")
         if kind != "other":

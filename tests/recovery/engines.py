@@ -84,12 +84,12 @@ def loader(data: TensorDataset, parts: int, part: int, **more: Any) -> "DataLoad
 
 def initialize(module: nn.Module, config: Any) -> Any:
     """A DeepSpeed engine with AdamW and a falling learning rate, or with what the configuration alone asks for."""
-    parameters: Any = module.parameters()
+    parameters: Any = [one for one in module.parameters() if one.requires_grad]
     if "optimizer" in config:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
         return engine
     if isinstance(module, Mixture):
-        group = {"params": list(parameters), "name": "dense"}
+        group = {"params": parameters, "name": "dense"}
         parameters = split_params_into_different_moe_groups_for_optimizer(group)
     optimizer = torch.optim.AdamW(parameters, lr=2e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))

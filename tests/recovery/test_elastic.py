@@ -12,6 +12,7 @@ import pytest
 
 from cpsr.checkpoint.manifest import file_name, step_name
 from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader, sizes
 from tests.recovery.elastic_worker import GLOBAL_BATCH
 from tests.recovery.engines import EXPERTS, ITEMS
@@ -28,6 +29,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "mixture 0": {"kind": "mixture", "zero": 0},
 }
+
+
+# Frozen weights, some of which are written to in each step. A later start loads others.
+FROZEN: dict[str, Any] = {"base": 1, "moving": True}
+OTHER = {"base": 2}
 
 
 def launch(job: Job, ranks: int, iterations: int, **options: Any) -> Ended:
@@ -55,23 +61,26 @@ def losses(ended: Ended) -> dict[int, float]:
     return found
 
 
-SOME = ("ddp", "fsdp2", "zero 2 bf16", "zero 3")  # the others cut their tensors as one of these does
-ALL = [name for name in ENGINES if name != "mixture 0"]
+# The others cut their tensors as one of these does. Those that split frozen weights have some.
+SOME = [("ddp", False), ("fsdp2", True), ("zero 2 bf16", False), ("zero 3", True)]
+ALL = [(name, frozen) for name in ENGINES if name != "mixture 0" for frozen in (False, True)]
 
 
 @pytest.mark.parametrize(
-    "engine", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL if name not in SOME)]
+    ("engine", "frozen"), [*SOME, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in SOME)]
 )
-def test_every_rank_takes_its_part_of_what_another_number_left(job: Job, engine: str) -> None:
-    first = launch(job, 2, 2, **ENGINES[engine])
-    second = launch(job, 3, 3, **ENGINES[engine])
-    third = launch(job, 1, 4, **ENGINES[engine])
+def test_every_rank_takes_its_part_of_what_another_number_left(job: Job, engine: str, frozen: bool) -> None:
+    base: dict[str, Any] = FROZEN if frozen else {}
+    other = OTHER if frozen else {}
+    first = launch(job, 2, 2, **ENGINES[engine], **base)
+    second = launch(job, 3, 3, **ENGINES[engine], **base | other)
+    third = launch(job, 1, 4, **ENGINES[engine], **base | other)
     for before, after, at in ((first, second, 2), (second, third, 3)):
         ended, started = before.result()["ended"], after.result()["started"]
         assert started["iteration"] == at
         assert started["whole"] == ended["whole"]
         assert started["scalars"] == ended["scalars"]
-        assert len(started["whole"]) == 3 * 4
+        assert len(started["whole"]) == 3 * 4 + 2 * frozen
     one_pass = [*samples(first, range(1, 3)), *samples(second, range(3, 4)), *samples(third, range(4, 5))]
     assert sorted(one_pass) == list(range(ITEMS))
 
@@ -226,6 +235,48 @@ def test_what_is_left_in_host_memory_is_rescued(job: Job, engine: str, ranks: in
     assert started["whole"] == expected.result()["ended"]["whole"]
 
 
+LINKED: dict[str, Any] = {**IN_MEMORY, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
+
+
+@pytest.mark.usefixtures("freed")
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [
+        ("ddp", 1),
+        pytest.param("zero 2 bf16", 3, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        pytest.param("zero 3", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job, engine: str, ranks: int) -> None:
+    options: dict[str, Any] = {"worker": WORKER, "settings": LINKED, **ENGINES[engine], **FROZEN}
+    killed = job.launch(ranks=2, iterations=9, fault="step:1:7", committed=4, in_memory=6, **options)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(ranks=ranks, iterations=8, survivor_seconds=60.0, **options | OTHER)
+    assert set(back.statuses) == {0}, back.output[0][-3000:]
+    started = back.result()["started"]
+    assert started["iteration"] in (6, 7)
+    again = Job(job.directory / "again")
+    expected = again.launch(ranks=2, iterations=started["iteration"], **options)
+    assert started["whole"] == expected.result()["ended"]["whole"]
+    assert verify_run(job.run_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("freed")
+def test_frozen_weights_that_nobody_has_leave_a_state_in_memory(job: Job) -> None:
+    """No checkpoint has them yet, and the script has loaded others."""
+    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"], **FROZEN}
+    killed = job.launch(ranks=2, iterations=9, fault="step:1:3", in_memory=2, **options)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(ranks=1, iterations=4, **options | OTHER)
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        (said, *_) = [one.message for one in journal.events() if one.kind == "state not rescued"]
+    assert "no checkpoint of the run has the parameters outside the optimizer of rank" in said
+    assert back.statuses == [0], back.output[0][-3000:]
+    assert back.result()["started"]["iteration"] == 0
+
+
 @pytest.mark.usefixtures("freed")
 def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
@@ -238,13 +289,17 @@ def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
 
 
 @pytest.mark.usefixtures("freed")
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero 0", marks=pytest.mark.slow)])
-def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "frozen"),
+    [("ddp", FROZEN), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("ddp", "zero 0"))],
+)
+def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str, frozen: dict[str, Any]) -> None:
     settings = {**ELASTIC, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
-    options: dict[str, Any] = {"worker": WORKER, **ENGINES[engine]}
+    options: dict[str, Any] = {"worker": WORKER, **ENGINES[engine], **frozen}
     killed = job.launch(ranks=3, iterations=9, fault="step:1:7", committed=4, settings=settings, **options)
     assert killed.statuses[1] == -9, killed.output
-    back = job.launch(ranks=2, iterations=8, settings=settings, survivor_seconds=60.0, **options)
+    other = OTHER if frozen else {}
+    back = job.launch(ranks=2, iterations=8, settings=settings, survivor_seconds=60.0, **options | other)
     assert set(back.statuses) == {0}, back.output[0][-3000:]
     started = back.result()["started"]
     assert started["iteration"] in (6, 7)
@@ -252,7 +307,7 @@ def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str) -> None:
         said = [one.message for one in journal.events() if one.kind == "state rescued"]
     assert len(said) == 1
     assert "random states and registered objects are those of checkpoint 4" in said[0]
-    expected = launch(Job(job.directory / "again"), 3, started["iteration"], **ENGINES[engine])
+    expected = launch(Job(job.directory / "again"), 3, started["iteration"], **ENGINES[engine], **frozen)
     assert started["whole"] == expected.result()["ended"]["whole"]
     assert started["scalars"] == expected.result()["ended"]["scalars"]
     dealt = samples(expected, range(5, 9)), samples(back, range(5, 9))

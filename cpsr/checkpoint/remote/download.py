@@ -133,7 +133,7 @@ def _linked(run_dir: Path, path: Path, expected: FileRecord) -> bool:
     if not holds_frozen(path.name):
         return False
     for source in sorted((run_dir / "checkpoints").glob(f"step-*/{path.name}"), reverse=True):
-        if put_verified(path.parent, source, expected, fsync=True, direct=False):
+        if put_verified(path, source, expected, fsync=True, direct=False):
             return True
     return False
 

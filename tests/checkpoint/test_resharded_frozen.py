@@ -1,0 +1,143 @@
+"""Frozen weights that one number of ranks saved, whole or split, and another number takes."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.resharded_frozen import load_resharded_frozen
+from cpsr.checkpoint.resharding import read_small_state
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.errors import CheckpointCorruptError, RunMismatchError
+from cpsr.state.frozen import FrozenPlace, word_of
+from tests.checkpoint.frozen_ranks import CUTS, Life, base, cut, split_life
+
+
+def taken(other: Life, rank: int, iteration: int) -> Mapping[str, Any]:
+    """Load as a restart does; returns the state."""
+    directory = other.directory / step_name(iteration)
+    manifest = read_manifest(directory)
+    saved_by = rank % manifest.world_size
+    files, saved = other.files[rank], read_small_state(directory, manifest, saved_by)["frozen"]
+    found = load_resharded_frozen(directory, manifest, saved_by, files, saved)
+    files.bring(found)
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    before=st.integers(1, 4),
+    after=st.integers(1, 5),
+    how=st.sampled_from(CUTS),
+    moving=st.sets(st.sampled_from(sorted(base()))),
+    seed=st.integers(0, 99),
+)
+def test_every_rank_gets_its_part_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: int,
+    after: int,
+    how: str,
+    moving: set[str],
+    seed: int,
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    weights = base(seed)
+    old = split_life(run_dir, weights, before, how)
+    for name in moving:
+        weights[name] = weights[name] + 1
+        for parts in old.weights:
+            if name in parts:
+                parts[name].add_(1)
+    old.save(10, shared=how == "whole")
+    new = split_life(run_dir, base(seed + 1), after, how, 2)
+    for rank in range(after):
+        state = taken(new, rank, 10)
+        expected, _ = cut(weights, rank, after, how)
+        own = new.weights[rank]
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], expected[name]) for name in own)
+        assert {name for name in state["moved"] if own[name].numel()} == {
+            name for name in moving & own.keys() if own[name].numel()
+        }
+        new.frozen[rank].settle()
+        left = {name: one for name, one in new.frozen[rank].hashes.items() if name not in state["moved"]}
+        assert state["word"] == word_of(left)
+
+
+@pytest.mark.parametrize("name", ["embed", "layers.0"])
+def test_memory_that_is_not_contiguous_is_filled(tmp_path: Path, name: str) -> None:
+    old = split_life(tmp_path, base(), 3, "rows")
+    old.save(10, shared=False)
+    own = base(1)
+    own[name] = own[name].t().contiguous().t()
+    new = Life(tmp_path, [own], 2)
+    taken(new, 0, 10)
+    assert all(torch.equal(own[one], whole) for one, whole in base().items())
+    assert not own[name].is_contiguous()
+
+
+def test_blocks_of_columns_are_taken_as_they_are_and_no_others(tmp_path: Path) -> None:
+    weights = base()["embed"]
+
+    def columns(ranks: int, number: int, *, fill: bool) -> Life:
+        width = 4 // ranks
+        blocks = [weights[:, width * one : width * (one + 1)].contiguous() for one in range(ranks)]
+        parts = [{"embed": block if fill else torch.zeros_like(block)} for block in blocks]
+        places = [{"embed": FrozenPlace((20, 4), width * one, (20, width))} for one in range(ranks)]
+        # Twice: another dimension of the mesh has the same blocks.
+        return Life(tmp_path, parts * number, number, places * number)
+
+    old = columns(2, 1, fill=True)
+    old.save(10, shared=False)
+    new = columns(2, 2, fill=False)
+    for rank in range(4):
+        taken(new, rank, 10)
+        assert torch.equal(new.weights[rank]["embed"], weights[:, rank % 2 * 2 : rank % 2 * 2 + 2])
+    other = columns(4, 1, fill=False)
+    with pytest.raises(RunMismatchError, match="no rank has saved elements 0 to 20 of the parameter embed outside"):
+        taken(other, 0, 10)
+
+
+def test_parts_of_an_earlier_version_are_refused_by_name(tmp_path: Path) -> None:
+    """It has not recorded where they lie."""
+    parts = [cut(base(), rank, 2, "flat")[0] for rank in range(2)]
+    old = Life(tmp_path, parts)
+    old.save(10, shared=False)
+    new = split_life(tmp_path, base(1), 3, "flat", 2)
+    before = [dict(one.hashes) for one in new.frozen]
+    for rank in range(3):
+        with pytest.raises(RunMismatchError, match=r"the parameter embed outside the optimizer .* has not recorded"):
+            taken(new, rank, 10)
+    assert [dict(one.hashes) for one in new.frozen] == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path, damage: str) -> None:
+    old = split_life(tmp_path, base(), 2, "rows")
+    old.save(10, shared=False)
+    name = max(old.inodes(10))
+    path = old.directory / step_name(10) / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    new = split_life(tmp_path, base(1), 1, "whole", 2)
+    with pytest.raises(CheckpointCorruptError, match=re.escape(name)):
+        taken(new, 0, 10)
+
+
+def test_a_parameter_that_no_rank_has_saved_is_named(tmp_path: Path) -> None:
+    weights = base()
+    del weights["layers.1"]
+    old = split_life(tmp_path, weights, 2, "rows")
+    old.save(10, shared=False)
+    with pytest.raises(RunMismatchError, match=r"no rank has saved elements 0 to 4 of the parameter layers\.1"):
+        taken(split_life(tmp_path, base(), 4, "rows", 2), 0, 10)
