@@ -28,7 +28,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.elastic.small_state import small_state_at_dump
-from cpsr.errors import CheckpointError
+from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.peers.small import load_states
 from cpsr.ranks.group import this_node
@@ -58,13 +58,33 @@ class Rescue:
         self._nodes: list[str] = job.group.gather(self._node)
 
     def save(self) -> None:
-        """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went."""
-        if not self._job.group.all(self._can_be_dealt()):
-            return
+        """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went.
+
+        Raises:
+            RecoveryError: there is no checkpoint, and states of all ranks before that could not be made one.
+        """
         checkpoint, saved_by = self._newest_checkpoint()
-        for sources in self._candidates(checkpoint, based=saved_by == self._job.run.previous_ranks):
-            if self._save(sources, checkpoint):
-                return
+        if self._job.group.all(self._can_be_dealt()):
+            for sources in self._candidates(checkpoint, based=saved_by == self._job.run.previous_ranks):
+                if self._save(sources, checkpoint):
+                    return
+        if checkpoint < 0:
+            self._refuse_to_begin_anew()
+
+    def _refuse_to_begin_anew(self) -> None:
+        """Raise RecoveryError beside states from which the ranks before could go on: all have one of that iteration."""
+        before, ranks = self._job.run.previous_ranks, dict[tuple[int, str], set[int]]()
+        found = [state for state in memory_states(self._job.run.run_id) if state.life >= self._first[0]]
+        for part in self._job.group.gather([(state.iteration, state.kind, state.rank) for state in found]):
+            for iteration, kind, rank in part:
+                ranks.setdefault((iteration, kind), set()).add(rank)
+        whole = [at for (at, kind), there in ranks.items() if kind != "departure" and len(there) == before]
+        if whole:
+            raise RecoveryError(
+                f"the states of iteration {max(whole)} in host memory are all that is left of this run, and another "
+                f"number of ranks cannot use them. Nothing was trained, and they stay: start with {before} ranks as "
+                "before, or end them with `cpsr release` to begin anew"
+            )
 
     def _save(self, sources: tuple[Source, ...], checkpoint: int) -> bool:
         group, iteration = self._job.group, sources[0].iteration

@@ -51,9 +51,21 @@ class EngineState:
             self._frozen.bring(scalars.get("frozen"))
 
     def take_moved(self, left: dict[str, Any]) -> None:
-        """Give it those that had moved when an emergency dump was made; the engine has the checkpoint's."""
-        if self._frozen is not None:
-            self._frozen.take(left.get("frozen", {}))
+        """Give it the parameters outside the optimizer that an emergency dump goes with.
+
+        Those that had moved are in it. Of the others it has a hash: one that came to rest after the checkpoint, which
+        the engine has, is looked for in the others.
+
+        Raises:
+            CheckpointError: as `bring_frozen`.
+        """
+        if self._frozen is None:
+            return
+        state = left.get("frozen", {})
+        if "word" in state:
+            self._frozen.bring(state)
+        else:  # an earlier version dumped it
+            self._frozen.take(state)
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly.
