@@ -159,7 +159,7 @@ class Recorder:
         if window is None or window.dropped:
             return
         if window.taken != step:
-            window.dropped = True  # one was left out: it would lack what was to be in it
+            self._drop(window)  # one was left out: it would lack what was to be in it
             return
         window.taken += 1
         try:
@@ -194,7 +194,7 @@ class Recorder:
         """The run has gone back: no window leads to its state."""
         self.finish()
         if self._window is not None:
-            self._window.dropped, self._window = True, None
+            self._drop(self._window)
         self._worker.submit(lambda: None).result()  # what is being sealed now
         for slot, file in enumerate(self._files):
             if file is not None:
@@ -231,8 +231,13 @@ class Recorder:
         self._files[slot] = file
         return file
 
-    def _fail(self, window: _Window, iteration: int, error: Exception) -> None:
+    def _drop(self, window: _Window) -> None:
+        """Nothing of it counts, and its file is the next to be filled: the others have whole windows."""
         window.dropped, self._window = True, None
+        self._firsts[window.slot] = -1
+
+    def _fail(self, window: _Window, iteration: int, error: Exception) -> None:
+        self._drop(window)
         self._report(
             f"the window of iterations from {window.first} on is dropped, since the snapshot of iteration {iteration} "
             f"failed: {error}"
@@ -258,7 +263,7 @@ class Recorder:
             views = layout.shard(file.bytes)
             file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)  # type: ignore[arg-type]
         except (RuntimeError, OSError, CPSRError) as error:
-            window.dropped = True
+            window.dropped, self._firsts[window.slot] = True, -1
             self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
 
 
