@@ -317,6 +317,19 @@ def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str, frozen: dict[s
     assert sorted([*dealt[0], *dealt[1]]) == list(range(ITEMS))
 
 
+@pytest.mark.usefixtures("freed")
+def test_where_each_rank_holds_a_part_the_dumps_of_all_are_rescued(job: Job) -> None:
+    settings = {**ELASTIC, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
+    options: dict[str, Any] = {"worker": WORKER, "settings": settings, **ENGINES["zero 2 bf16"]}
+    failed = job.launch(ranks=3, iterations=9, fault="error:all:7", committed=4, **options)
+    assert set(failed.statuses) == {1}, failed.output
+    back = job.launch(ranks=2, iterations=8, survivor_seconds=60.0, **options)
+    assert set(back.statuses) == {0}, back.output[0][-3000:]
+    assert back.result()["started"]["iteration"] == 7
+    expected = Job(job.directory / "again").launch(ranks=3, iterations=7, **options)
+    assert back.result()["started"]["whole"] == expected.result()["ended"]["whole"]
+
+
 def test_copies_at_a_target_are_enough(job: Job) -> None:
     settings: dict[str, Any] = {**ELASTIC, "checkpoint": {"target": f"file://{job.directory}/target"}}
     options: dict[str, Any] = {"worker": WORKER, "settings": settings, "zero": 1, "survivor_seconds": 60.0}

@@ -319,7 +319,7 @@ class Faults:
     """What happens to this rank, and when.
 
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
-    `stop` (before a step). At `alone` the rank is killed before a step, and the others hang there without an error, as
+    `stop` (before a step), and `error`, which is raised before a step. At `alone` the rank is killed before a step, and the others hang there without an error, as
     over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all processes of the rank's group.
     Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second
     signal comes while the rank is leaving. The iteration is the one that is complete.
@@ -353,14 +353,20 @@ class Faults:
             subprocess.run(command, check=True, start_new_session=True)
         if self._phase == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self._phase == "error":
+            self._wait()
+            raise RuntimeError("an error of the loop")
 
     def _die(self) -> None:
+        self._wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + 30
         while self._committed is not None and not self._committed.exists() and time.monotonic() < deadline:
             time.sleep(0.005)
         while self._in_memory is not None and not self._holds(self._in_memory) and time.monotonic() < deadline:
             time.sleep(0.005)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
