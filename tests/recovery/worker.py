@@ -318,11 +318,11 @@ def rng_digest() -> str:
 class Faults:
     """What happens to this rank, and when.
 
-    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one) and
-    `stop` (before a step), and `error`, which is raised before a step. At `alone` the rank is killed before a step, and the others hang there without an error, as
-    over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all processes of the rank's group.
-    Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and `sigterm-twice`, whose second
-    signal comes while the rank is leaving. The iteration is the one that is complete.
+    Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
+    `stop` (before a step), and `error`, which is raised before a step. At `alone` the rank is killed before a step, and
+    the others hang there without an error, as over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all
+    processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
+    `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
 
     In a rehearsal: `rehearsal-` and a name in `tests.rehearsal.faults`, with the number of the call in place of the
     iteration.
