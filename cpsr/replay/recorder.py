@@ -17,13 +17,15 @@ from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.pinning import Pinning
 from cpsr.errors import CPSRError
 from cpsr.replay.layout import WindowLayout
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, Shard
 from cpsr.state.small_state import SmallState
 
 __all__ = ["FILES", "Copied", "Recorder"]
 
 # One is filled. The one before may not be complete on every rank yet. So the one before that must still be there.
 FILES = 3
+
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Recorder:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
         self._window: _Window | None = None
         self._running: _Running | None = None
+        # By file and place in the window, while layout and views are the same.
+        self._planned: dict[tuple[int, int], tuple[WindowLayout, dict[str, OperatorState], _Pairs]] = {}
 
     def adopt(self, name: str) -> None:
         """Keep a window of the life before as one of this life. Two newer ones are complete before it is overwritten.
@@ -164,7 +168,7 @@ class Recorder:
         window.taken += 1
         try:
             shard = self._shard()
-            pairs = list(window.layout.copies(step, shard, window.file.bytes))
+            pairs = self._pairs(window, step, shard)
         except (KeyError, CPSRError) as error:
             self._fail(window, iteration, error)
             return
@@ -216,10 +220,19 @@ class Recorder:
             if file is not None:
                 file.close(remove=remove)
 
+    def _pairs(self, window: _Window, step: int, shard: Shard) -> _Pairs:
+        """Target and source of each copy of a snapshot."""
+        planned = self._planned.get((window.slot, step))
+        if planned is None or planned[0] is not window.layout or planned[1] is not shard.operators:
+            pairs = list(window.layout.copies(step, shard, window.file.bytes))
+            planned = self._planned[window.slot, step] = window.layout, shard.operators, pairs
+        return planned[2]
+
     def _open(self, slot: int, size: int) -> MemoryFile:
         file = self._files[slot]
         if file is not None and file.bytes.numel() == size:
             return file
+        self._planned.clear()
         if file is not None:
             if slot in self._pinnings:
                 self._pinnings.pop(slot).undo()
@@ -243,7 +256,7 @@ class Recorder:
             f"failed: {error}"
         )
 
-    def _copied(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    def _copied(self, pairs: _Pairs) -> float:
         started = time.perf_counter()
         copy_beside_training(pairs)
         return time.perf_counter() - started
@@ -267,7 +280,7 @@ class Recorder:
             self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
 
 
-def _on_device(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _on_device(pairs: _Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The same copies, with types converted on the device."""
     for target, source in pairs:
         yield target, source.detach().to(target.dtype)

@@ -19,6 +19,7 @@ from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import Copied, Recorder
 from cpsr.replay.schedule import schedule, units_of, window_iterations
+from cpsr.state.shard import Shard
 
 __all__ = ["Windows"]
 
@@ -43,7 +44,8 @@ class Windows:
         self._units = units_of(shard, experts_of(job.adapter.expert_naming(), shard.operators))
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
-        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report)
+        self._kept = shard
+        self._recorder: Recorder | None = Recorder(memory, self._shard, self._report)
         self._conversion: Conversion | None = None
         self._iterations = job.config.replay.window_iterations or 1
         self._layout = self._laid_out()
@@ -148,6 +150,12 @@ class Windows:
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()
+
+    def _shard(self) -> Shard:
+        """The engine's views; those of the last snapshot where nothing was replaced."""
+        kept = self._job.adapter.renewed(self._kept)
+        self._kept = self._job.adapter.shard() if kept is None else kept
+        return self._kept
 
     def _laid_out(self) -> WindowLayout:
         turns = schedule(self._units, self._active, self._iterations)
