@@ -72,10 +72,11 @@ class MemoryState:
 
     @property
     def place(self) -> Literal["own", "replica", "other"]:
-        """By the file's name: one of the rank's own buffers, a replica, or what a restart or a replication needs."""
+        """By the file's name: a rank's own buffer or window, a replica, or what a restart or a replication needs."""
         matched = NAME.fullmatch(self.path.name)
         slot = "" if matched is None else matched["slot"]
-        return "own" if slot.isdigit() else "replica" if slot.startswith("replica-") else "other"
+        own = slot.removeprefix("window-").isdigit()
+        return "own" if own else "replica" if slot.startswith("replica-") else "other"
 
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:

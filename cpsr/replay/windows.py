@@ -4,20 +4,23 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory_removal import bytes_in_memory
+from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.tiers import Source, state_of
 from cpsr.engines.moe.naming import experts_of
-from cpsr.errors import SaveError
+from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
-from cpsr.replay.recorder import Copied, Recorder
+from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Copied, OnSealed, Recorder, Window
 from cpsr.replay.schedule import schedule, units_of, window_iterations
 
 __all__ = ["Windows"]
@@ -35,6 +38,10 @@ class Windows:
         job: this rank's.
         memory: names and stamps of the files.
         pool: takes no snapshot while the state is not whole.
+
+    Attributes:
+        file_bytes: of each window, as long as the number of iterations stays the same.
+        bytes_to_come: shared memory that this rank's windows take beyond what those of the life before have.
     """
 
     def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
@@ -43,25 +50,46 @@ class Windows:
         self._units = units_of(shard, experts_of(job.adapter.expert_naming(), shard.operators))
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
-        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report)
         self._conversion: Conversion | None = None
         self._iterations = job.config.replay.window_iterations or 1
         self._layout = self._laid_out()
+        self.file_bytes = PAGE_BYTES + self._layout.bytes
+        files = _files(job, self.file_bytes)
+        self.bytes_to_come = max(0, files * self.file_bytes - _bytes_there(job, job.group.rank))
+        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report, files)
         self._first: int | None = None
         self._rates: deque[float] = deque(maxlen=MEASURED_COPIES)  # bytes per second
         self._overlaps: deque[float] = deque(maxlen=MEASURED_COPIES)
 
-    def settle(self, sources: Sequence[Source]) -> None:
-        """Keep the window that this life begins with, before the states of earlier lives are void."""
-        source = sources[self._job.group.rank] if sources else None
-        if source is not None and source.entry is not None and source.entry.kind == "window":
-            assert self._recorder is not None
-            self._recorder.adopt(source.entry.name)
-            conversion = self._conversion = Conversion(state_of(source.entry), self._job.adapter)
-            self._pool.obstacle = (
-                f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
-                f"{conversion.first} to {conversion.last} is replayed"
-            )
+    def follow(self, on_sealed: OnSealed) -> None:
+        """Call this for each window that is sealed; from another thread."""
+        if self._recorder is not None:
+            self._recorder.on_sealed = on_sealed
+
+    def settle(self, path: Path) -> Path:
+        """Keep the window that this life begins with, before the states of earlier lives are void.
+
+        Args:
+            path: of its file, in this machine's memory.
+
+        Returns:
+            Where it lies now.
+
+        Raises:
+            CheckpointError: it is damaged.
+            OSError: it is not there any more, or another process has it.
+        """
+        assert self._recorder is not None
+        path = self._recorder.adopt(path)
+        state = memory_state(path)
+        if state is None:
+            raise CheckpointError(f"{path} holds no window any more")
+        conversion = self._conversion = Conversion(state, self._job.adapter)
+        self._pool.obstacle = (
+            f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
+            f"{conversion.first} to {conversion.last} is replayed"
+        )
+        return path
 
     def start(self) -> None:
         """Take the memory of the windows; where a rank has too little, it takes none, and training goes on."""
@@ -75,7 +103,8 @@ class Windows:
         if problems:
             self._recorder.close(remove=self._conversion is None)
             self._recorder = None
-            self._report(f"no windows are kept in this life: {'; '.join(problems)}", once=True)
+            message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
+            self._report(f"{message}: {'; '.join(problems)}", once=True)
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
@@ -88,12 +117,23 @@ class Windows:
         if self._conversion is not None:
             self._conversion.after_step(iteration)
 
-    def take(self, iteration: int, capture: Callable[[], Any]) -> None:
+    def ends_after(self, iteration: int) -> bool:
+        """Whether a window ends with this iteration; the same on all ranks, right after the step."""
+        if self._recorder is None or (self._conversion is not None and iteration < self._conversion.last):
+            return False
+        step = self._step(iteration)
+        return self._iterations == 1 if step == 0 else step + 1 == len(self._layout.turns)
+
+    def take(self, iteration: int, capture: Callable[[], Any], *, send: bool = False) -> Window | None:
         """At the end of an iteration: take its snapshot, or check what was repeated.
 
         Args:
             iteration: the finished one.
             capture: gives the whole small state.
+            send: whether a window that ends here goes to the peers; the same on all ranks.
+
+        Returns:
+            A window that ends here and goes to the peers.
 
         Raises:
             RecoveryError: an iteration was not repeated as it was; see `Conversion.require_same`.
@@ -101,15 +141,19 @@ class Windows:
         if self._conversion is not None:
             self._check(self._conversion, iteration)
         if self._conversion is not None or self._recorder is None:
-            return
-        step = 0 if self._first is None else iteration - self._first
-        if 0 < step < len(self._layout.turns):
-            self._recorder.take(step, iteration)
-            return
+            return None
+        step = self._step(iteration)
+        if step > 0:
+            return self._recorder.take(step, iteration, send=send)
         if len(self._layout.turns) != self._iterations:
             self._layout = self._laid_out()
         self._first = iteration
-        self._recorder.begin(self._layout, iteration, capture())
+        return self._recorder.begin(self._layout, iteration, capture(), send=send)
+
+    def replicated(self, iteration: int | None) -> None:
+        """Other machines have this window of every rank; see `Recorder.replicated`."""
+        if self._recorder is not None:
+            self._recorder.replicated(iteration)
 
     def agree(self) -> None:
         """Find the number of iterations anew from what was measured; a collective."""
@@ -129,6 +173,11 @@ class Windows:
         self._end_conversion()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
+
+    def _step(self, iteration: int) -> int:
+        """Its place in the window that was begun last; 0 where the next one begins with it."""
+        step = 0 if self._first is None else iteration - self._first
+        return step if 0 < step < len(self._layout.turns) else 0
 
     def _check(self, conversion: Conversion, iteration: int) -> None:
         if iteration <= conversion.last:
@@ -176,3 +225,20 @@ class Windows:
     def _report(self, message: str, *, once: bool = False) -> None:
         if not once or self._job.group.rank == 0:
             self._job.journal.event("window not kept", message, level=logging.WARNING)
+
+
+def _files(job: Job, file_bytes: int) -> int:
+    """How many windows have memory: with peers one more, for the one that they have, where all have room for it."""
+    ranks = job.run.local_ranks
+    if job.config.peers.replicas == 0 or len(ranks) == job.group.size:
+        return FILES
+    try:
+        left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(job, *ranks)
+    except OSError:
+        left = 0
+    return FILES_WITH_PEERS if job.group.all(FILES_WITH_PEERS * file_bytes * len(ranks) <= left) else FILES
+
+
+def _bytes_there(job: Job, *ranks: int) -> int:
+    """What windows of an earlier life of these ranks take of this machine's memory."""
+    return bytes_in_memory(job.run.run_id, ranks, prefix="window-")

@@ -159,7 +159,8 @@ class Ladder:
                 windows = states[0].kind == "window"
                 scalars = load_window(states[0], into) if windows else load_states(states, into)
             for fetched in self._fetched.values():
-                fetched.path.unlink(missing_ok=True)
+                if fetched.kind != "window":  # that is replayed from its file
+                    fetched.path.unlink(missing_ok=True)
             self._fetched = {}
         except CheckpointError as error:
             problem = f"rank {self._group.rank}: {error}"

@@ -38,7 +38,7 @@ def test_the_state_is_that_of_a_job_that_nothing_happened_to(
     reference = Job(tmp_path / "uninterrupted").launch("exact", expert_parallel=expert_parallel, zero=zero)
     for rank in range(2):
         mine, exact = back.result(rank), reference.result(rank)
-        assert mine["started"]["iteration"] in (13, 17)  # windows begin at 13, 17 and 21
+        assert mine["started"]["iteration"] in (13, 17, 21)  # 21 if its window is sealed before a kill at 24
         assert "window" in mine["started"]["reason"]
         assert mine["batches"] == exact["batches"][mine["started"]["iteration"] :]
         assert {**mine, **OF_THE_START} == {**exact, **OF_THE_START}
