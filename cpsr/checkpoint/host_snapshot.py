@@ -46,3 +46,7 @@ class Snapshot:
     source: int | None = None
     replicate: bool = True
     sealed: "Future[bool] | None" = None
+
+    def is_pending(self) -> bool:
+        """Whether it is still to be sealed, or offered to other machines."""
+        return self.sealed is not None and not self.sealed.done()

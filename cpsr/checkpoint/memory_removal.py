@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, size_of
@@ -13,12 +14,16 @@ __all__ = ["bytes_in_memory", "remove_memory_states", "remove_unused"]
 logger = logging.getLogger(__name__)
 
 
-def bytes_in_memory(run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY) -> int:
-    """Bytes of this machine's memory that buffers of these ranks from an earlier life already take."""
+def bytes_in_memory(
+    run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY, *, prefix: Literal["", "window-"] = ""
+) -> int:
+    """Bytes of this machine's memory that buffers, or windows, of these ranks from an earlier life already take."""
     own, found = set(ranks), 0
     for path in files_of(run_id, directory):
         matched = NAME.fullmatch(path.name)
-        if matched is not None and int(matched["rank"]) in own and matched["slot"].isdigit():
+        if matched is None or int(matched["rank"]) not in own or not matched["slot"].startswith(prefix):
+            continue
+        if matched["slot"].removeprefix(prefix).isdigit():
             found += path.lstat().st_blocks * BLOCK_BYTES
     return found
 

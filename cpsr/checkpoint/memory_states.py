@@ -59,6 +59,7 @@ class MemoryState:
             is the first (`cpsr.replay`).
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
         oldest_iteration: of its parts; older than `iteration` where experts are.
+        newest_iteration: of its parts; of a window the last one.
     """
 
     path: Path
@@ -69,13 +70,15 @@ class MemoryState:
     owned: str = ""
     branch: int = 0
     oldest_iteration: int = -1
+    newest_iteration: int = -1
 
     @property
     def place(self) -> Literal["own", "replica", "other"]:
-        """By the file's name: one of the rank's own buffers, a replica, or what a restart or a replication needs."""
+        """By the file's name: a rank's own buffer or window, a replica, or what a restart or a replication needs."""
         matched = NAME.fullmatch(self.path.name)
         slot = "" if matched is None else matched["slot"]
-        return "own" if slot.isdigit() else "replica" if slot.startswith("replica-") else "other"
+        own = slot.removeprefix("window-").isdigit()
+        return "own" if own else "replica" if slot.startswith("replica-") else "other"
 
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
@@ -133,8 +136,9 @@ def describe(path: Path) -> Described | None:
             kind = description["kind"]
             if kind not in get_args(Kind):  # an older version wrote `mixed` states
                 raise ValueError(f"{kind!r} is no kind of state that this version knows")
-            oldest = min(map(int, description["taken_at"].values()))
-            state = MemoryState(path, rank, iteration, life, kind, str(description["owned"]), branch, oldest)
+            ages = [int(one) for one in description["taken_at"].values()]
+            owned = str(description["owned"])
+            state = MemoryState(path, rank, iteration, life, kind, owned, branch, min(ages), max(ages))
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("the description of the state in %s cannot be read; it is ignored: %r", path, error)
             return None

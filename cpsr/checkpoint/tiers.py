@@ -26,6 +26,7 @@ class Entry:
         owned: hash of the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where nobody
             compares them.
         older: whether it holds experts of an earlier iteration.
+        last: iteration of the newest part; of a window the one after which the state is whole.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Entry:
     name: str
     owned: str = ""
     older: bool = False
+    last: int = -1
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ class _Reach:
                 return tuple(found)
             windows = [self._window(rank, iteration) for rank in range(len(self._nodes))]
             parts = [source for source in windows if source is not None]
-            if len(parts) == len(windows):
+            ends = {entry.last for source in parts for entry in source.entries}
+            if len(parts) == len(windows) and len(ends) == 1:
                 return tuple(parts)
         return ()
 

@@ -78,7 +78,8 @@ class Rescue:
         for part in self._job.group.gather([(state.iteration, state.kind, state.rank) for state in found]):
             for iteration, kind, rank in part:
                 ranks.setdefault((iteration, kind), set()).add(rank)
-        whole = [at for (at, kind), there in ranks.items() if kind != "departure" and len(there) == before]
+        kinds = {"snapshot", "window"} if self._job.config.replay.enabled else {"snapshot"}
+        whole = [at for (at, kind), there in ranks.items() if kind in kinds and len(there) == before]
         if whole:
             raise RecoveryError(
                 f"the states of iteration {max(whole)} in host memory are all that is left of this run, and another "

@@ -242,7 +242,7 @@ class Life:
         else:
             self._follow_up(iteration)
         if not self._probation.active:
-            self._tail.defer_here(partial(self.saver.end_iteration, iteration, self._capture_for_memory))
+            self._tail.defer_here(self.saver.end_of(iteration, self._capture_for_memory))
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
         if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(

@@ -12,7 +12,12 @@ from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_sta
 from cpsr.ranks.group import Group
 from cpsr.ranks.side_group import SideGroup, group_name
 
-__all__ = ["fetch"]
+__all__ = ["fetch", "fetched_path"]
+
+
+def fetched_path(run_id: str, receiver: int, entry: Entry, directory: Path = SHARED_MEMORY) -> Path:
+    """Where the rank that takes a state of another machine finds it."""
+    return directory / f"cpsr-{run_id}-rank-{entry.rank:05d}-fetched-{receiver:05d}-{entry.kind}"
 
 
 def fetch(
@@ -59,8 +64,7 @@ def fetch(
             if group.rank == sender:
                 _send(channel(receiver), directory / entry.name, entry)
             elif group.rank == receiver:
-                path = directory / f"cpsr-{run_id}-rank-{entry.rank:05d}-fetched-{receiver:05d}-{entry.kind}"
-                fetched[entry] = _receive(channel(sender), path, entry)
+                fetched[entry] = _receive(channel(sender), fetched_path(run_id, receiver, entry, directory), entry)
         except (RuntimeError, OSError, CheckpointError) as error:
             problems.append(f"rank {group.rank}, {entry.name} from {entry.node}: {error}")
     gathered = [problem for part in group.gather(problems) for problem in part]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_unused
@@ -13,7 +14,9 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Source
+from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
+from cpsr.peers.fetch import fetched_path
 from cpsr.peers.replicator import OwnBuffers, Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
@@ -63,6 +66,7 @@ class HostMemory:
     def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
+        self._group, self._rank = group, group.rank
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
         self._memory = memory
@@ -81,18 +85,20 @@ class HostMemory:
             )
         self.survives: bool = group.all(self.pool.survives)
         self._life, self._sealed = job.journal.life, 0
-        if group.rank == 0 and self.survives:
-            self.pool.sealing.on_counting = self._count_sealed
         self.windows: Windows | None = None
+        self._adopted: tuple[Path, int] | None = None  # file and first iteration of the window that is replayed
         if config.replay.enabled and self.survives:
             assert memory is not None
             self.windows = Windows(job, memory, self.pool)
+            self.windows.follow(self._follow_window)
+        elif group.rank == 0 and self.survives:
+            self.pool.sealing.on_counting = self._count_sealed
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
             checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(
-                OwnBuffers(memory, self.pool.occupancy),
+                self._own_buffers(memory),
                 group,
                 job.adapter.data_parallel_ranks,
                 shard,
@@ -100,7 +106,13 @@ class HostMemory:
                 report,
                 checkpoints=checkpoints,
             )
-            self.pool.sealing.on_sealed = self._replicator.offer
+            if self.windows is None:
+                self.pool.sealing.on_sealed = self._replicator.offer
+
+    def _own_buffers(self, memory: SharedMemory) -> OwnBuffers:
+        if self.windows is None:
+            return OwnBuffers(memory, self.pool.occupancy)
+        return OwnBuffers(memory, self.pool.occupancy, self.windows.file_bytes, self.windows.bytes_to_come)
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""
@@ -128,14 +140,32 @@ class HostMemory:
         return 0 if self._memory is None else self._memory.branch
 
     def settle(self, sources: Sequence[Source]) -> None:
-        """What this life begins with is there for it, before the states of the life before are void.
+        """What this life begins with is there for it, before the states of the life before are void; a collective.
 
         Args:
             sources: where each rank's state came from.
+
+        Raises:
+            RecoveryError: it is not there any more, on every rank.
         """
         self.pool.settle()
-        if self.windows is not None:
-            self.windows.settle(sources)
+        entry = sources[self._rank].entry if sources else None
+        if self.windows is None or entry is None or entry.kind != "window":
+            return
+        here = entry.node == this_node()
+        path = SHARED_MEMORY / entry.name if here else fetched_path(self._run.run_id, self._rank, entry)
+        problem = None
+        try:
+            self._adopted = self.windows.settle(path), entry.iteration
+        except (OSError, CheckpointError) as error:
+            problem = f"rank {self._rank}: {error}"
+        problems = [one for one in self._group.gather(problem) if one is not None]
+        if problems:
+            self.windows.forget()  # the next life would fail as this one
+            raise RecoveryError(
+                f"the window that begins with iteration {entry.iteration} cannot be kept for this life: "
+                f"{'; '.join(problems)}. Nothing was trained; the next start goes on from another state"
+            )
 
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.
@@ -149,6 +179,11 @@ class HostMemory:
             remove_unused(self._run.run_id, replicas=self._replicator is None)
         if self._replicator is not None:
             self._replicator.remove_stale()
+        if self._adopted is not None:
+            if self._rank == 0:
+                self._mark_held()
+            if self._replicator is not None:  # replicas of the life before are void from now on
+                self._replicator.offer_window(*self._adopted)
         if self.windows is not None:
             self.windows.start()
 
@@ -167,11 +202,21 @@ class HostMemory:
         if self._replicator is not None:
             self._replicator.forget_after(iteration)
 
+    def _follow_window(self, path: Path, iteration: int, *, send: bool) -> None:
+        """A window is sealed; in its worker."""
+        if self._rank == 0:
+            self._count_sealed()
+        if send and self._replicator is not None:
+            self._replicator.offer_window(path, iteration)
+
     def _count_sealed(self) -> None:
         """Record, at rank 0's second state of a branch, that all ranks have one: the ranks take them together."""
         self._sealed += 1
-        if self._sealed != 2:
-            return
+        if self._sealed == 2:
+            self._mark_held()
+
+    def _mark_held(self) -> None:
+        """Record that every rank has a state of this branch in memory."""
         try:
             mark_life(self._run.path, self._life, self.branch, holds_states=True)
         except OSError as error:
@@ -198,11 +243,12 @@ class HostMemory:
 def _buffers(job: Job) -> int:
     """How many buffers each rank has: with peers one more, for the state that they have, where all have the memory.
 
+    Where windows go to the peers, it is they that have one more.
     Without it the next snapshots overwrite that state before the next replica is complete. A machine that is lost then
     leaves no iteration that every rank has.
     """
     run, buffers = job.run, job.config.memory.buffers
-    if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size:
+    if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size or job.config.replay.enabled:
         return buffers
     try:
         left = min(available_host_bytes(), shared_memory_left()) + bytes_in_memory(run.run_id, run.local_ranks)

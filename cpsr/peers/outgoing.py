@@ -55,7 +55,8 @@ class Outgoing:
     @property
     def busy(self) -> bool:
         """Whether a state is being sent, or waits; not once the link has failed."""
-        return (self._sending or bool(self._orders)) and self._thread.is_alive()
+        # In this order: an order that is taken meanwhile is seen as being sent.
+        return (bool(self._orders) or self._sending) and self._thread.is_alive()
 
     def offer(self, state: Sealed) -> None:
         """Send this state next, in place of one that waits."""

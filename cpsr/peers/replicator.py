@@ -43,10 +43,14 @@ class OwnBuffers:
     Attributes:
         memory: their shared memory.
         occupancy: which of them has which snapshot.
+        window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
+        bytes_to_come: shared memory that this rank will take beside them.
     """
 
     memory: SharedMemory
     occupancy: Occupancy
+    window_bytes: int = 0
+    bytes_to_come: int = 0
 
 
 class Replicator:
@@ -96,9 +100,9 @@ class Replicator:
         self._directory = memory.path("").parent
         self._report = report
         self._twins = Twins(checkpoints)
-        members = _gathered(group, this_node(), min(data_parallel_ranks), template, self._twins)
+        members = _gathered(group, min(data_parallel_ranks), template, self._twins, buffers.window_bytes)
         self.nodes = [member.node for member in members]
-        self.placement = place_within(members, config.replicas, self._room_bytes(group), SLOTS)
+        self.placement = place_within(members, config.replicas, self._room_bytes(group, buffers.bytes_to_come), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self.nodes)) == 1
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
@@ -145,6 +149,17 @@ class Replicator:
             return
         for outgoing in self._outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
+
+    def offer_window(self, file: Path, iteration: int) -> None:
+        """Replicate the whole window from this iteration on that was sealed in this file; as `offer`."""
+        try:
+            window = sealed(file, iteration)
+        except OSError as error:
+            message = f"the window that begins at iteration {iteration} is not replicated: {error}"
+            self._report("not replicated", message, iteration, logging.WARNING)
+            return
+        for outgoing in self._outgoing:
+            outgoing.offer(window)
 
     @property
     def has_holders(self) -> bool:
@@ -231,25 +246,33 @@ class Replicator:
             self._report("not alike", message, None, logging.WARNING)
         return False
 
-    def _room_bytes(self, group: Group) -> dict[str, int]:
-        """What each machine can give to replicas, with what those of an earlier life take already."""
+    def _room_bytes(self, group: Group, bytes_to_come: int) -> dict[str, int]:
+        """What each machine can give to replicas, with what those of an earlier life take already.
+
+        Args:
+            group: the ranks.
+            bytes_to_come: that this rank will take for itself.
+        """
         replicas = self._directory.glob(f"cpsr-{self._run_id}-rank-*-replica-*")
         taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path in replicas)
         room = min(available_host_bytes(), shared_memory_left(self._directory)) + taken
         rooms: dict[str, int] = {}
-        for node, gathered in zip(self.nodes, group.gather(room), strict=True):
+        to_come = dict.fromkeys(self.nodes, 0)
+        for node, (gathered, own) in zip(self.nodes, group.gather([room, bytes_to_come]), strict=True):
             rooms[node] = min(rooms.get(node, gathered), gathered)
-        return rooms
+            to_come[node] += own
+        return {node: max(0, rooms[node] - to_come[node]) for node in rooms}
 
     def _channel(self, peer: int, config: PeersConfig) -> Channel:
         return Channel(self._groups[peer], peer, config.chunk_bytes, config.timeout_seconds)
 
 
-def _gathered(group: Group, node: str, label: int, template: Shard, twins: Twins) -> list[Member]:
+def _gathered(group: Group, label: int, template: Shard, twins: Twins, window_bytes: int) -> list[Member]:
     """What the placement must know of every rank."""
-    whole = PAGE_BYTES + layout_bytes(template)
+    whole = window_bytes or PAGE_BYTES + layout_bytes(template)
+    small = window_bytes or small_bytes(template)  # nobody else has a rank's window, or a part of it
     owned = [fingerprint(template), twins.words(group.rank)]
-    gathered = group.gather([node, label, whole, small_bytes(template), owned])
+    gathered = group.gather([this_node(), label, whole, small, owned])
     alike: dict[int, bool] = {}
     for _, label_of_one, _, _, owned_by_one in gathered:
         first = next(owned for _, other, _, _, owned in gathered if other == label_of_one)

@@ -90,7 +90,7 @@ class Conversion:
                 before, cause = self._window.as_it_is(witness), _DIFFERS
             else:
                 continue
-            if not torch.equal(values[: before.numel()].to(before.device), before.to(values.dtype)):
+            if not _same_bits(values[: before.numel()].to(before.device), before.to(values.dtype)):
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
                     f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
@@ -139,3 +139,8 @@ def _fill(
 def _is_absent(moment: torch.Tensor) -> bool:
     """Whether the optimizer has still to create it: its zeros are one number, which cannot be written."""
     return moment.numel() > 1 and moment.stride() == (0,)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also of numbers that are none."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

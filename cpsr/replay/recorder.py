@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -15,15 +16,20 @@ from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.pinning import Pinning
-from cpsr.errors import CPSRError
 from cpsr.replay.layout import WindowLayout
 from cpsr.state.shard import OperatorState, Shard
 from cpsr.state.small_state import SmallState
 
-__all__ = ["FILES", "Copied", "Recorder"]
+__all__ = ["FILES", "FILES_WITH_PEERS", "Copied", "OnSealed", "Recorder", "Window"]
 
 # One is filled. The one before may not be complete on every rank yet. So the one before that must still be there.
 FILES = 3
+# The peers have an older one, and may be receiving the next. A process that is killed meanwhile goes back to these.
+FILES_WITH_PEERS = 4
+
+CLOSE_SECONDS = 5.0  # for a copy that a device has still to make
+# Memory that a device may still write to stays mapped, registered and locked until the process ends.
+_left_alone: list["Recorder"] = []
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -34,7 +40,7 @@ class Copied:
 
     Attributes:
         bytes: that it copied.
-        seconds: that the copy took.
+        seconds: that it kept the worker: the copy, and the hash of the one before.
         overlap_seconds: from its begin until the optimizer needed it to be complete.
     """
 
@@ -44,8 +50,20 @@ class Copied:
 
 
 @dataclass
-class _Window:
-    """The window that is being filled."""
+class Window:
+    """The window that is being filled.
+
+    Attributes:
+        slot: number of its file.
+        layout: of its snapshots.
+        file: takes them.
+        held: what the file has of them.
+        first: its first iteration.
+        small: the small state of that iteration.
+        sent: whether it goes to the peers once it is sealed.
+        dropped: it will not be sealed.
+        settled: it is sealed, and offered to the peers where it is sent.
+    """
 
     slot: int
     layout: WindowLayout
@@ -54,7 +72,20 @@ class _Window:
     first: int
     small: SmallState
     taken: int = 0
+    sent: bool = False
     dropped: bool = False
+    settled: bool = False
+
+    def is_pending(self) -> bool:
+        """Whether it may still be offered to the peers."""
+        return not (self.dropped or self.settled)
+
+
+class OnSealed(Protocol):
+    """Follows the windows that are sealed."""
+
+    def __call__(self, path: Path, iteration: int, /, *, send: bool) -> None:
+        """One is: its file, its first iteration, and whether it goes to the peers."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +107,11 @@ class Recorder:
         memory: names and stamps of the files.
         shard: gives the engine's views.
         report: takes what has failed.
+        files: how many windows have memory.
+
+    Attributes:
+        files: how many windows have memory.
+        on_sealed: called for each window that is sealed; in the worker.
     """
 
     def __init__(
@@ -83,38 +119,61 @@ class Recorder:
         memory: SharedMemory,
         shard: Callable[[], Shard],
         report: Callable[[str], None],
+        files: int = FILES,
     ) -> None:
         self._memory, self._shard, self._report = memory, shard, report
-        self._files: list[MemoryFile | None] = [None] * FILES
-        self._firsts = [-1] * FILES  # first iteration of the window that each file holds, or is filled with
+        self.files = files
+        self.on_sealed: OnSealed | None = None
+        self._files: list[MemoryFile | None] = [None] * files
+        self._firsts = [-1] * files  # first iteration of the window that each file holds, or is filled with
+        self._replicated_at: int | None = None
+        self._sent_at: int | None = None
         self._pinnings: dict[int, Pinning] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-window")
         self._device = device_of(shard())
         self._stream: Any = None
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._running: _Running | None = None
+        self._hash_seconds = 0.0  # of the last snapshot; in the worker
         # By file and place in the window, while layout and views are the same.
         self._planned: dict[tuple[int, int], tuple[WindowLayout, dict[str, OperatorState], _Pairs]] = {}
 
-    def adopt(self, name: str) -> None:
+    def adopt(self, path: Path) -> Path:
         """Keep a window of the life before as one of this life. Two newer ones are complete before it is overwritten.
 
         Args:
-            name: of its file.
+            path: of its file; one that a peer has held, or has sent, becomes a file of this rank.
+
+        Returns:
+            Where it lies now.
 
         Raises:
             OSError: it is not there any more, or another process has it.
         """
-        slot = next(slot for slot in range(FILES) if self._memory.path(f"window-{slot}").name == name)
-        path = self._memory.path(f"window-{slot}")
-        found = describe(path)
+        paths = [self._memory.path(f"window-{slot}") for slot in range(len(self._files))]
+        if path in paths:
+            slot = paths.index(path)
+        else:  # this rank alone has a use for it, so it is not copied
+            slot = min(range(len(paths)), key=lambda one: _first_in(paths[one]))
+            path.replace(paths[slot])
+        found = describe(paths[slot])
         if found is None:
             raise OSError(f"{path} holds no window any more")
         file = self._memory.file(f"window-{slot}", found[3][0])
         file.restamp(self._memory.life, self._memory.branch)
         self._files[slot], self._firsts[slot] = file, found[0].iteration
+        return file.path
+
+    def replicated(self, iteration: int | None) -> None:
+        """Other machines have this window of every rank: this rank's own stays until they have the next one.
+
+        With three files there is no room for it, and newer windows overwrite it.
+        """
+        self._replicated_at = iteration
+        if iteration is None:
+            self._sent_at = None
 
     def prepare(self, layout: WindowLayout) -> None:
         """Take the memory of all windows but adopted ones.
@@ -127,59 +186,78 @@ class Recorder:
             if file is None:
                 self._open(slot, layout.bytes)
 
-    def begin(self, layout: WindowLayout, iteration: int, scalars: Any) -> None:
+    def begin(
+        self, layout: WindowLayout, iteration: int, capture: Callable[[], Any], *, send: bool = False
+    ) -> Window | None:
         """Begin a window after this iteration, with its first snapshot.
 
         Args:
             layout: of the window.
             iteration: the finished one.
-            scalars: the whole small state.
+            capture: gives the whole small state.
+            send: as for `take`.
+
+        Returns:
+            As `take`.
         """
         self.finish()
-        busy = None if self._window is None else self._window.slot
-        slot = min((one for one in range(FILES) if one != busy), key=lambda one: self._firsts[one])
+        slot = self._free()
         self._window = None
         try:
+            self._firsts[slot] = -1
             file = self._open(slot, layout.bytes)
             file.unseal()
-            self._firsts[slot] = iteration
             layout.copy_others(self._shard(), file.bytes)
-            window = _Window(slot, layout, file, layout.held(file.bytes), iteration, SmallState(scalars))
-        except (OSError, KeyError, CPSRError) as error:
+            window = Window(slot, layout, file, layout.held(file.bytes), iteration, SmallState(capture()))
+        except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._report(f"the window that begins at iteration {iteration} is not kept: {error}")
-            return
-        self._window = window
-        self.take(0, iteration)
+            return None
+        self._window, self._firsts[slot] = window, iteration
+        return self.take(0, iteration, send=send)
 
-    def take(self, step: int, iteration: int) -> None:
+    def _free(self) -> int:
+        """The file to be overwritten next: never that of the window before, which may not be sealed everywhere."""
+        kept = {self._replicated_at, self._sent_at} if len(self._files) >= FILES_WITH_PEERS else set()
+        before = None if self._window is None else self._window.slot
+        slots = (slot for slot in range(len(self._files)) if slot != before)
+        return min(slots, key=lambda slot: (self._firsts[slot] in kept, self._firsts[slot]))
+
+    def take(self, step: int, iteration: int, *, send: bool = False) -> Window | None:
         """Begin the snapshot of one iteration; the window ends with that of its last.
 
         Args:
             step: place in the window; 0 is taken by `begin`.
             iteration: the finished one.
+            send: whether the window goes to the peers if it ends here.
+
+        Returns:
+            A window that ends here and goes to the peers.
         """
         self.finish()
         window = self._window
         if window is None or window.dropped:
-            return
+            return None
         if window.taken != step:
             self._drop(window)  # one was left out: it would lack what was to be in it
-            return
+            return None
         window.taken += 1
         try:
             shard = self._shard()
             pairs = self._pairs(window, step, shard)
-        except (KeyError, CPSRError) as error:
+            work: Callable[[], float] = partial(self._copied, pairs)
+            if self._stream is not None:
+                copy = DeviceCopy(self._stream, shard)
+                copy.enqueue(_on_device(pairs))
+                work = copy.result
+        except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._fail(window, iteration, error)
-            return
-        work: Callable[[], float] = partial(self._copied, pairs)
-        if self._stream is not None:
-            copy = DeviceCopy(self._stream, shard)
-            copy.enqueue(_on_device(pairs))
-            work = copy.result
+            return None
+        if send and step + 1 == len(window.layout.turns):
+            window.sent, self._sent_at = True, window.first
         done = self._worker.submit(work)
         self._running = _Running(done, window.layout.copied_bytes(step), time.perf_counter())
-        self._worker.submit(self._settle, window, step, iteration)
+        self._worker.submit(self._settle, window, step, iteration, done)
+        return window if window.sent else None
 
     def finish(self) -> Copied | None:
         """Wait for a running copy; call it before the optimizer changes the state."""
@@ -188,8 +266,8 @@ class Recorder:
             return None
         overlap = time.perf_counter() - running.begun_at
         try:
-            return Copied(running.bytes, running.done.result(), overlap)
-        except (RuntimeError, OSError, CPSRError) as error:
+            return Copied(running.bytes, running.done.result() + self._hash_seconds, overlap)
+        except Exception as error:  # noqa: BLE001 - training goes on without this window
             if self._window is not None:
                 self._fail(self._window, self._window.first, error)
             return None
@@ -211,8 +289,14 @@ class Recorder:
         Args:
             remove: the windows go; else they stay for the next life.
         """
-        if self._window is not None and self._running is not None and not self._running.done.done():
+        running = [] if self._running is None else [self._running.done]
+        if self._window is not None and running and not running[0].done():
             self._window.dropped = True
+        if wait(running, CLOSE_SECONDS).not_done:
+            self._report(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
+            self._worker.shutdown(wait=False)
+            _left_alone.append(self)
+            return
         self._worker.shutdown(wait=True)
         for pinning in self._pinnings.values():
             pinning.undo()
@@ -220,7 +304,7 @@ class Recorder:
             if file is not None:
                 file.close(remove=remove)
 
-    def _pairs(self, window: _Window, step: int, shard: Shard) -> _Pairs:
+    def _pairs(self, window: Window, step: int, shard: Shard) -> _Pairs:
         """Target and source of each copy of a snapshot."""
         planned = self._planned.get((window.slot, step))
         if planned is None or planned[0] is not window.layout or planned[1] is not shard.operators:
@@ -230,26 +314,24 @@ class Recorder:
 
     def _open(self, slot: int, size: int) -> MemoryFile:
         file = self._files[slot]
-        if file is not None and file.bytes.numel() == size:
-            return file
-        self._planned.clear()
-        if file is not None:
-            if slot in self._pinnings:
-                self._pinnings.pop(slot).undo()
-            file.close(remove=True)
-            self._files[slot] = None
-        file = self._memory.file(f"window-{slot}", size)
-        if self._device is not None:
+        if file is None or file.bytes.numel() != size:
+            self._planned.clear()
+            if file is not None:
+                if slot in self._pinnings:
+                    self._pinnings.pop(slot).undo()
+                file.close(remove=True)
+                file = self._files[slot] = None  # its memory is free before the new one is taken
+            file = self._files[slot] = self._memory.file(f"window-{slot}", size)
+        if self._device is not None and slot not in self._pinnings:  # also one that was adopted
             self._pinnings[slot] = Pinning(file.bytes, self._device)
-        self._files[slot] = file
         return file
 
-    def _drop(self, window: _Window) -> None:
+    def _drop(self, window: Window) -> None:
         """Nothing of it counts, and its file is the next to be filled: the others have whole windows."""
         window.dropped, self._window = True, None
         self._firsts[window.slot] = -1
 
-    def _fail(self, window: _Window, iteration: int, error: Exception) -> None:
+    def _fail(self, window: Window, iteration: int, error: Exception) -> None:
         self._drop(window)
         self._report(
             f"the window of iterations from {window.first} on is dropped, since the snapshot of iteration {iteration} "
@@ -261,13 +343,16 @@ class Recorder:
         copy_beside_training(pairs)
         return time.perf_counter() - started
 
-    def _settle(self, window: _Window, step: int, iteration: int) -> None:
+    def _settle(self, window: Window, step: int, iteration: int, copied: "Future[float]") -> None:
         """Hash what was copied, and seal the window with its last snapshot; in the worker."""
         if window.dropped:
             return
         layout, file = window.layout, window.file
         try:
+            copied.result()  # complete; nothing is sealed of a copy that has failed
+            started = time.perf_counter()
             layout.taken(window.held, step, iteration)
+            self._hash_seconds = time.perf_counter() - started
             if step + 1 < len(layout.turns):
                 return
             window.small.wait()
@@ -275,9 +360,18 @@ class Recorder:
             stamp = self._memory.rank, self._memory.life, "window"
             views = layout.shard(file.bytes)
             file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)  # type: ignore[arg-type]
-        except (RuntimeError, OSError, CPSRError) as error:
+            if self.on_sealed is not None:
+                self.on_sealed(file.path, window.first, send=window.sent)
+            window.settled = True
+        except Exception as error:  # noqa: BLE001 - training goes on without this window
             window.dropped, self._firsts[window.slot] = True, -1
             self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
+
+
+def _first_in(path: Path) -> int:
+    """First iteration of the window in a file, -1 where it holds none."""
+    found = describe(path)
+    return -1 if found is None else found[0].iteration
 
 
 def _on_device(pairs: _Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,20 +4,22 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory_removal import bytes_in_memory
+from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.tiers import Source, state_of
 from cpsr.engines.moe.naming import experts_of
-from cpsr.errors import SaveError
+from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
-from cpsr.replay.recorder import Copied, Recorder
+from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Copied, OnSealed, Recorder, Window
 from cpsr.replay.schedule import schedule, units_of, window_iterations
 from cpsr.state.shard import Shard
 
@@ -36,6 +38,10 @@ class Windows:
         job: this rank's.
         memory: names and stamps of the files.
         pool: takes no snapshot while the state is not whole.
+
+    Attributes:
+        file_bytes: of each window, as long as the number of iterations stays the same.
+        bytes_to_come: shared memory that this rank's windows take beyond what those of the life before have.
     """
 
     def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
@@ -45,25 +51,51 @@ class Windows:
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
         self._kept = shard
-        self._recorder: Recorder | None = Recorder(memory, self._shard, self._report)
         self._conversion: Conversion | None = None
         self._iterations = job.config.replay.window_iterations or 1
         self._layout = self._laid_out()
+        self.file_bytes = PAGE_BYTES + self._layout.bytes
+        files = _files(job, self.file_bytes)
+        self.bytes_to_come = max(0, files * self.file_bytes - _bytes_there(job, job.group.rank))
+        self._recorder: Recorder | None = Recorder(memory, self._shard, self._report, files)
+        self._off = False
         self._first: int | None = None
+        self._agreed = -1, self._iterations  # iteration of the agreement, and iterations of later windows
         self._rates: deque[float] = deque(maxlen=MEASURED_COPIES)  # bytes per second
         self._overlaps: deque[float] = deque(maxlen=MEASURED_COPIES)
 
-    def settle(self, sources: Sequence[Source]) -> None:
-        """Keep the window that this life begins with, before the states of earlier lives are void."""
-        source = sources[self._job.group.rank] if sources else None
-        if source is not None and source.entry is not None and source.entry.kind == "window":
-            assert self._recorder is not None
-            self._recorder.adopt(source.entry.name)
-            conversion = self._conversion = Conversion(state_of(source.entry), self._job.adapter)
-            self._pool.obstacle = (
-                f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
-                f"{conversion.first} to {conversion.last} is replayed"
-            )
+    def follow(self, on_sealed: OnSealed) -> None:
+        """Call this for each window that is sealed; from another thread."""
+        if self._recorder is not None:
+            self._recorder.on_sealed = on_sealed
+
+    def settle(self, path: Path) -> Path:
+        """Keep the window that this life begins with, before the states of earlier lives are void.
+
+        Args:
+            path: of its file, in this machine's memory.
+
+        Returns:
+            Where it lies now.
+
+        Raises:
+            CheckpointError: it is damaged.
+            OSError: it is not there any more, or another process has it.
+        """
+        assert self._recorder is not None
+        path = self._recorder.adopt(path)
+        state = memory_state(path)
+        if state is None:
+            raise CheckpointError(f"{path} holds no window any more")
+        conversion = self._conversion = Conversion(state, self._job.adapter)
+        if self._job.config.replay.window_iterations is None:  # what was measured in the life before
+            self._iterations = conversion.last - conversion.first + 1
+            self._agreed, self._layout = (-1, self._iterations), self._laid_out()
+        self._pool.obstacle = (
+            f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
+            f"{conversion.first} to {conversion.last} is replayed"
+        )
+        return path
 
     def start(self) -> None:
         """Take the memory of the windows; where a rank has too little, it takes none, and training goes on."""
@@ -75,9 +107,12 @@ class Windows:
             problem = f"rank {self._job.group.rank}: {error}"
         problems = [one for one in self._job.group.gather(problem) if one is not None]
         if problems:
-            self._recorder.close(remove=self._conversion is None)
-            self._recorder = None
-            self._report(f"no windows are kept in this life: {'; '.join(problems)}", once=True)
+            self._off = True
+            if self._conversion is None:
+                self._recorder.close(remove=True)
+                self._recorder = None
+            message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
+            self._report(f"{message}: {'; '.join(problems)}", once=True)
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
@@ -88,36 +123,59 @@ class Windows:
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
         if self._conversion is not None:
-            self._conversion.after_step(iteration)
+            with self._void_after_an_error():
+                self._conversion.after_step(iteration)
 
-    def take(self, iteration: int, capture: Callable[[], Any]) -> None:
+    def ends_after(self, iteration: int) -> bool:
+        """Whether a window ends with this iteration; the same on all ranks, right after the step."""
+        if self._recorder is None or self._off or (self._conversion is not None and iteration < self._conversion.last):
+            return False
+        step = self._step(iteration)
+        return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
+
+    def take(self, iteration: int, capture: Callable[[], Any], *, send: bool = False) -> Window | None:
         """At the end of an iteration: take its snapshot, or check what was repeated.
 
         Args:
             iteration: the finished one.
             capture: gives the whole small state.
+            send: whether a window that ends here goes to the peers; the same on all ranks.
+
+        Returns:
+            A window that ends here and goes to the peers.
 
         Raises:
             RecoveryError: an iteration was not repeated as it was; see `Conversion.require_same`.
         """
         if self._conversion is not None:
             self._check(self._conversion, iteration)
-        if self._conversion is not None or self._recorder is None:
-            return
-        step = 0 if self._first is None else iteration - self._first
-        if 0 < step < len(self._layout.turns):
-            self._recorder.take(step, iteration)
-            return
-        if len(self._layout.turns) != self._iterations:
+        if self._conversion is not None or self._recorder is None or self._off:
+            return None
+        step = self._step(iteration)
+        if step > 0:
+            return self._recorder.take(step, iteration, send=send)
+        if len(self._layout.turns) != self._iterations_from(iteration):
+            self._iterations = self._iterations_from(iteration)
             self._layout = self._laid_out()
         self._first = iteration
-        self._recorder.begin(self._layout, iteration, capture())
+        return self._recorder.begin(self._layout, iteration, capture, send=send)
 
-    def agree(self) -> None:
-        """Find the number of iterations anew from what was measured; a collective."""
+    def replicated(self, iteration: int | None) -> None:
+        """Other machines have this window of every rank; see `Recorder.replicated`."""
+        if self._recorder is not None:
+            self._recorder.replicated(iteration)
+
+    def agree(self, iteration: int) -> None:
+        """Find the number of iterations anew from what was measured, for windows that begin later; a collective.
+
+        Args:
+            iteration: the finished one: some ranks may have begun a window with it.
+        """
         if self._job.config.replay.window_iterations is not None:
             return
-        self._iterations = max(self._job.group.gather(self._wanted_iterations()))
+        found = self._job.group.gather([self._wanted_iterations(), self._most_iterations()])
+        wanted, most = max(one[0] for one in found), min(one[1] for one in found)
+        self._agreed = iteration, max(1, min(wanted, most))
 
     def forget(self) -> None:
         """The run has gone back, or elsewhere: no window leads there."""
@@ -132,14 +190,30 @@ class Windows:
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 
+    def _step(self, iteration: int) -> int:
+        """Its place in the window that was begun last; 0 where the next one begins with it."""
+        step = 0 if self._first is None else iteration - self._first
+        return step if 0 < step < len(self._layout.turns) else 0
+
+    def _iterations_from(self, iteration: int) -> int:
+        """Of a window that begins with this iteration."""
+        agreed_at, iterations = self._agreed
+        return iterations if iteration > agreed_at else self._iterations
+
+    @contextmanager
+    def _void_after_an_error(self) -> Iterator[None]:
+        """The window is not used again: the next life would fail as this one."""
+        try:
+            yield
+        except BaseException:
+            if self._recorder is not None:
+                self._recorder.forget()
+            raise
+
     def _check(self, conversion: Conversion, iteration: int) -> None:
         if iteration <= conversion.last:
-            try:
+            with self._void_after_an_error():
                 conversion.require_same(iteration)
-            except BaseException:
-                if self._recorder is not None:
-                    self._recorder.forget()
-                raise
         if iteration >= conversion.last:
             self._end_conversion()
             message = f"the window of iterations {conversion.first} to {conversion.last} is replayed"
@@ -171,16 +245,49 @@ class Windows:
         if not self._rates or not self._units:
             return self._iterations
         budget = statistics.median(self._rates) * statistics.median(self._overlaps)
-        operators = self._job.shard.operators
-        frozen = [
-            sum(self._compute_bytes(name, operators[name].parameter.values) for name in names)
-            for names in self._units.values()
-        ]
+        frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
         return window_iterations(self._active, frozen, budget)
 
-    def _compute_bytes(self, name: str, values: torch.Tensor) -> int:
+    def _most_iterations(self) -> int:
+        """The longest window for which this machine has memory: later turns keep compute weights of more iterations."""
+        if self._recorder is None:
+            return self._iterations
+        ranks = self._job.run.local_ranks
+        try:
+            left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(self._job, *ranks)
+        except OSError:
+            return self._iterations
+        room = left / (len(ranks) * self._recorder.files)
+        found, whole = 1, sum(self._active)
+        for iterations in range(2, len(self._units) + 1):
+            turns = schedule(self._units, self._active, iterations)
+            kept = sum(step * sum(map(self._compute_bytes, names)) for step, names in enumerate(turns))
+            if whole + kept > room:
+                break
+            found = iterations
+        return found
+
+    def _compute_bytes(self, name: str) -> int:
+        values = self._job.shard.operators[name].parameter.values
         return math.prod(values.shape) * int(self._compute.get(name, values.dtype).itemsize)
 
     def _report(self, message: str, *, once: bool = False) -> None:
         if not once or self._job.group.rank == 0:
             self._job.journal.event("window not kept", message, level=logging.WARNING)
+
+
+def _files(job: Job, file_bytes: int) -> int:
+    """How many windows have memory: with peers one more, for the one that they have, where all have room for it."""
+    ranks = job.run.local_ranks
+    if job.config.peers.replicas == 0 or len(ranks) == job.group.size:
+        return FILES
+    try:
+        left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(job, *ranks)
+    except OSError:
+        left = 0
+    return FILES_WITH_PEERS if job.group.all(FILES_WITH_PEERS * file_bytes * len(ranks) <= left) else FILES
+
+
+def _bytes_there(job: Job, *ranks: int) -> int:
+    """What windows of an earlier life of these ranks take of this machine's memory."""
+    return bytes_in_memory(job.run.run_id, ranks, prefix="window-")

@@ -154,7 +154,8 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     """The candidates in the order in which they are tried.
 
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` so does an exact snapshot in
-    host memory that loses no more than these are apart: no state near the failure is exact. Else a state near the
+    host memory that loses no more than these are apart, or a window: no state near the failure is exact. A window does
+    not go before what all ranks dumped. Else a state near the
     failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
     states, the newest first. Weights alone come last: an older whole state has lost less.
 
@@ -170,7 +171,9 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
         return Choice(tuple(whole))
     near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
-    if known.mode == "auto" and whole and _loses_few(whole, f, known.memory_interval_iterations):
+    left = any(one.dumped and not one.lost_ranks for one in near)  # by all ranks: it loses no iteration
+    few = whole and _loses_few(whole, f, known.memory_interval_iterations) and not (left and whole[0].is_window)
+    if known.mode == "auto" and few:
         reason = f"a snapshot in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
         return Choice(tuple(whole), Refusal(Recomputes.IN_MEMORY, reason) if near else None)
     near, refusal = _allowed(near, known)

@@ -159,7 +159,8 @@ class Ladder:
                 windows = states[0].kind == "window"
                 scalars = load_window(states[0], into) if windows else load_states(states, into)
             for fetched in self._fetched.values():
-                fetched.path.unlink(missing_ok=True)
+                if fetched.kind != "window":  # that is replayed from its file
+                    fetched.path.unlink(missing_ok=True)
             self._fetched = {}
         except CheckpointError as error:
             problem = f"rank {self._group.rank}: {error}"
@@ -199,7 +200,8 @@ class Ladder:
             logger.warning("a state in shared memory is not used: %s", error)
             return None
         older = state.oldest_iteration < state.iteration
-        return Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned, older)
+        place = self._node, state.path.name
+        return Entry(state.rank, state.iteration, state.kind, *place, owned, older, state.newest_iteration)
 
     def _state_at(self, entry: Entry) -> MemoryState:
         if entry in self._fetched:

@@ -123,7 +123,7 @@ class MemorySnapshots:
             self._skip(iteration)
             return
         if turn.replicate:
-            self.turns.sent(snapshot)
+            self.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def _skip(self, iteration: int) -> None:

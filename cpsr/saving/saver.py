@@ -26,6 +26,7 @@ from cpsr.restart.restore import Restored
 from cpsr.saving.memory_snapshots import MemorySnapshots, Turn
 from cpsr.saving.report import Origin, report_save
 from cpsr.saving.turns import Turns
+from cpsr.saving.window_snapshots import WindowSnapshots
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
@@ -68,7 +69,6 @@ class Saver(Part):
         self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
         self.store = store
         self.pool = memory.pool
-        self._windows = memory.windows
         self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
         self._planner = planner
         self._cadence = Cadence(job.group.rank, restored.restored_iteration)
@@ -88,7 +88,9 @@ class Saver(Part):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
         iteration = restored.restored_iteration
-        turns = Turns(self.pool, lambda: memory.sending, restored.restored_iteration)
+        keep = self.pool.occupancy.replicated if memory.windows is None else memory.windows.replicated
+        turns = Turns(self.pool.occupancy, lambda: memory.sending, keep, restored.restored_iteration)
+        self._windows = WindowSnapshots(memory.windows, turns)
         self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
@@ -109,7 +111,7 @@ class Saver(Part):
 
     def is_memory_due(self, iteration: int) -> bool:
         """Whether a snapshot to host memory is due after this iteration; windows take its place."""
-        return self._windows is None and self.memory.is_due(iteration, self.plan.memory_interval_iterations)
+        return not self._windows.wanted and self.memory.is_due(iteration, self.plan.memory_interval_iterations)
 
     def turn_in_memory(self, iteration: int) -> Turn | None:
         """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
@@ -167,8 +169,7 @@ class Saver(Part):
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group, shared=self._config.checkpoint.replicated != "each")
         self._begin(iteration, lambda: self._with_plan(scalars()), self._contents(chosen))
-        if self._windows is not None:
-            self._windows.agree()
+        self._windows.agree(iteration)
 
     def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
         """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
@@ -225,7 +226,8 @@ class Saver(Part):
         self._last_due = iteration
         replicate = False
         if contents.moments:
-            replicate = self.memory.turns.may_send(iteration, always=True)
+            # Windows go to the peers in its place: checkpoints are on the disk.
+            replicate = not self._windows.wanted and self.memory.turns.may_send(iteration, always=True)
             self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
             self._planner.begun()
             self._interval_seconds, self._begun_at = started - self._begun_at, started
@@ -242,22 +244,20 @@ class Saver(Part):
             self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
             return
         if replicate:
-            self.memory.turns.sent(snapshot)
+            self.memory.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:
         """Wait for running copies: the optimizer is about to change their source."""
         self.finish()
-        if self._windows is not None:
-            self._windows.before_update()
 
-    def end_iteration(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
-        """Take the finished iteration's part of a window, with its small state where one begins."""
-        if self._windows is not None:
-            self._windows.take(iteration, partial(self._small, scalars))
+    def end_of(self, iteration: int, scalars: Callable[[], Scalars]) -> Callable[[], None]:
+        """Called right after the step; returns what the iteration ends with: its part of a window."""
+        return self._windows.end_of(iteration, partial(self._small, scalars))
 
     def finish(self) -> Snapshot | None:
         """Wait for a running copy, and return its snapshot, if the writer has it now."""
+        self._windows.before_update()
         carried, self._carried = self._carried, None
         if carried is not None:
             self._writer.submit(carried)
@@ -295,6 +295,7 @@ class Saver(Part):
 
     def discard(self) -> None:
         """Drop a running snapshot (its iteration is about to be undone)."""
+        self._windows.before_update()
         self._carried = None
         snapshot = self.pool.finish()
         if snapshot is not None:

@@ -1,8 +1,8 @@
-"""Snapshots to host memory in step: all ranks take the same ones, and send the same ones to their peers."""
+"""Snapshots and windows in step: all ranks take the same snapshots, and send the same states to their peers."""
 
 from collections.abc import Callable
 
-from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.occupancy import Occupancy
 
 __all__ = ["Turns"]
 
@@ -12,32 +12,46 @@ class Turns:
 
     A restart needs one iteration of which every rank has a state, in its own memory or on another machine. Ranks that
     skip snapshots by themselves, or send whichever is newest when a link is free, may have none in common. All ranks
-    read the same vote before the same step, and so decide alike. The pool keeps the newest state that the peers have in
-    full until they have the next: if a machine is lost, the others restart from it.
+    read the same vote before the same step, and so decide alike. Each rank keeps the newest state that the peers have
+    in full until they have the next: if a machine is lost, the others restart from it.
 
     Args:
-        pool: the host buffers.
+        occupancy: of the host buffers.
         sending: whether a replica of this rank's is under way.
+        keep: called with the iteration of the newest state that the peers have in full, None where they have none.
         iteration: of the state that this life begins with.
     """
 
-    def __init__(self, pool: SnapshotPool, sending: Callable[[], bool], iteration: int = 0) -> None:
-        self._pool = pool
-        self._sending = sending
+    def __init__(
+        self,
+        occupancy: Occupancy,
+        sending: Callable[[], bool],
+        keep: Callable[[int | None], None],
+        iteration: int = 0,
+    ) -> None:
+        self._occupancy = occupancy
+        self._sending, self._keep = sending, keep
         self._cast_at = self._read_at = -1  # iterations of the votes
         self._blocked = self._busy = False
         self._sent_at = -2
-        self._sent: Snapshot | None = None
-        pool.occupancy.replicated(iteration)  # what the peers have of the life before
+        self._sent: tuple[int, int, Callable[[], bool]] | None = None
+        keep(iteration)  # what the peers have of the life before
 
     def ballot(self) -> tuple[bool, bool]:
         """Whether this rank cannot take a snapshot now, and whether one of its links is busy, or soon will be."""
-        sealed = None if self._sent is None else self._sent.sealed
-        return not self._pool.occupancy.is_free, self._sending() or (sealed is not None and not sealed.done())
+        # In this order: a state that is sealed meanwhile is seen on its link.
+        busy = (self._sent is not None and self._sent[2]()) or self._sending()
+        return not self._occupancy.is_free, busy
 
-    def sent(self, snapshot: Snapshot) -> None:
-        """This one goes to the peers once it is sealed."""
-        self._sent = snapshot
+    def sent(self, iteration: int, pending: Callable[[], bool], first: int | None = None) -> None:
+        """This one goes to the peers.
+
+        Args:
+            iteration: as given to `may_send`.
+            pending: whether it has still to be sealed and offered.
+            first: of a window, whose last iteration that is.
+        """
+        self._sent = iteration, iteration if first is None else first, pending
 
     def read(self, iteration: int, blocked: bool, busy: bool) -> None:
         """A ballot was cast after this iteration, and the result of the one before is here.
@@ -49,14 +63,14 @@ class Turns:
         """
         self._read_at, self._cast_at = self._cast_at, iteration
         self._blocked, self._busy = blocked, busy
-        if not busy and self._sent is not None and self._sent.iteration == self._sent_at < self._read_at:
-            self._pool.occupancy.replicated(self._sent_at)
+        if not busy and self._sent is not None and self._sent[0] == self._sent_at < self._read_at:
+            self._keep(self._sent[1])
 
     def restart(self) -> None:
         """The run has gone back: votes of later iterations say nothing about those that come again."""
         self._cast_at = self._read_at = -1
         self._sent_at = -2
-        self._pool.occupancy.replicated(None)
+        self._keep(None)
 
     @property
     def may_take(self) -> bool:
@@ -64,10 +78,10 @@ class Turns:
         return not self._blocked
 
     def may_send(self, iteration: int, *, always: bool = False) -> bool:
-        """Whether the snapshot of this iteration goes to the peers; every rank asks for the same snapshots.
+        """Whether the state of this iteration goes to the peers; every rank asks for the same iterations.
 
         Args:
-            iteration: of the snapshot.
+            iteration: of the snapshot, or the last of a window.
             always: also if a link is busy; it then waits for its turn. For checkpoints, of which there are few.
         """
         if not always and (self._busy or self._sent_at >= self._read_at):

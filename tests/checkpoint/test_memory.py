@@ -437,10 +437,12 @@ def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch:
 
 
 def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -> None:
-    for slot in ("00000-0", "00000-small-0", "00001-0", "00001-small-0", "00001-replica-00000-0", "00000-fetched-0"):
+    slots = ("00000-0", "00000-small-0", "00001-0", "00001-small-0", "00001-replica-00000-0", "00000-fetched-0")
+    for slot in (*slots, "00001-window-0"):
         (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
     assert bytes_in_memory(run_id, (0,)) == 8192
     assert bytes_in_memory(run_id, (0, 1)) == 2 * 8192
+    assert [bytes_in_memory(run_id, (rank,), prefix="window-") for rank in (0, 1)] == [0, 8192]
     pool = pool_of(run_id)  # of rank 0: three buffers
     remove_unused(run_id, replicas=False)
     left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"*{run_id}*"))

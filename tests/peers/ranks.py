@@ -65,12 +65,10 @@ memory.mkdir(exist_ok=True)
 def report(kind, message, iteration, level):
     events.append([kind, message, iteration, level])
 checkpoints = root / "checkpoints"
-def opened(states, groups=None, **settings):
+def opened(states, groups=None, window_bytes=0, bytes_to_come=0, **settings):
     groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
-    return Replicator(
-        OwnBuffers(states.memory, states.occupancy), group, groups[rank], states.template, config, report,
-        checkpoints=checkpoints,
-    )
+    buffers = OwnBuffers(states.memory, states.occupancy, window_bytes, bytes_to_come)
+    return Replicator(buffers, group, groups[rank], states.template, config, report, checkpoints=checkpoints)
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
     states = memory_states(RUN_ID, root / (node or this_node()))

@@ -455,3 +455,29 @@ def test_a_machine_with_too_little_memory_is_spared_and_that_is_reported_once(tm
     assert (kind, level) == ("replicas", logging.WARNING)
     assert "there is memory for 1: with 2 the machine b would hold" in message
     assert [found["events"] for found in others] == [[], []]
+
+
+WINDOWS = """
+import cpsr.peers.replicator as module
+states = States(memory, rank, alike=True)
+whole = states.template.state_bytes
+if rank == 1:
+    module.available_host_bytes = lambda: 30 * whole
+replicator = opened(states, replicas=2, window_bytes=5 * whole, bytes_to_come=TO_COME * whole)
+found["holders"] = len(replicator.placement.holders[rank])
+replicator.offer_window(states.seal(10)[0], 10)
+until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
+found["kinds"] = sorted({state.kind for state in memory_states(RUN_ID, memory) if "replica" in state.path.name})
+group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+@pytest.mark.parametrize(("to_come", "holders"), [(8, 2), (12, 1)])
+def test_windows_travel_whole_and_the_memory_for_them_is_counted(tmp_path: Path, to_come: int, holders: int) -> None:
+    """Two owners' slots take 20 of the bytes that the machine has beside its own windows."""
+    ranks = run(WINDOWS.replace("TO_COME", str(to_come)), tmp_path, ["a", "b", "c"])
+    assert [found["holders"] for found in ranks] == [holders] * 3
+    assert {kind for found in ranks for kind in found["kinds"]} == {"snapshot"}  # never small, though all are alike
+    assert len(ranks[0]["events"]) == 2 - holders

@@ -34,3 +34,31 @@ def test_the_state_of_a_lost_machine_comes_back_from_another(
             key: reference[key] for key in ("state", "rng", "counters")
         }
     assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []  # a clean end leaves nothing
+
+
+def test_a_window_of_a_lost_machine_comes_back_from_another_and_again_before_the_next_one_is_whole(
+    job: Job, uninterrupted: Uninterrupted, tmp_path: Path
+) -> None:
+    """Windows begin at 1, 7 and 13. Which of the first two the peers have in full when rank 0 ends is left open."""
+    settings = {
+        "checkpoint": {"shared_memory": True, "interval_iterations": 1000},
+        "replay": {"enabled": True, "window_iterations": 6},
+    }
+    killed = job.launch(fault="step:0:15", in_memory=1, settings=settings, survivor_seconds=1.0, nodes=["a", "b"])
+    assert KILLED in killed.statuses
+    shutil.rmtree(tmp_path / "memory" / "b")
+    again = job.launch(fault="step:0:8", in_memory=1, settings=settings, survivor_seconds=1.0, nodes=["a", "c"])
+    assert KILLED in again.statuses
+    (first,) = {iteration for _, iteration in sources(job)}
+    shutil.rmtree(tmp_path / "memory" / "c")
+    back = job.launch(settings=settings, nodes=["a", "d"])
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    assert (sources(job), scopes(job)) == ([("memory", first)] * 2, ["machine"] * 2)
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == first
+        assert "window" in mine["started"]["reason"]
+        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
+            key: reference[key] for key in ("state", "rng", "counters")
+        }
+    assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []

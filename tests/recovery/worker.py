@@ -62,7 +62,7 @@ class Options(LifeOptions):
     Attributes:
         fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
         committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
-        in_memory: an iteration whose state of every rank must be in shared memory before, likewise.
+        in_memory: the state of every rank must be in shared memory before, of one iteration from this on, likewise.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
@@ -370,8 +370,13 @@ class Faults:
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
-        ranks = {state.rank for state in memory_states(run_id) if state.iteration == iteration}
-        return len(ranks) == torch.distributed.get_world_size()
+        states = memory_states(run_id)
+        life = max((state.life for state in states), default=0)
+        ranks: dict[int, set[int]] = {}
+        for state in states:
+            if state.iteration >= iteration and state.life == life:
+                ranks.setdefault(state.iteration, set()).add(state.rank)
+        return any(len(found) == torch.distributed.get_world_size() for found in ranks.values())
 
     def _arm(self) -> None:
         at, step = self._at, f"step-{self._at:010d}"

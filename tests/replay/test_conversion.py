@@ -41,7 +41,7 @@ def test_the_state_is_that_of_a_job_that_nothing_happened_to(
     for rank in range(2):
         mine, exact = back.result(rank), reference.result(rank)
         began = mine["started"]["iteration"]
-        assert began in (13, 17)  # windows begin at 13, 17 and 21
+        assert began in (13, 17, 21)  # that of 21 where it is sealed before a kill at 24
         assert "window" in mine["started"]["reason"]
         assert mine["batches"] == exact["batches"][began * options.get("micro_batches", 1) :]
         assert {**mine, **OF_THE_START} == {**exact, **OF_THE_START}

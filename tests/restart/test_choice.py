@@ -207,6 +207,15 @@ def test_an_older_snapshot_in_memory_stands_between_the_failure_and_the_checkpoi
     assert chosen(Decision(newest.parts), known()) == Choice((newest, FROM_DISK))
 
 
+def test_a_window_goes_before_a_prediction_and_not_before_what_all_ranks_left() -> None:
+    parts = tuple(Source(rank, "memory", 21, entry(rank, 21, "window")) for rank in range(RANKS))
+    window = Candidate(Beginning.EXACT, parts)
+    assert chosen(Decision(parts), known()).order == (window, FROM_DISK)
+    left = dumped(23, True, True)
+    assert chosen(Decision(parts, left), known()).order[0] == Candidate(Beginning.EMERGENCY_DUMP, left)
+    assert chosen(Decision(parts, left), known(mode="exact")).order == (window, FROM_DISK)
+
+
 def test_a_peer_may_have_been_killed_meanwhile_and_a_rank_alone_has_none() -> None:
     assert chosen(Decision(DISK), known(failures=1)).order == (PREDICTED, FROM_DISK)
     alone = known(failures=1, last_failure="ValueError: no", ranks=1)

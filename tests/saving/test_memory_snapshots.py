@@ -52,7 +52,7 @@ class Rank:
         self.journal: RankJournal = open_journal(run_dir, Group(), "exact")
         config = CPSRConfig.load({"run_dir": str(run_dir)})
         planner = JobPlanner(config, 0, 20, 0.999, list, lambda: None)
-        self.turns = Turns(self.pool, lambda: False)
+        self.turns = Turns(self.pool.occupancy, lambda: False, self.pool.occupancy.replicated)
         self.snapshots = MemorySnapshots(self.adapter, self.pool, self.journal, planner, self.turns, 0)
 
     def take(self, iteration: int, scalars: Any = None) -> None:

@@ -1,7 +1,6 @@
 """All ranks take the same snapshots and send the same ones, whatever their buffers and links do."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 from hypothesis import given, settings
@@ -29,11 +28,8 @@ class Rank:
     complete: int | None = None
 
     def __post_init__(self) -> None:
-        self.turns = Turns(cast(Any, self), lambda: self.sealed_at <= self.iteration < self.until, iteration=-1)
-
-    @property
-    def occupancy(self) -> "Rank":
-        return self
+        link = lambda: self.sealed_at <= self.iteration < self.until  # noqa: E731
+        self.turns = Turns(cast(Any, self), link, self.replicated, iteration=-1)
 
     @property
     def is_free(self) -> bool:
@@ -42,8 +38,8 @@ class Rank:
     def replicated(self, iteration: int | None) -> None:
         self.complete = iteration
 
-    def done(self) -> bool:
-        return self.iteration >= self.sealed_at
+    def is_pending(self) -> bool:
+        return self.iteration < self.sealed_at
 
     def decide(self) -> None:
         """Right after the step."""
@@ -57,7 +53,7 @@ class Rank:
     def begin(self) -> None:
         """At once, or when the loop requests its next batch."""
         if self.waiting:
-            self.turns.sent(cast(Any, SimpleNamespace(iteration=self.waiting.pop(), sealed=self)))
+            self.turns.sent(self.waiting.pop(), self.is_pending)
             self.sealed_at = self.iteration + self.seal_iterations
             self.until = self.sealed_at + self.transfer_iterations
 

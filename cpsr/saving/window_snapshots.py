@@ -1,0 +1,54 @@
+"""Sparse snapshots of every iteration, on the training thread: which windows go to the peers, alike on all ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from cpsr.replay.windows import Windows
+from cpsr.saving.turns import Turns
+
+__all__ = ["WindowSnapshots"]
+
+
+class WindowSnapshots:
+    """Does nothing where no windows are wanted.
+
+    Args:
+        windows: of this rank; None: none are wanted.
+        turns: which of them all ranks send.
+
+    Attributes:
+        wanted: whether windows take the place of snapshots in memory, and of their replicas.
+    """
+
+    def __init__(self, windows: Windows | None, turns: Turns) -> None:
+        self._windows, self._turns = windows, turns
+        self.wanted = windows is not None
+
+    def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
+        """Decide right after the step; returns what the iteration ends with.
+
+        Args:
+            iteration: the finished one.
+            capture: gives the whole small state.
+        """
+        windows = self._windows
+        if windows is None:
+            return lambda: None
+        send = windows.ends_after(iteration) and self._turns.may_send(iteration)
+
+        def take() -> None:
+            sent = windows.take(iteration, capture, send=send)
+            if sent is not None:
+                self._turns.sent(iteration, sent.is_pending, sent.first)
+
+        return take
+
+    def before_update(self) -> None:
+        """The state is about to change."""
+        if self._windows is not None:
+            self._windows.before_update()
+
+    def agree(self, iteration: int) -> None:
+        """Find the number of iterations of later windows anew, after this iteration; a collective."""
+        if self._windows is not None:
+            self._windows.agree(iteration)

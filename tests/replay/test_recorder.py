@@ -1,0 +1,180 @@
+"""Which windows a rank has in memory, as newer ones are taken, sent to peers, and adopted by the next life."""
+
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpsr.replay.recorder as recorder_module
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_reader import verify_memory_state
+from cpsr.checkpoint.memory_states import memory_state, memory_states
+from cpsr.replay.conversion import load_window
+from cpsr.replay.layout import WindowLayout
+from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+
+RUN_ID = "0123abcd"
+
+
+def shard_at(iteration: int) -> Shard:
+    operators = {}
+    for name in ("first", "second"):
+        values = torch.arange(16, dtype=torch.float32) + iteration
+        operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": values / 3}, iteration)
+    return Shard(operators, {"mean": torch.tensor([float(iteration)])})
+
+
+class Rank:
+    """One that takes windows of two iterations; each is sealed before the next step."""
+
+    def __init__(self, directory: Path, files: int = FILES, life: int = 0) -> None:
+        self.directory, self.iteration = directory, 0
+        self.recorder = Recorder(SharedMemory(RUN_ID, 0, life, directory), self.shard, self._fail, files)
+        self.recorder.on_sealed = self._on_sealed
+        self.layout = WindowLayout(shard_at(0), (("first",), ("second",)), {})
+        self.offered: list[int] = []
+        self._sealed = threading.Event()
+
+    def shard(self) -> Shard:
+        return shard_at(self.iteration)
+
+    def _fail(self, problem: str) -> None:
+        raise AssertionError(problem)
+
+    def _on_sealed(self, path: Path, iteration: int, /, *, send: bool) -> None:
+        state = memory_state(path)
+        assert state is not None
+        assert (state.iteration, state.kind) == (iteration, "window")
+        self.offered += [iteration] if send else []
+        self._sealed.set()
+
+    def begin(self, first: int) -> None:
+        self.iteration = first
+        begun = self.recorder.begin(self.layout, first, lambda: {"place": first}, send=True)
+        assert begun is None  # it does not end here
+
+    def end(self, *, send: bool = False) -> None:
+        self.iteration += 1
+        self._sealed.clear()
+        window = self.recorder.take(1, self.iteration, send=send)
+        assert self._sealed.wait(30)
+        assert (window is not None) == send
+        self.recorder.finish()
+
+    @property
+    def whole(self) -> set[int]:
+        """First iterations of the windows that a kill would leave now."""
+        return {state.iteration for state in memory_states(RUN_ID, self.directory)}
+
+
+@settings(max_examples=30, deadline=None)
+@given(transfers=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_the_window_that_peers_have_and_the_one_they_receive_stay(transfers: list[int]) -> None:
+    """Each transfer takes so many windows; the next one is sent when the one before has arrived."""
+    with tempfile.TemporaryDirectory() as directory:
+        rank = Rank(Path(directory), FILES_WITH_PEERS)
+        arrived: int | None = None
+        first = 1
+        for windows in transfers:
+            sent = first
+            for number in range(windows):
+                rank.begin(first)
+                rank.end(send=number == 0)
+                first += 2
+                rank.begin(first)  # the one before may not be sealed on other ranks: it stays as well
+                assert {first - 2, sent, sent if arrived is None else arrived} <= rank.whole
+                rank.end()
+                first += 2
+            arrived = sent
+            rank.recorder.replicated(arrived)
+        assert len(rank.offered) == len(transfers)
+        rank.recorder.close(remove=True)
+
+
+@pytest.mark.parametrize("files", [FILES, FILES_WITH_PEERS])
+def test_a_kill_finds_the_newest_window_and_the_one_before(files: int, tmp_path: Path) -> None:
+    rank = Rank(tmp_path, files)
+    for first in range(1, 20, 2):
+        rank.begin(first)
+        assert {max(1, first - 4), max(1, first - 2)} <= rank.whole | {first}
+        rank.end(send=first == 1)
+        rank.recorder.replicated(1)
+    assert (1 in rank.whole) == (files == FILES_WITH_PEERS)
+    rank.recorder.close(remove=True)
+
+
+@pytest.mark.parametrize("slot", ["fetched-00000-window", "replica-00003-1"])
+def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_new_life(
+    slot: str, tmp_path: Path
+) -> None:
+    before = Rank(tmp_path)
+    for first in (1, 3, 5):
+        before.begin(first)
+        before.end()
+    before.recorder.close(remove=False)
+    memory = SharedMemory(RUN_ID, 0, 1, tmp_path)
+    (newest,) = [state for state in memory_states(RUN_ID, tmp_path) if state.iteration == 5]
+    newest.path.rename(memory.path(slot))
+    rank = Rank(tmp_path, life=1)
+    path = rank.recorder.adopt(memory.path(slot))
+    assert path == newest.path  # of the three names the one that no window had
+    state = memory_state(path)
+    assert state is not None
+    assert (state.life, state.iteration, verify_memory_state(state)) == (1, 5, None)
+    assert load_window(state, into := shard_at(0)) == {"place": 5}
+    assert into.operators["first"].moments["exp_avg"].equal(shard_at(5).operators["first"].moments["exp_avg"])
+    assert not memory.path(slot).exists()
+    rank.recorder.prepare(rank.layout)
+    rank.recorder.replicated(5)
+    for first in (7, 9):
+        rank.begin(first)
+        assert 5 in rank.whole
+        rank.end()
+    rank.recorder.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[str] = []
+    rank = Rank(tmp_path)
+    rank.recorder = Recorder(SharedMemory(RUN_ID, 0, 0, tmp_path), rank.shard, problems.append)
+    rank.recorder.on_sealed = rank._on_sealed
+    for first in (1, 3):
+        rank.begin(first)
+        rank.end()
+    for first in (5, 7, 9):
+        rank.begin(first)
+        rank.recorder.finish()
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder_module, "copy_beside_training", _refuse)
+            rank.recorder.take(1, first + 1)
+            rank.recorder.finish()
+    rank.recorder.close(remove=False)
+    assert rank.whole == {1, 3}
+    assert any("no memory" in problem for problem in problems)
+
+
+def _refuse(_: object) -> None:
+    raise RuntimeError("no memory")
+
+
+def test_after_a_rewind_nothing_is_left_that_peers_would_need(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, FILES_WITH_PEERS)
+    rank.begin(1)
+    rank.end(send=True)
+    rank.begin(3)
+    rank.recorder.forget()
+    rank.recorder.replicated(None)
+    assert rank.whole == set()
+    for first in (5, 7, 9, 11, 13):
+        rank.begin(first)
+        rank.end()
+    assert rank.whole == {7, 9, 11, 13}
+    rank.recorder.close(remove=True)
