@@ -152,7 +152,7 @@ class EngineAdapter(Protocol):
         """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """By operator, the dtype of the weights of forward and backward, where it is not that of the master."""
+        """By operator, the dtype of the weights of forward and backward; that of the master where none is named."""
 
     def frozen_places(self) -> dict[str, FrozenPlace]:
         """Where those of `frozen()` lie that are split over ranks."""

@@ -169,7 +169,7 @@ class DeepSpeedAdapter:
             "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
             "optimizer": type(torch_optimizer(engine)).__name__,
             "tensors": tensors,
-            "module": module_identity(engine.module, self._frozen(), tensors, self._rename),
+            "module": module_identity(engine.module, {name for _, name in self._outside()}, tensors, self._rename),
         }
 
     def shard(self, to_fill: bool = False) -> Shard:
@@ -219,9 +219,6 @@ class DeepSpeedAdapter:
         places = {name: frozen_place(self._engine.optimizer, parameter) for parameter, name in self._outside()}
         return {name: place for name, place in places.items() if place is not None}
 
-    def _frozen(self) -> set[str]:
-        return {name for _, name in self._outside()}
-
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Parameters that the optimizer does not move, with their names."""
         trained = {id(parameter) for parameter in self._trained_parameters()}
@@ -246,10 +243,7 @@ class DeepSpeedAdapter:
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Those of the module's parameters."""
-        pieces = master_slices(self._engine.optimizer)
-        return {
-            self._name(piece): piece.parameter.dtype for piece in pieces if piece.parameter.dtype != piece.master.dtype
-        }
+        return {self._name(piece): piece.parameter.dtype for piece in master_slices(self._engine.optimizer)}
 
     def push_down(self) -> None:
         """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""

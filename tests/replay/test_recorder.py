@@ -34,7 +34,8 @@ class Rank:
 
     def __init__(self, directory: Path, files: int = FILES, life: int = 0) -> None:
         self.directory, self.iteration = directory, 0
-        self.recorder = Recorder(SharedMemory(RUN_ID, 0, life, directory), self.shard, self._fail, files)
+        self.problems: list[str] = []
+        self.recorder = Recorder(SharedMemory(RUN_ID, 0, life, directory), self.shard, self.problems.append, files)
         self.recorder.on_sealed = self._on_sealed
         self.layout = WindowLayout(shard_at(0), (("first",), ("second",)), {})
         self.offered: list[int] = []
@@ -42,9 +43,6 @@ class Rank:
 
     def shard(self) -> Shard:
         return shard_at(self.iteration)
-
-    def _fail(self, problem: str) -> None:
-        raise AssertionError(problem)
 
     def _on_sealed(self, path: Path, iteration: int, /, *, send: bool) -> None:
         state = memory_state(path)
@@ -142,10 +140,7 @@ def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_ne
 def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems: list[str] = []
     rank = Rank(tmp_path)
-    rank.recorder = Recorder(SharedMemory(RUN_ID, 0, 0, tmp_path), rank.shard, problems.append)
-    rank.recorder.on_sealed = rank._on_sealed
     for first in (1, 3):
         rank.begin(first)
         rank.end()
@@ -153,15 +148,15 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
         rank.begin(first)
         rank.recorder.finish()
         with monkeypatch.context() as patch:
-            patch.setattr(recorder_module, "copy_beside_training", _refuse)
+            patch.setattr(recorder_module, "copy_beside_training", refuse)
             rank.recorder.take(1, first + 1)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
     assert rank.whole == {1, 3}
-    assert any("no memory" in problem for problem in problems)
+    assert any("no memory" in problem for problem in rank.problems)
 
 
-def _refuse(_: object) -> None:
+def refuse(_: object) -> None:
     raise RuntimeError("no memory")
 
 
