@@ -173,9 +173,11 @@ class Windows:
         """
         if self._job.config.replay.window_iterations is not None:
             return
-        found = self._job.group.gather([self._wanted_iterations(), self._most_iterations()])
-        wanted, most = max(one[0] for one in found), min(one[1] for one in found)
-        self._agreed = iteration, max(1, min(wanted, most))
+        group = self._job.group
+        wanted = max(group.gather(self._wanted_iterations()))
+        if wanted != self._agreed[1]:
+            wanted = min(group.gather(self._most_iterations(wanted)))
+        self._agreed = iteration, wanted
 
     def forget(self) -> None:
         """The run has gone back, or elsewhere: no window leads there."""
@@ -248,24 +250,22 @@ class Windows:
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
         return window_iterations(self._active, frozen, budget)
 
-    def _most_iterations(self) -> int:
-        """The longest window for which this machine has memory: later turns keep compute weights of more iterations."""
-        if self._recorder is None:
-            return self._iterations
+    def _most_iterations(self, wanted: int) -> int:
+        """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
         ranks = self._job.run.local_ranks
         try:
             left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(self._job, *ranks)
         except OSError:
-            return self._iterations
-        room = left / (len(ranks) * self._recorder.files)
-        found, whole = 1, sum(self._active)
-        for iterations in range(2, len(self._units) + 1):
-            turns = schedule(self._units, self._active, iterations)
-            kept = sum(step * sum(map(self._compute_bytes, names)) for step, names in enumerate(turns))
-            if whole + kept > room:
-                break
-            found = iterations
-        return found
+            return min(wanted, self._iterations)
+        room = left / (len(ranks) * (FILES if self._recorder is None else self._recorder.files))
+        while wanted > 1 and self._bytes_of(wanted) > room:
+            wanted = wanted * 3 // 4
+        return wanted
+
+    def _bytes_of(self, iterations: int) -> int:
+        """Of a window of so many iterations."""
+        turns = schedule(self._units, self._active, iterations)
+        return sum(self._active) + sum(step * sum(map(self._compute_bytes, names)) for step, names in enumerate(turns))
 
     def _compute_bytes(self, name: str) -> int:
         values = self._job.shard.operators[name].parameter.values
