@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class LifeOf:
         killed_at: iteration after whose step the process kills itself; None: it ends well.
         window_iterations: of the configuration.
         interval_iterations: between checkpoints.
+        awaited: iteration of a state that must be in memory before the kill.
         enabled: whether windows are taken and used.
         factor: on the loss; another one than in the life before makes another training.
         damage: a byte of the newest window is flipped before.
@@ -46,6 +48,7 @@ class LifeOf:
     killed_at: int | None = None
     window_iterations: int | None = 3
     interval_iterations: int = 1000
+    awaited: int | None = None
     enabled: bool = True
     factor: float = 1.0
     damage: bool = False
@@ -97,11 +100,17 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
                     model.first.weight.mul_(0.99)
             left["losses"][recovery.iteration] = loss.item()
             if recovery.iteration == life.killed_at:
+                while life.awaited is not None and not holds(run_dir, life.awaited):
+                    time.sleep(0.005)
                 leave(left)
                 os.kill(os.getpid(), signal.SIGKILL)
             if recovery.iteration >= ITERATIONS:
                 break
     return left | {"digest": digest_of(model, optimizer)}
+
+
+def holds(run_dir: Path, iteration: int) -> bool:
+    return iteration in [state.iteration for state in memory_states(run_id(run_dir))]
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
