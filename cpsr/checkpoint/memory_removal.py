@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
+from cpsr.checkpoint.memory import shared_memory_left
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, size_of
 from cpsr.checkpoint.owner import owner_path
+from cpsr.checkpoint.resources import available_host_bytes
 
-__all__ = ["bytes_in_memory", "remove_memory_states", "remove_unused"]
+__all__ = ["bytes_in_memory", "remove_memory_states", "remove_unused", "room_in_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,18 @@ def bytes_in_memory(
         if matched["slot"].removeprefix(prefix).isdigit():
             found += path.lstat().st_blocks * BLOCK_BYTES
     return found
+
+
+def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "window-"] = "") -> int:
+    """Bytes that buffers, or windows, of these ranks can take together: what is free, and what such ones have already.
+
+    0 where there is no shared memory.
+    """
+    try:
+        free = min(available_host_bytes(), shared_memory_left())
+    except OSError:
+        return 0
+    return free + bytes_in_memory(run_id, ranks, prefix=prefix)
 
 
 def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> int:

@@ -1,13 +1,12 @@
 """Which experts a snapshot in host memory copies anew, where one iteration does not overlap the copy of all."""
 
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 
-__all__ = ["MemoryTurns"]
+from cpsr.experts.copy_budget import CopyBudget
 
-MEASURED_COPIES = 8  # bandwidth and overlap are medians of this many
+__all__ = ["MemoryTurns"]
 
 
 class MemoryTurns:
@@ -24,6 +23,7 @@ class MemoryTurns:
         rest_bytes: of the rest of this rank's state.
 
     Attributes:
+        copies: that were measured.
         rounds: snapshots until every expert was copied once; 1 copies all.
     """
 
@@ -33,29 +33,17 @@ class MemoryTurns:
         self._rest_bytes = rest_bytes
         layers = Counter(unit.split("-")[0] for unit in {*units.values()})
         self._most_rounds = max(layers.values(), default=1)
-        self._rates: deque[float] = deque(maxlen=MEASURED_COPIES)  # bytes per second
-        self._overlaps: deque[float] = deque(maxlen=MEASURED_COPIES)
+        self.copies = CopyBudget()
         self._snapshots = 0
         self._left_out: dict[tuple[int, int], frozenset[str]] = {}
         self.rounds = 1
 
-    def note(self, copied_bytes: int, copy_seconds: float, overlap_seconds: float) -> None:
-        """Add a copy.
-
-        Args:
-            copied_bytes: of the snapshot.
-            copy_seconds: that it took.
-            overlap_seconds: from its begin until the optimizer needed it to be complete.
-        """
-        if copy_seconds > 0 and overlap_seconds > 0:
-            self._rates.append(copied_bytes / copy_seconds)
-            self._overlaps.append(overlap_seconds)
-
     def wanted_rounds(self) -> int:
         """The fewest rounds whose copies an iteration of this rank overlaps; 1 until one was measured."""
-        if not self._rates or not self._expert_bytes:
+        hidden = self.copies.bytes
+        if hidden is None or not self._expert_bytes:
             return 1
-        budget = statistics.median(self._rates) * statistics.median(self._overlaps) - self._rest_bytes
+        budget = hidden - self._rest_bytes
         if budget <= 0:
             return self._most_rounds
         return min(math.ceil(self._expert_bytes / budget), self._most_rounds)

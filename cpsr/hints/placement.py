@@ -26,12 +26,11 @@ import numpy as np
 
 from cpsr.errors import ConfigError
 from cpsr.hints.schedule import Chain, cheapest, cheapest_at
-from cpsr.hints.segments import Failures, Segment, Use, joined, periods, repeated, thinned
+from cpsr.hints.segments import ROUNDING, Failures, Segment, Use, joined, periods, repeated, thinned
 
 __all__ = ["Checkpoint", "EvenPlacement", "Placement", "Task", "hints_of", "place"]
 
 EVEN_HINTS_MAX = 10**6  # unrolled, for the comparison alone
-ROUNDING = 1e-12  # relative; of sums of floats
 LADDER = [4.0**power for power in range(-12, 13)]  # prices around that of a block of one mean time between failures
 
 

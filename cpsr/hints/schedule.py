@@ -20,13 +20,12 @@ from itertools import accumulate
 from math import exp, expm1, fsum
 from typing import NamedTuple
 
-from cpsr.hints.segments import EXPONENT_MAX, Failures, Segment
+from cpsr.hints.segments import EXPONENT_MAX, ROUNDING, Failures, Segment
 
 __all__ = ["Chain", "Schedule", "cheapest", "cheapest_at"]
 
 STEPS_MAX = 100  # of the search for the price; ten are usual
 DOUBLINGS_MAX = 20  # of the first guess, in either direction
-ROUNDING = 1e-12  # relative; of sums of floats
 
 
 class Step(NamedTuple):

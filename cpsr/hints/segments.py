@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Failures", "Segment", "Use", "joined", "periods", "repeated", "thinned"]
+__all__ = ["ROUNDING", "Failures", "Segment", "Use", "joined", "periods", "repeated", "thinned"]
 
+ROUNDING = 1e-12  # relative; of sums of floats
 EXPONENT_MAX = 700.0  # a float holds no larger power of e; a block this long never ends
 
 

@@ -4,13 +4,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_unused
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_removal import remove_unused, room_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.orphans import free_orphans
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.checkpoint.progress import mark_life
-from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Source
@@ -250,9 +249,5 @@ def _buffers(job: Job) -> int:
     run, buffers = job.run, job.config.memory.buffers
     if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size or job.config.replay.enabled:
         return buffers
-    try:
-        left = min(available_host_bytes(), shared_memory_left()) + bytes_in_memory(run.run_id, run.local_ranks)
-    except OSError:
-        left = 0
     needed = SnapshotPool.required_bytes(job.shard, buffers + 1) * len(run.local_ranks)
-    return buffers + int(job.group.all(needed <= left))
+    return buffers + int(job.group.all(needed <= room_in_memory(run.run_id, run.local_ranks)))

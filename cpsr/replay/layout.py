@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cpsr.checkpoint.memory_states import PAGE_BYTES
 from cpsr.checkpoint.parts import REST, Held, Parts
 from cpsr.replay.schedule import Schedule
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -13,7 +14,6 @@ from cpsr.state.shard import OperatorState, ParamSlice, Shard
 __all__ = ["WindowLayout", "compute_key", "witness_key"]
 
 _ALIGNED = 64  # of each tensor, for views of any type
-_PAGE = 4096  # of each snapshot
 # Another training than the first time differs in all weights: so few elements of so few operators show it.
 WITNESSES, WITNESS_ELEMENTS = 8, 1024
 
@@ -81,7 +81,7 @@ class WindowLayout:
             for name in _spread([name for earlier in turns[:step] for name in earlier]):
                 values = template.operators[name].parameter.values
                 self._add(f"other/{witness_key(step, name)}", values[:WITNESS_ELEMENTS])
-            self._end = -(-self._end // _PAGE) * _PAGE
+            self._end = -(-self._end // PAGE_BYTES) * PAGE_BYTES
             self._ends.append(self._end)
         self.bytes = self._end
 

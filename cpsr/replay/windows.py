@@ -2,30 +2,26 @@
 
 import logging
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_removal import bytes_in_memory
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
-from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.engines.kept_views import KeptViews
 from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import CheckpointError, SaveError
+from cpsr.experts.copy_budget import CopyBudget
 from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
-from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Copied, OnSealed, Recorder, Window
+from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.schedule import schedule, units_of, window_iterations
-from cpsr.state.shard import Shard
 
 __all__ = ["Windows"]
-
-MEASURED_COPIES = 8  # bandwidth and overlap are medians of this many
 
 
 class Windows:
@@ -50,19 +46,17 @@ class Windows:
         self._units = units_of(shard, experts_of(job.adapter.expert_naming(), shard.operators))
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
-        self._kept = shard
         self._conversion: Conversion | None = None
-        self._iterations = job.config.replay.window_iterations or 1
-        self._layout = self._laid_out()
+        self._layout = self._laid_out(job.config.replay.window_iterations or 1)
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
-        self.bytes_to_come = max(0, files * self.file_bytes - _bytes_there(job, job.group.rank))
-        self._recorder: Recorder | None = Recorder(memory, self._shard, self._report, files)
+        there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
+        self.bytes_to_come = max(0, files * self.file_bytes - there)
+        self._recorder: Recorder | None = Recorder(memory, KeptViews(job.adapter), self._report, files)
         self._off = False
         self._first: int | None = None
-        self._agreed = -1, self._iterations  # iteration of the agreement, and iterations of later windows
-        self._rates: deque[float] = deque(maxlen=MEASURED_COPIES)  # bytes per second
-        self._overlaps: deque[float] = deque(maxlen=MEASURED_COPIES)
+        self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
+        self._copies = CopyBudget()
 
     def follow(self, on_sealed: OnSealed) -> None:
         """Call this for each window that is sealed; from another thread."""
@@ -89,8 +83,8 @@ class Windows:
             raise CheckpointError(f"{path} holds no window any more")
         conversion = self._conversion = Conversion(state, self._job.adapter)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
-            self._iterations = conversion.last - conversion.first + 1
-            self._agreed, self._layout = (-1, self._iterations), self._laid_out()
+            self._layout = self._laid_out(conversion.last - conversion.first + 1)
+            self._agreed = -1, len(self._layout.turns)
         self._pool.obstacle = (
             f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
             f"{conversion.first} to {conversion.last} is replayed"
@@ -118,7 +112,7 @@ class Windows:
         """The optimizer is about to change the state."""
         copied = None if self._recorder is None else self._recorder.finish()
         if copied is not None:
-            self._note(copied)
+            self._copies.note(copied.bytes, copied.seconds, copied.overlap_seconds)
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
@@ -155,8 +149,7 @@ class Windows:
         if step > 0:
             return self._recorder.take(step, iteration, send=send)
         if len(self._layout.turns) != self._iterations_from(iteration):
-            self._iterations = self._iterations_from(iteration)
-            self._layout = self._laid_out()
+            self._layout = self._laid_out(self._iterations_from(iteration))
         self._first = iteration
         return self._recorder.begin(self._layout, iteration, capture, send=send)
 
@@ -200,7 +193,7 @@ class Windows:
     def _iterations_from(self, iteration: int) -> int:
         """Of a window that begins with this iteration."""
         agreed_at, iterations = self._agreed
-        return iterations if iteration > agreed_at else self._iterations
+        return iterations if iteration > agreed_at else len(self._layout.turns)
 
     @contextmanager
     def _void_after_an_error(self) -> Iterator[None]:
@@ -227,36 +220,22 @@ class Windows:
             self._pool.obstacle = None
             conversion.close()
 
-    def _shard(self) -> Shard:
-        """The engine's views; those of the last snapshot where nothing was replaced."""
-        kept = self._job.adapter.renewed(self._kept)
-        self._kept = self._job.adapter.shard() if kept is None else kept
-        return self._kept
-
-    def _laid_out(self) -> WindowLayout:
-        turns = schedule(self._units, self._active, self._iterations)
+    def _laid_out(self, iterations: int) -> WindowLayout:
+        turns = schedule(self._units, self._active, iterations)
         return WindowLayout(self._job.shard, turns, self._compute)
-
-    def _note(self, copied: Copied) -> None:
-        if copied.seconds > 0 and copied.overlap_seconds > 0:
-            self._rates.append(copied.bytes / copied.seconds)
-            self._overlaps.append(copied.overlap_seconds)
 
     def _wanted_iterations(self) -> int:
         """The fewest that this rank's forward and backward hide; as now until a copy was measured."""
-        if not self._rates or not self._units:
-            return self._iterations
-        budget = statistics.median(self._rates) * statistics.median(self._overlaps)
+        budget = self._copies.bytes
+        if budget is None or not self._units:
+            return len(self._layout.turns)
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
         return window_iterations(self._active, frozen, budget)
 
     def _most_iterations(self, wanted: int) -> int:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
         ranks = self._job.run.local_ranks
-        try:
-            left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(self._job, *ranks)
-        except OSError:
-            return min(wanted, self._iterations)
+        left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
         room = left / (len(ranks) * (FILES if self._recorder is None else self._recorder.files))
         while wanted > 1 and self._bytes_of(wanted) > room:
             wanted = wanted * 3 // 4
@@ -281,13 +260,5 @@ def _files(job: Job, file_bytes: int) -> int:
     ranks = job.run.local_ranks
     if job.config.peers.replicas == 0 or len(ranks) == job.group.size:
         return FILES
-    try:
-        left = min(available_host_bytes(), shared_memory_left()) + _bytes_there(job, *ranks)
-    except OSError:
-        left = 0
+    left = room_in_memory(job.run.run_id, ranks, prefix="window-")
     return FILES_WITH_PEERS if job.group.all(FILES_WITH_PEERS * file_bytes * len(ranks) <= left) else FILES
-
-
-def _bytes_there(job: Job, *ranks: int) -> int:
-    """What windows of an earlier life of these ranks take of this machine's memory."""
-    return bytes_in_memory(job.run.run_id, ranks, prefix="window-")

@@ -11,12 +11,12 @@ from typing import Any
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.kept_views import KeptViews
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.journal import RankJournal
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.saving.turns import Turns
 from cpsr.state.losses import Step
-from cpsr.state.shard import Shard
 
 __all__ = ["MemorySnapshots", "Turn"]
 
@@ -74,7 +74,7 @@ class MemorySnapshots:
         self._unreported, self._unreported_seconds = 0, 0.0  # since the journal was last told
         self._failed = False
         self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
-        self._kept: Shard | None = None
+        self._views = KeptViews(adapter)
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
         """Whether one is due after this iteration; None: none is wanted."""
@@ -114,7 +114,7 @@ class MemorySnapshots:
         self._check_sealed()
         try:
             snapshot = self._pool.begin(
-                self._shard(), iteration, scalars(), turn.contents, disk=False, replicate=turn.replicate
+                self._views(), iteration, scalars(), turn.contents, disk=False, replicate=turn.replicate
             )
         except (SaveError, UnsupportedEngineError) as error:
             self.failed(iteration, error)
@@ -151,12 +151,6 @@ class MemorySnapshots:
             due = self.taken + self.skipped
             message = f"{self.skipped} of {due} snapshots to host memory were skipped in this life: no buffer was free"
             self._journal.event("memory snapshots skipped", message, self._last)
-
-    def _shard(self) -> Shard:
-        """The engine's views; those of the last snapshot where nothing was replaced."""
-        kept = None if self._kept is None else self._adapter.renewed(self._kept)
-        self._kept = self._adapter.shard() if kept is None else kept
-        return self._kept
 
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""

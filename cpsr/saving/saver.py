@@ -275,7 +275,7 @@ class Saver(Part):
             return None
         if self._experts is not None and snapshot.contents.moments:
             copied = snapshot.contents.copied(snapshot.shard).state_bytes
-            self._experts.in_memory.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
+            self._experts.in_memory.copies.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
         if snapshot.disk:
             self._writer.submit(snapshot)
             return snapshot

@@ -25,16 +25,16 @@ def test_all_are_copied_until_a_copy_was_measured_and_where_all_fit() -> None:
     one = turns()
     assert one.wanted_rounds() == 1
     assert one.left_out() == frozenset()
-    one.note(REST + 8 * EXPERT, 1.0, 1.0)
+    one.copies.note(REST + 8 * EXPERT, 1.0, 1.0)
     assert one.wanted_rounds() == 1
 
 
 def test_as_many_are_copied_as_the_iteration_overlaps() -> None:
     one = turns()
-    one.note(1000, 1.0, (REST + 8 * EXPERT / 2) / 1000)
+    one.copies.note(1000, 1.0, (REST + 8 * EXPERT / 2) / 1000)
     assert one.wanted_rounds() == 2
     one = turns()
-    one.note(1000, 1.0, 0.001)
+    one.copies.note(1000, 1.0, 0.001)
     assert one.wanted_rounds() == 4, "one expert of each layer is always copied"
 
 
