@@ -41,7 +41,7 @@ MAGIC = b"CPSRMEM2"
 HEADER = struct.Struct("<8s4Q16s")
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
-Kind = Literal["snapshot", "departure", "small", "window"]
+Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MemoryState:
         branch: how often that life had gone back before.
         kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
             `small`, all but weights and moments; `window`, sparse snapshots of several iterations, of which `iteration`
-            is the first (`cpsr.replay`).
+            is the first (`cpsr.replay`); `upstream`, what a stage sent to others in that iteration.
         owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
         oldest_iteration: of its parts; older than `iteration` where experts are.
         newest_iteration: of its parts; of a window the last one.

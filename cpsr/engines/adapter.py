@@ -12,6 +12,7 @@ import torch
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.engines.stage_traffic import StageTraffic
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
 
@@ -117,6 +118,10 @@ class EngineAdapter(Protocol):
     @property
     def pipeline_stage(self) -> Stage | None:
         """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
+
+    @property
+    def stage_traffic(self) -> StageTraffic | None:
+        """What crosses the boundaries of this rank's stage; None where there is no pipeline of several stages."""
 
     @property
     def can_evaluate(self) -> bool:

@@ -31,6 +31,7 @@ from cpsr.engines.deepspeed_quiet import unmarked, unreported, untimed
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_scalars import EngineScalars
 from cpsr.engines.deepspeed_support import require_supported
+from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.imported_state import IMPORTED, imported_optimizer
@@ -103,6 +104,7 @@ class DeepSpeedAdapter:
         self._loop = DeepSpeedLoop(engine, self._pipeline, [] if self._muon is None else self._muon.committing())
         self._has_experts = has_experts(engine.module)
         self._capacities = Capacities(engine.module)
+        self.stage_traffic = None if self.pipeline_stage is None else DeepSpeedTraffic(engine, self)
 
     @property
     def data_parallel_ranks(self) -> list[int]:

@@ -155,6 +155,11 @@ class TorchAdapter:
         return [*self._schedulers, *([] if self._scaler is None else [self._scaler])]
 
     @property
+    def stage_traffic(self) -> None:
+        """None: a plain torch loop has no pipeline."""
+        return
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """None: a plain torch loop has no pipeline."""
         return None

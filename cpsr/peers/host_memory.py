@@ -165,6 +165,7 @@ class HostMemory:
                 f"the window that begins with iteration {entry.iteration} cannot be kept for this life: "
                 f"{'; '.join(problems)}. Nothing was trained; the next start goes on from another state"
             )
+        self.windows.rest()
 
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.

@@ -9,7 +9,7 @@ from typing import Any
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
-from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.kept_views import KeptViews
 from cpsr.engines.moe.naming import experts_of
@@ -19,9 +19,14 @@ from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
+from cpsr.replay.resting import Rest, rest_of
 from cpsr.replay.schedule import schedule, units_of, window_iterations
+from cpsr.replay.upstream import LoggedSteps, Upstream
 
 __all__ = ["Windows"]
+
+# From the first iteration of the oldest window that a restart may use, to the last that was trained.
+WINDOWS = 3
 
 
 class Windows:
@@ -57,6 +62,16 @@ class Windows:
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
         self._copies = CopyBudget()
+        self._left: MemoryState | None = None  # the window that is replayed, as the life before left it
+        self._rest: Rest | None = None
+        self._traffic = job.adapter.stage_traffic
+        self._upstream: Upstream | None = None
+        if self._traffic is not None and self._traffic.obstacle is None:
+            self._upstream = Upstream(memory, job.adapter.device, self._report_log)
+            self._upstream.keep(WINDOWS * len(self._layout.turns))
+            self._traffic.follow(self._upstream)
+        elif self._traffic is not None:
+            self._report(f"a lost stage replays together with all others: {self._traffic.obstacle}", once=True)
 
     def follow(self, on_sealed: OnSealed) -> None:
         """Call this for each window that is sealed; from another thread."""
@@ -77,6 +92,7 @@ class Windows:
             OSError: it is not there any more, or another process has it.
         """
         assert self._recorder is not None
+        self._left = memory_state(path)
         path = self._recorder.adopt(path)
         state = memory_state(path)
         if state is None:
@@ -85,15 +101,33 @@ class Windows:
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(conversion.last - conversion.first + 1)
             self._agreed = -1, len(self._layout.turns)
-        self._pool.obstacle = (
-            f"the state is whole again after iteration {conversion.last}: until then the window of iterations "
-            f"{conversion.first} to {conversion.last} is replayed"
-        )
+        self._obstruct(conversion)
         return path
+
+    def rest(self) -> None:
+        """Find which stages of a pipeline need not replay; a collective, once the window is kept on all ranks."""
+        conversion, traffic = self._conversion, self._traffic
+        if traffic is None or conversion is None or self._left is None:
+            return
+        rest = self._rest = rest_of(self._job, self._pool, self._left, conversion.last, self._upstream)
+        if rest is None or self._upstream is None:
+            return
+        self._obstruct(conversion)
+        if rest.here:
+            traffic.repeat(LoggedSteps(rest.logs, rest.choice.ranks, self._upstream.forget))
+        if self._job.group.rank == 0:
+            stages = ", ".join(map(str, rest.choice.stages))
+            message = (
+                f"stages {stages} have the state of iteration {rest.choice.until} and rest: the others replay "
+                f"iterations {conversion.first + 1} to {rest.choice.until} from what these had sent"
+            )
+            self._job.journal.event("stages rest", message, conversion.first)
 
     def start(self) -> None:
         """Take the memory of the windows; where a rank has too little, it takes none, and training goes on."""
         assert self._recorder is not None
+        if self._rest is not None and self._rest.snapshot is not None:
+            self._pool.seal(self._rest.snapshot, "departure")  # stamped with this life, which may end before its rest
         problem = None
         try:
             self._recorder.prepare(self._layout)
@@ -116,13 +150,18 @@ class Windows:
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
-        if self._conversion is not None:
+        conversion, rest = self._conversion, self._rest
+        if conversion is not None and iteration <= conversion.last and not (rest is not None and rest.here):
             with self._void_after_an_error():
-                self._conversion.after_step(iteration)
+                conversion.after_step(iteration)
+        if rest is not None and iteration == rest.choice.until:
+            rest.end(self._job.adapter, self._pool)
+            if self._traffic is not None:
+                self._traffic.go_on()
 
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
-        if self._recorder is None or self._off or (self._conversion is not None and iteration < self._conversion.last):
+        if self._recorder is None or self._off or (self._conversion is not None and iteration < self._whole_at):
             return False
         step = self._step(iteration)
         return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
@@ -150,6 +189,8 @@ class Windows:
             return self._recorder.take(step, iteration, send=send)
         if len(self._layout.turns) != self._iterations_from(iteration):
             self._layout = self._laid_out(self._iterations_from(iteration))
+            if self._upstream is not None:
+                self._upstream.keep(WINDOWS * len(self._layout.turns))
         self._first = iteration
         return self._recorder.begin(self._layout, iteration, capture, send=send)
 
@@ -178,10 +219,16 @@ class Windows:
         self._first = None
         if self._recorder is not None:
             self._recorder.forget()
+        if self._upstream is not None:
+            self._upstream.forget()
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
         self._end_conversion()
+        if self._traffic is not None:
+            self._traffic.stop()
+        if self._upstream is not None:
+            self._upstream.close(remove=remove)
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 
@@ -205,17 +252,29 @@ class Windows:
                 self._recorder.forget()
             raise
 
+    @property
+    def _whole_at(self) -> int:
+        """The iteration at which the state is whole again on all ranks."""
+        assert self._conversion is not None
+        return self._conversion.last if self._rest is None else self._rest.choice.until
+
+    def _obstruct(self, conversion: Conversion) -> None:
+        self._pool.obstacle = (
+            f"the state is whole again after iteration {self._whole_at}: until then the window of iterations "
+            f"{conversion.first} to {conversion.last} is replayed"
+        )
+
     def _check(self, conversion: Conversion, iteration: int) -> None:
-        if iteration <= conversion.last:
+        if iteration <= conversion.last and not (self._rest is not None and self._rest.here):
             with self._void_after_an_error():
                 conversion.require_same(iteration)
-        if iteration >= conversion.last:
+        if iteration >= self._whole_at:
             self._end_conversion()
             message = f"the window of iterations {conversion.first} to {conversion.last} is replayed"
             self._job.journal.event("replayed", f"{message}: the state is whole", iteration)
 
     def _end_conversion(self) -> None:
-        conversion, self._conversion = self._conversion, None
+        conversion, self._conversion, self._rest = self._conversion, None, None
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()
@@ -249,6 +308,9 @@ class Windows:
     def _compute_bytes(self, name: str) -> int:
         values = self._job.shard.operators[name].parameter.values
         return math.prod(values.shape) * int(self._compute.get(name, values.dtype).itemsize)
+
+    def _report_log(self, message: str, level: int) -> None:
+        self._job.journal.event("stages logged", message, level=level)
 
     def _report(self, message: str, *, once: bool = False) -> None:
         if not once or self._job.group.rank == 0:

@@ -182,7 +182,7 @@ class Ladder:
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
             if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
                 continue
-            if state.kind == "window" and not self._windows:
+            if state.kind == "upstream" or (state.kind == "window" and not self._windows):
                 continue
             problem = verify_memory_state(state)
             if problem is None:

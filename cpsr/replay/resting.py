@@ -1,0 +1,205 @@
+"""Which stages of a pipeline have lost nothing, and rest while the others replay a window."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.errors import CheckpointError
+from cpsr.job import Job
+from cpsr.replay.upstream import Upstream
+
+__all__ = ["Choice", "Kept", "Rest", "choose", "rest_of"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank has of the run's end, beside its window.
+
+    Attributes:
+        stage: of the pipeline.
+        iterations: of the whole states that it left when the group broke.
+        logged: the last iteration of its logs, which begin right after the window's first.
+        problem: why it has no use for them; None where it has.
+    """
+
+    stage: int
+    iterations: tuple[int, ...]
+    logged: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Who rests.
+
+    Attributes:
+        until: iteration of their states, at which all go on together.
+        stages: that rest, ascending.
+        ranks: of these stages.
+    """
+
+    until: int
+    stages: tuple[int, ...]
+    ranks: frozenset[int]
+
+
+def choose(kept: Sequence[Kept], last: int) -> Choice | None:
+    """The iteration at which most stages can go on from what all their ranks have left; of two, the newer.
+
+    Several lost stages compute together where they are neighbours, and each for itself where they are not.
+
+    Args:
+        kept: of each rank.
+        last: of the window: before it no state is whole.
+
+    Returns:
+        None where no stage can rest.
+    """
+    best: Choice | None = None
+    for until in sorted({one for rank in kept for one in rank.iterations if one >= last}):
+        able = [until in rank.iterations and rank.logged >= until and rank.problem is None for rank in kept]
+        lost = {rank.stage for rank, can in zip(kept, able, strict=True) if not can}
+        stages = tuple(sorted({rank.stage for rank in kept} - lost))
+        if stages and (best is None or len(stages) >= len(best.stages)):
+            ranks = frozenset(number for number, rank in enumerate(kept) if rank.stage in stages)
+            best = Choice(until, stages, ranks)
+    return best
+
+
+def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, dict[int, MemoryState]]:
+    """What this rank has, verified; and where its states and logs lie, by iteration, logs as negative ones.
+
+    Args:
+        job: of this rank.
+        window: that is replayed, as the life before left it.
+        obstacle: why steps of this pipeline cannot be repeated.
+    """
+    stage = job.adapter.pipeline_stage
+    assert stage is not None
+    if obstacle is None and job.shard.frozen:
+        obstacle = "it has parameters outside the optimizer"
+    own = [
+        state
+        for state in memory_states(job.run.run_id)
+        if state.rank == job.group.rank
+        and (state.life, state.branch) == (window.life, window.branch)
+        and state.iteration > window.iteration
+        and state.place != "replica"
+        and verify_memory_state(state) is None
+    ]
+    states = {one.iteration: one for one in own if one.kind in ("departure", "snapshot") and _is_whole(one)}
+    logs = {one.iteration: one for one in own if one.kind == "upstream"}
+    logged = window.iteration
+    while logged + 1 in logs:
+        logged += 1
+    found = states | {-iteration: log for iteration, log in logs.items() if iteration <= logged}
+    return Kept(stage.index, tuple(sorted(states)), logged, obstacle), found
+
+
+def _is_whole(state: MemoryState) -> bool:
+    return state.oldest_iteration == state.iteration
+
+
+@dataclass
+class Rest:
+    """The rest of this rank's stage, or that of others.
+
+    Attributes:
+        choice: who rests.
+        logs: of this rank, by iteration; empty where it computes.
+        snapshot: the state that it goes on with; None where it computes.
+    """
+
+    choice: Choice
+    logs: dict[int, MemoryState]
+    snapshot: Snapshot | None
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank rests."""
+        return self.snapshot is not None
+
+    def end(self, adapter: EngineAdapter, pool: SnapshotPool) -> None:
+        """Give the engine the state that this rank had left; a collective of its stage."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is None:
+            return
+        live = dict(adapter.shard(to_fill=True).tensors())
+        with torch.no_grad():
+            for key, values in snapshot.shard.tensors():
+                live[key].copy_(values)
+        adapter.load_scalars(snapshot.scalars["engine"])
+        adapter.push_down()
+        pool.release(snapshot)
+
+
+def rest_of(job: Job, pool: SnapshotPool, window: MemoryState, last: int, upstream: Upstream | None) -> Rest | None:
+    """Agree on who rests, and load what this rank goes on with; a collective.
+
+    Args:
+        job: of this rank.
+        pool: has a buffer for it.
+        window: that is replayed, as the life before left it.
+        last: its last iteration.
+        upstream: keeps the logs for this life; None, on all ranks, where nothing is logged.
+
+    Returns:
+        None where all stages replay; a warning then says why.
+    """
+    kept, found = _kept(job, window, "what its stages send is not logged" if upstream is None else None)
+    everyone = [Kept(**one) for one in job.group.gather(vars(kept))]
+    choice = choose(everyone, last)
+    if choice is None:
+        if job.group.rank == 0:
+            logger.warning("all stages replay the window: %s", _why(everyone, window.iteration))
+        return None
+    snapshot, logs, problem = None, dict[int, MemoryState](), None
+    if job.group.rank in choice.ranks and upstream is not None:
+        try:
+            snapshot = _loaded(pool, found[choice.until])
+            logs = upstream.adopt([log for at, log in found.items() if at < 0 and -at <= choice.until])
+        except (CheckpointError, OSError) as error:
+            problem = f"rank {job.group.rank}: {error}"
+    problems = [one for one in job.group.gather(problem) if one is not None]
+    if problems:
+        if snapshot is not None:
+            pool.release(snapshot)
+        if job.group.rank == 0:
+            logger.warning("all stages replay the window: %s", "; ".join(problems))
+        return None
+    return Rest(choice, logs, snapshot)
+
+
+def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
+    snapshot = pool.acquire(state.iteration, {state.path.name})
+    if snapshot is None:
+        raise CheckpointError("no host buffer is free for the state that it had left")
+    try:
+        scalars: dict[str, Any] = load_memory_state(state, snapshot.shard)
+        snapshot.scalars = scalars
+    except CheckpointError:
+        pool.release(snapshot)
+        raise
+    return snapshot
+
+
+def _why(kept: Sequence[Kept], first: int) -> str:
+    problem = next((rank.problem for rank in kept if rank.problem is not None), None)
+    if problem is not None:
+        return problem
+    parts = []
+    for number, rank in enumerate(kept):
+        left = f"the state of iteration {rank.iterations[-1]}" if rank.iterations else "no state"
+        logs = f"logs up to iteration {rank.logged}" if rank.logged > first else "no logs"
+        parts.append(f"rank {number} (stage {rank.stage}) has left {left} and {logs}")
+    return "; ".join(parts)
