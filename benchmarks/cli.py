@@ -135,6 +135,19 @@ def replay(
 
 
 @bench.command()
+def stages(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
+    steps: Annotated[int, typer.Option(min=10, help="Of each run whose steps are measured.")] = 30,
+    workdir: Workdir = None,
+) -> None:
+    """A lost pipeline stage that replays alone, beside a replay by all stages; and what the logs for it cost."""
+    from cpsr.benchmarks.replay.stages import main as run_stages
+
+    run_stages(json_path, rounds, steps, workdir=workdir)
+
+
+@bench.command()
 def frozen(
     json_path: JsonPath = None,
     checkpoints: Annotated[int, typer.Option(min=3, help="Of each way.")] = 16,

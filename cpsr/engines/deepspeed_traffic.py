@@ -121,7 +121,7 @@ class DeepSpeedTraffic:
         try:
             result = original(data_iter)
         except BaseException:
-            log.drop("the step was not completed")
+            log.drop(None)
             raise
         finally:
             self._open = False

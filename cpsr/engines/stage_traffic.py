@@ -51,8 +51,8 @@ class TrafficLog(Protocol):
             form: shapes of what is sent to the next stage, which DeepSpeed sends once in a life; None: nothing is.
         """
 
-    def drop(self, reason: str) -> None:
-        """This step cannot be repeated from a log."""
+    def drop(self, reason: str | None) -> None:
+        """This step cannot be repeated from a log; None: it was not completed."""
 
 
 class Repeats(Protocol):

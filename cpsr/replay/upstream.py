@@ -123,10 +123,11 @@ class Upstream:
         scalars = {"entries": self._entries, "applied": applied, "form": form}
         slot.sealed = self._worker.submit(self._seal, slot, self._iteration, scalars, event)
 
-    def drop(self, reason: str) -> None:
-        """This iteration is not kept."""
+    def drop(self, reason: str | None) -> None:
+        """This iteration is not kept; None: it was not completed."""
         self._dropped = True
-        self._say(f"what this stage sent in iteration {self._iteration} is not logged, since {reason}")
+        if reason is not None:
+            self._say(f"what this stage sent in iteration {self._iteration} is not logged, since {reason}")
 
     # A life
 

@@ -269,8 +269,8 @@ class Windows:
             with self._void_after_an_error():
                 conversion.require_same(iteration)
         if iteration >= self._whole_at:
+            message = f"the iterations from {conversion.first + 1} to {self._whole_at} are replayed"
             self._end_conversion()
-            message = f"the window of iterations {conversion.first} to {conversion.last} is replayed"
             self._job.journal.event("replayed", f"{message}: the state is whole", iteration)
 
     def _end_conversion(self) -> None:

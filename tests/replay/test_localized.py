@@ -1,0 +1,151 @@
+"""Pipelines of which some stages lose their state: these replay alone, and the run is what it would have been."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.run_directory import run_id
+from tests.recovery.job import Ended, Job
+
+pytestmark = pytest.mark.ranks
+
+SETTINGS = {
+    "checkpoint": {"shared_memory": True, "interval_iterations": 1000},
+    "replay": {"enabled": True, "window_iterations": 4},
+}
+WORKER = "tests.replay.stages_worker"
+OF_A_LIFE: dict[str, Any] = {"started": {}, "losses": {}}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path / "killed")
+    yield job
+    if job.run_dir.exists():
+        remove_memory_states(run_id(job.run_dir))
+
+
+@pytest.fixture
+def launch(job: Job) -> Callable[..., Ended]:
+    def launched(mode: str = "exact", ranks: int = 3, **options: Any) -> Ended:
+        return job.launch(mode, worker=WORKER, ranks=ranks, settings=SETTINGS, **options)
+
+    return launched
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    known: dict[str, Ended] = {}
+
+    def of(ranks: int = 3, **options: Any) -> Ended:
+        name = repr((ranks, sorted(options.items())))
+        if name not in known:
+            run = Job(tmp_path_factory.mktemp("uninterrupted"))
+            known[name] = run.launch("exact", worker=WORKER, ranks=ranks, **options)
+            assert set(known[name].statuses) == {0}, known[name].output[0][-3000:]
+        return known[name]
+
+    return of
+
+
+def require_same(back: Ended, exact: Ended) -> None:
+    """Every bit of the end, and every loss that the loop saw, also of iterations that a stage did not compute."""
+    for rank, status in enumerate(back.statuses):
+        assert status == 0, back.output[rank][-3000:]
+        mine, other = back.result(rank), exact.result(rank)
+        assert mine["losses"] == {at: loss for at, loss in other["losses"].items() if at in mine["losses"]}
+        assert {**mine, **OF_A_LIFE} == {**other, **OF_A_LIFE}
+
+
+def left_by(job: Job, rank: int, *kinds: str) -> list[MemoryState]:
+    return [one for one in memory_states(run_id(job.run_dir)) if one.rank == rank and one.kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "killed", "resting"),
+    [
+        pytest.param(3, {}, {1: 22}, "stages 0, 2 ", id="the stage in the middle"),
+        pytest.param(
+            3, {"precision": "fp16", "zero": 0}, {2: 23}, "stages 0, 1 ", id="the last one, after an overflow"
+        ),
+        pytest.param(3, {"precision": "bf16"}, {0: 24}, "stages 1, 2 ", id="the first one"),
+        pytest.param(4, {"stages": 2, "precision": "bf16"}, {3: 21}, "stages 0 ", id="two ranks of a stage"),
+        pytest.param(4, {"stages": 4}, {1: 22, 2: 22}, "stages 0, 3 ", id="neighbours, together"),
+        pytest.param(4, {"stages": 4}, {0: 22, 2: 22}, "stages 1, 3 ", id="apart, each for itself"),
+    ],
+)
+def test_a_stage_that_lost_its_state_replays_alone(
+    launch: Callable[..., Ended],
+    uninterrupted: Callable[..., Ended],
+    ranks: int,
+    options: dict[str, Any],
+    killed: dict[int, int],
+    resting: str,
+) -> None:
+    launch(ranks=ranks, killed=killed, awaited=13, **options)
+    back = launch(ranks=ranks, **options)
+    assert f"{resting}have the state of iteration {min(killed.values())} and rest" in back.output[0]
+    require_same(back, uninterrupted(ranks=ranks, **options))
+
+
+def test_a_kill_during_the_replay_repeats_it(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
+) -> None:
+    launch(killed={1: 22}, awaited=17)
+    launch(killed={0: 19})
+    back = launch()
+    assert "stages 0, 2 have the state of iteration 22 and rest" in back.output[0]
+    require_same(back, uninterrupted())
+
+
+def test_a_failure_during_the_replay_widens_it(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
+) -> None:
+    launch(killed={1: 22}, awaited=17)
+    launch(killed={2: 19})
+    for state in left_by(job, 2, "departure"):  # its machine has lost it
+        state.path.unlink()
+    back = launch()
+    assert "stages 0 have the state of iteration 22 and rest" in back.output[0]
+    require_same(back, uninterrupted())
+
+
+def test_without_a_log_all_stages_replay(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
+) -> None:
+    launch(killed={1: 22}, awaited=17)
+    for rank in (0, 2):
+        log = next(one for one in left_by(job, rank, "upstream") if one.iteration == 19)
+        with log.path.open("r+b") as file:  # a hash shows it
+            file.seek(4096)
+            file.write(b"another")
+    back = launch()
+    assert "all stages replay the window" in back.output[0]
+    assert "logs up to iteration 18" in back.output[0]
+    require_same(back, uninterrupted())
+
+
+def test_a_stage_that_gives_something_else_is_found_out_and_its_neighbour_replays_too(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended]
+) -> None:
+    launch(killed={1: 22}, awaited=17)
+    noisy = launch(noisy=1)
+    assert any("came from rank 1 with other values than the first time" in one for one in noisy.output)
+    back = launch()  # the rank that found it has no use for its logs any more
+    assert "stages 0 have the state of iteration 22 and rest" in back.output[0]
+    require_same(back, uninterrupted())
+
+
+def test_an_evaluation_during_the_rest_ends_it(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended]
+) -> None:
+    launch(killed={1: 22}, awaited=17)
+    evaluating = launch(evaluates=19)
+    assert any("eval_batch was called while this stage repeats" in one for one in evaluating.output)
+    back = launch()
+    assert "all stages replay the window" in back.output[0]
+    require_same(back, uninterrupted())

@@ -1,0 +1,130 @@
+"""Logs of what a stage sends: one file an iteration, as many as windows need."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.engines.stage_traffic import Operation
+from cpsr.errors import CheckpointError
+from cpsr.replay.upstream import LoggedSteps, Upstream
+
+RUN = "0123456789abcdef"
+SENT = Operation("send", "1", "", (3, 4), "float32")
+
+
+class Logs:
+    """A rank's logs in a directory of their own."""
+
+    def __init__(self, directory: Path, life: int = 1) -> None:
+        self.directory, self.said = directory, list[str]()
+        memory = SharedMemory(RUN, 0, life, directory, wait_seconds=0.1)
+        self.upstream = Upstream(memory, torch.device("cpu"), lambda message, level: self.said.append(message))
+
+    def train(self, iteration: int, values: torch.Tensor | None = None) -> None:
+        self.upstream.begin(iteration)
+        self.upstream.add(Operation("load"), None, {"states": iteration})
+        self.upstream.add(SENT, torch.full((3, 4), float(iteration)) if values is None else values)
+        self.upstream.end(iteration % 2 == 0, {"tuple": False, "tensors": [[[3, 4], "float32"]]})
+
+    def left(self) -> dict[int, MemoryState]:
+        self.upstream.close(remove=False)
+        return {state.iteration: state for state in memory_states(RUN, self.directory)}
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Iterator[Logs]:
+    made = Logs(tmp_path)
+    yield made
+    made.upstream.close(remove=True)
+
+
+def test_what_was_sent_comes_back_in_order_bit_for_bit(logs: Logs) -> None:
+    logs.upstream.keep(4)
+    for iteration in range(1, 10):
+        logs.train(iteration)
+    left = logs.left()
+    assert sorted(left) == [6, 7, 8, 9]
+    steps = LoggedSteps(left, frozenset({0}), lambda: None)
+    for iteration in (6, 9):
+        load, sent = steps.operations(iteration)
+        assert load[0] == Operation("load")
+        assert load[2] == {"states": iteration}
+        assert sent[0] == SENT
+        assert sent[1] is not None
+        assert torch.equal(sent[1], torch.full((3, 4), float(iteration)))
+        assert steps.applied(iteration) == (iteration % 2 == 0)
+        assert steps.form == {"tuple": False, "tensors": [[[3, 4], "float32"]]}
+
+
+def test_the_first_iteration_is_measured_and_what_grows_is_kept_from_the_next_on(logs: Logs) -> None:
+    logs.upstream.keep(8)
+    for iteration in (1, 2):
+        logs.train(iteration)
+    for iteration in (3, 4, 5):
+        logs.train(iteration, torch.ones(5000))
+    assert sorted(logs.left()) == [2, 4, 5]
+    assert len(logs.said) == 2
+    assert all("MB of host memory" in one for one in logs.said)
+
+
+def test_a_dropped_iteration_is_none(logs: Logs) -> None:
+    logs.upstream.keep(8)
+    for iteration in (1, 2):
+        logs.train(iteration)
+    logs.upstream.begin(3)
+    logs.upstream.add(SENT, torch.ones(3, 4))
+    logs.upstream.drop("a reason")
+    logs.upstream.end(True, None)
+    logs.train(4)
+    left = logs.left()
+    assert sorted(left) == [2, 4]
+    with pytest.raises(CheckpointError, match="iteration 3 was not logged"):
+        next(LoggedSteps(left, frozenset(), lambda: None).operations(3))
+
+
+def test_nothing_is_kept_where_no_windows_are(logs: Logs) -> None:
+    for iteration in (1, 2, 3):
+        logs.train(iteration)
+    assert logs.left() == {}
+
+
+def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_path: Path) -> None:
+    logs.upstream.keep(4)
+    for iteration in range(1, 6):
+        logs.train(iteration)
+    left = logs.left()
+    later = Logs(tmp_path, life=2)
+    kept = later.upstream.adopt(list(left.values()))
+    assert sorted(kept) == [2, 3, 4, 5]
+    assert {state.life for state in kept.values()} == {2}
+    _, sent = LoggedSteps(kept, frozenset({0}), lambda: None).operations(3)
+    assert sent[1] is not None
+    assert torch.equal(sent[1], torch.full((3, 4), 3.0))
+    later.upstream.keep(4)
+    later.train(6)
+    assert sorted(later.left()) == [3, 4, 5, 6]
+    later.upstream.close(remove=True)
+
+
+def test_logs_that_lead_nowhere_are_forgotten(logs: Logs) -> None:
+    logs.upstream.keep(4)
+    for iteration in range(1, 5):
+        logs.train(iteration)
+    logs.upstream.forget()
+    assert logs.left() == {}
+
+
+def test_a_damaged_log_is_told(logs: Logs) -> None:
+    logs.upstream.keep(4)
+    for iteration in range(1, 4):
+        logs.train(iteration)
+    left = logs.left()
+    with left[3].path.open("r+b") as file:
+        file.seek(4100)
+        file.write(b"another")
+    with pytest.raises(CheckpointError, match="damaged"):
+        next(LoggedSteps(left, frozenset(), lambda: None).operations(3))
