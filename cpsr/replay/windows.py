@@ -25,9 +25,6 @@ from cpsr.replay.upstream import LoggedSteps, Upstream
 
 __all__ = ["Windows"]
 
-# From the first iteration of the oldest window that a restart may use, to the last that was trained.
-WINDOWS = 3
-
 
 class Windows:
     """Called after each step; on the training thread.
@@ -68,7 +65,7 @@ class Windows:
         self._upstream: Upstream | None = None
         if self._traffic is not None and self._traffic.obstacle is None:
             self._upstream = Upstream(memory, job.adapter.device, self._report_log)
-            self._upstream.keep(WINDOWS * len(self._layout.turns))
+            self._upstream.keep(files * len(self._layout.turns))  # since the first of the oldest window that is left
             self._traffic.follow(self._upstream)
         elif self._traffic is not None:
             self._report(f"a lost stage replays together with all others: {self._traffic.obstacle}", once=True)
@@ -190,7 +187,7 @@ class Windows:
         if len(self._layout.turns) != self._iterations_from(iteration):
             self._layout = self._laid_out(self._iterations_from(iteration))
             if self._upstream is not None:
-                self._upstream.keep(WINDOWS * len(self._layout.turns))
+                self._upstream.keep(self._recorder.files * len(self._layout.turns))
         self._first = iteration
         return self._recorder.begin(self._layout, iteration, capture, send=send)
 
@@ -274,7 +271,10 @@ class Windows:
             self._job.journal.event("replayed", f"{message}: the state is whole", iteration)
 
     def _end_conversion(self) -> None:
-        conversion, self._conversion, self._rest = self._conversion, None, None
+        conversion, rest, self._conversion, self._rest = self._conversion, self._rest, None, None
+        if rest is not None and rest.snapshot is not None and self._traffic is not None:
+            self._pool.release(rest.snapshot)
+            self._traffic.go_on()
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()

@@ -32,6 +32,7 @@ class Options(LifeOptions):
         zero, precision, micro_batches, stages: of the engine.
         killed: rank -> the iteration after which it kills itself, once `awaited` is there.
         awaited: a window of every rank that begins with this iteration, or a later one.
+        pause_seconds: it also waits so long, for what the others have still to receive.
         noisy: a rank whose layers give something else in this life.
         evaluates: an iteration after which the loop evaluates.
         fault, committed: of every job; not used.
@@ -43,6 +44,7 @@ class Options(LifeOptions):
     stages: int = 3
     killed: dict[int, int] = field(default_factory=dict)
     awaited: int = 0
+    pause_seconds: float = 0.0
     noisy: int | None = None
     evaluates: int | None = None
     fault: str = ""
@@ -120,6 +122,7 @@ def train(recovery: CPSRRecovery, engine: Any, loader: Any, options: Options, ra
     while recovery.iteration < options.iterations:
         if recovery.iteration == options.killed.get(rank):
             await_window(Path(options.config["run_dir"]), options)
+            time.sleep(options.pause_seconds)
             os.kill(os.getpid(), signal.SIGKILL)
         loss = engine.train_batch(data)
         losses[recovery.iteration] = float(loss)

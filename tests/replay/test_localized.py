@@ -1,5 +1,6 @@
 """Pipelines of which some stages lose their state: these replay alone, and the run is what it would have been."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,33 @@ def test_a_stage_that_lost_its_state_replays_alone(
     require_same(back, uninterrupted(ranks=ranks, **options))
 
 
-def test_a_kill_during_the_replay_repeats_it(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
+@pytest.mark.parametrize(
+    ("rank", "at", "until"),
+    [
+        pytest.param(1, 18, 22, id="the one that computes, in the window"),
+        pytest.param(0, 19, 22, id="one that rests"),
+        pytest.param(2, 22, 22, id="one that has rested, at its end"),
+        pytest.param(1, 24, 24, id="the same again, before the next window"),
+    ],
+)
+def test_a_kill_during_the_replay_and_after_it_repeats_it(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], rank: int, at: int, until: int
 ) -> None:
     launch(killed={1: 22}, awaited=17)
-    launch(killed={0: 19})
+    launch(killed={rank: at})
     back = launch()
+    assert f"have the state of iteration {until} and rest" in back.output[0]
+    require_same(back, uninterrupted())
+
+
+def test_a_lost_machine_replays_a_window_that_another_had_while_the_others_rest(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], tmp_path: Path
+) -> None:
+    launch(killed={1: 22}, pause_seconds=2.0, nodes=["a", "b", "c"])
+    shutil.rmtree(tmp_path / "killed" / "memory" / "b")
+    back = launch(nodes=["a", "d", "c"])
     assert "stages 0, 2 have the state of iteration 22 and rest" in back.output[0]
+    assert "window" in back.result(1)["started"]["reason"]
     require_same(back, uninterrupted())
 
 
